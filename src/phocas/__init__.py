@@ -1,0 +1,1 @@
+"""Byzantine-resilient aggregation and training."""

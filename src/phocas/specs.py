@@ -1,0 +1,218 @@
+"""Values that can be written down: frozen dataclasses to and from ``phocas:b=6``.
+
+Rules and attacks are frozen dataclasses that subclass :class:`Spec`. A :class:`Table` maps their names
+to their classes, reads them from strings, and explains what it cannot read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import numbers
+import operator
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+
+class Spec:
+    """A frozen dataclass with a name, printed as ``name:field=value,...`` without its defaults."""
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+
+    def __str__(self) -> str:
+        parts = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every Spec is a dataclass
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(f"{field.name}={_write(value)}")
+        return self.name + (":" + ",".join(parts) if parts else "")
+
+    @classmethod
+    def summary(cls) -> str:
+        """Return the first line of the docstring, for tables and ``--help``."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+    @classmethod
+    def parameters(cls) -> str:
+        """Describe the parameters: ``b``, or ``select=None``, separated by commas."""
+        parts = []
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            required = field.default is dataclasses.MISSING
+            parts.append(field.name if required else f"{field.name}={_write(field.default)}")
+        return ", ".join(parts)
+
+
+S = TypeVar("S", bound=Spec)
+
+
+class Table(Mapping[str, type[S]], Generic[S]):
+    """The classes of one kind by name; case, ``-`` and ``_`` in a name do not matter."""
+
+    def __init__(self, kind: str, classes: Iterable[type[S]]) -> None:
+        self.kind = kind
+        self._classes = {cls.name: cls for cls in classes}
+        self._keys = {
+            _key(spelling): name
+            for name, cls in self._classes.items()
+            for spelling in (name, *cls.aliases)
+        }
+
+    def __getitem__(self, name: str) -> type[S]:
+        key = _key(name)
+        if key not in self._keys:
+            raise KeyError(unknown(self.kind, name, self))
+        return self._classes[self._keys[key]]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and _key(name) in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes)
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def parse(self, text: str) -> S:
+        """Read one value, for example ``phocas:b=6``."""
+        name, _, rest = text.strip().partition(":")
+        name = name.strip()
+        if name not in self:
+            raise ValueError(unknown(self.kind, name, self))
+        cls = self[name]
+        return build(cls, _split_arguments(rest, cls.name))
+
+
+def build(cls: type[S], arguments: Mapping[str, str]) -> S:
+    """Make a value from the text of its arguments, refusing unknown and missing ones by name."""
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values = {}
+    for key, text in arguments.items():
+        if key not in fields:
+            raise ValueError(unknown(f"parameter of {cls.name}", key, fields, plural="parameters"))
+        try:
+            values[key] = _read(text, hints[key])
+        except ValueError as error:
+            raise ValueError(f"{cls.name}: {key} must be {error}, got {text!r}") from None
+    for field in fields.values():
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise ValueError(
+                f"{cls.name} needs {field.name}: write {cls.name}:{field.name}=..."
+                f" (parameters: {cls.parameters()})"
+            )
+    return cls(**values)
+
+
+def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None) -> str:
+    """Word the error for a name that is not known: the nearest match and the whole list."""
+    names = list(known)
+    close = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    listing = ", ".join(names) if names else "none"
+    return f"unknown {kind} {got!r}{hint} {plural or kind + 's'}: {listing}"
+
+
+def count(owner: str, parameter: str, value: object, minimum: int = 0) -> int:
+    """Return a count as ``int``, refusing fractions, bools and what is below the minimum."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            f"{owner} needs an integer {parameter} (a count, not a fraction): got {value!r}"
+        )
+    number = operator.index(value)
+    if number < minimum:
+        raise ValueError(f"{owner} needs {parameter} >= {minimum}: got {parameter}={number}")
+    return number
+
+
+def positive(owner: str, parameter: str, value: object) -> float:
+    """Return a positive finite number as ``float``, refusing everything else."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{owner} needs a number {parameter}: got {value!r}")
+    number = float(value)
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{owner} needs a finite {parameter} > 0: got {parameter}={number}")
+    return number
+
+
+def normalise(value: Spec, **fields: object) -> None:
+    """Store checked fields in a frozen dataclass, from its ``__post_init__``."""
+    for name, content in fields.items():
+        object.__setattr__(value, name, content)
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _write(value: object) -> str:
+    if isinstance(value, Spec):
+        return f"({value})"
+    if isinstance(value, tuple):
+        return "/".join(_write(item) for item in value)
+    return str(value)
+
+
+def _split_arguments(text: str, owner: str) -> dict[str, str]:
+    """Split ``a=1,b=(c:d=2,e=3)`` at the commas that stand outside parentheses."""
+    arguments: dict[str, str] = {}
+    depth = 0
+    parts = [""]
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    for part in parts:
+        if not part.strip():
+            continue
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals:
+            raise ValueError(f"{owner} takes {owner}:name=value,...: got {part.strip()!r} without '='")
+        if key in arguments:
+            raise ValueError(f"{owner}: {key} is given twice")
+        arguments[key] = value.strip()
+    return arguments
+
+
+def _read(text: str, hint: Any) -> Any:
+    """Read text as the annotated type; a ValueError says what it must be."""
+    origin = typing.get_origin(hint)
+    options = typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in options and text.lower() == "none":
+            return None
+        errors = []
+        for option in options:
+            if option is type(None):
+                continue
+            try:
+                return _read(text, option)
+            except ValueError as error:
+                errors.append(str(error))
+        raise ValueError(" or ".join(errors))
+    if origin is typing.Literal:
+        if text in options:
+            return text
+        raise ValueError("one of " + ", ".join(map(repr, options)))
+    if origin is tuple:
+        return tuple(_read(item, options[0]) for item in text.strip("()").split("/") if item)
+    if hint is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise ValueError("true or false")
+    if hint is int or hint is float:
+        try:
+            return hint(text)
+        except ValueError:
+            raise ValueError("an integer" if hint is int else "a number") from None
+    if isinstance(hint, type) and issubclass(hint, Spec):
+        reader = getattr(hint, "parse", None)
+        inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+        if reader is not None:
+            return reader(inner)
+    return text
