@@ -1,0 +1,204 @@
+"""Attacks that hide inside the cloud of honest rows, and the geometry they need of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import numpy as np
+
+from phocas.attacks.base import HonestRows, RowAttack, Scene, Who
+from phocas.attacks.blocks import column_blocks, run, sum_rows
+from phocas.specs import count, normalise, one_of
+
+if TYPE_CHECKING:
+    from phocas.attacks.touched import Touched
+
+Direction = Literal["unit", "std", "sign"]
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """The honest rows around their mean.
+
+    ``gram`` holds the inner products of the centred rows, from which all distances follow, and
+    ``along`` those of the centred rows with the direction.
+    """
+
+    mean: np.ndarray
+    direction: np.ndarray
+    gram: np.ndarray
+    along: np.ndarray
+    length2: float
+
+    @property
+    def distances(self) -> np.ndarray:
+        """Return the squared distance of every pair of honest rows."""
+        norms = np.diagonal(self.gram)
+        squared: np.ndarray = norms[:, None] + norms[None, :] - 2 * self.gram
+        return squared
+
+
+def survey(honest: HonestRows, direction: Direction) -> Cloud:
+    """Measure the cloud, a block of columns at a time; blocks are added in order, in float64.
+
+    The direction is minus the mean, minus the standard deviations, or minus the signs of the mean;
+    its length does not matter.
+    """
+    d, work = honest.matrix.d, honest.matrix.kind.work
+    mean, along = np.empty(d, work), np.empty(d, work)
+
+    def measure(columns: slice) -> tuple[np.ndarray, np.ndarray, float]:
+        block = honest.read(columns)
+        centre = sum_rows(block) / work.type(len(block))
+        centred = np.subtract(block, centre, order="C")  # the product below must see one layout
+        mean[columns] = centre
+        if direction == "unit":
+            part = -centre
+        elif direction == "sign":
+            part = -np.sign(centre)
+        else:
+            part = -np.sqrt(sum_rows(np.square(centred)) / work.type(len(block)))
+        along[columns] = part
+        return centred @ centred.T, centred @ part, float(part @ part)
+
+    gram = np.zeros((honest.count, honest.count))
+    projection = np.zeros(honest.count)
+    length2 = 0.0
+    for products, projected, squares in run(measure, column_blocks(d)):
+        gram += products
+        projection += projected
+        length2 += squares
+    return Cloud(mean, along, gram, projection, length2)
+
+
+class Hidden(RowAttack):
+    """q rows at the honest mean plus as much of a direction as distances to honest rows allow.
+
+    Shejwalkar, Houmansadr, "Manipulating the Byzantine", NDSS 2021. There the step is found by
+    bisection; the conditions are quadratic, so here it is solved for.
+    """
+
+    direction: Direction
+    needs_honest = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self.name, "direction", self.direction, get_args(Direction))
+
+    @property
+    def sharded(self) -> bool:
+        """Distances are sums over all columns."""
+        return False
+
+    def step(self, cloud: Cloud) -> float:
+        """Return how far along the direction the lie may go."""
+        raise NotImplementedError
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        matrix = scene.matrix
+        rows = self.chosen(matrix.m, scene.rng)
+        if self.q:
+            cloud = survey(HonestRows(matrix, rows), self.direction)
+            step = matrix.kind.work.type(self.step(cloud) if cloud.length2 else 0)
+
+            def work(columns: slice) -> None:
+                lie = cloud.mean[columns] + step * cloud.direction[columns]
+                matrix.write(rows, lie, columns)
+
+            run(work, column_blocks(matrix.d))
+        return scene.touched(rows)
+
+
+@dataclass(frozen=True)
+class MinMax(Hidden):
+    """q rows as far out as keeps each distance to an honest row within the honest diameter."""
+
+    name: ClassVar[str] = "minmax"
+    q: int
+    direction: Direction = "std"
+    who: Who = "fixed"
+
+    def step(self, cloud: Cloud) -> float:
+        """Solve max_i |mean + step p - x_i|^2 = max_ij |x_i - x_j|^2 for the step."""
+        norms = np.diagonal(cloud.gram)
+        room = np.maximum(cloud.distances.max() - norms, 0)
+        root = np.sqrt(cloud.along**2 + cloud.length2 * room)
+        return float(((cloud.along + root) / cloud.length2).min())
+
+
+@dataclass(frozen=True)
+class MinSum(Hidden):
+    """q rows whose squared distances to honest rows sum to no more than an honest row's do."""
+
+    name: ClassVar[str] = "minsum"
+    q: int
+    direction: Direction = "std"
+    who: Who = "fixed"
+
+    def step(self, cloud: Cloud) -> float:
+        """Solve sum_i |mean + step p - x_i|^2 = max_i sum_j |x_i - x_j|^2 for the step."""
+        room = cloud.distances.sum(axis=0).max() - np.trace(cloud.gram)
+        return math.sqrt(max(room, 0) / (len(cloud.gram) * cloud.length2))
+
+
+@dataclass(frozen=True)
+class Mimic(RowAttack):
+    """q rows that copy one honest worker, to over-represent its data.
+
+    Karimireddy, He, Jaggi, "Byzantine-robust learning on heterogeneous datasets", ICLR 2022.
+    Without a ``worker``, the honest row that lies farthest along the direction in which honest rows
+    vary most.
+    """
+
+    name: ClassVar[str] = "mimic"
+    q: int
+    worker: int | None = None
+    who: Who = "fixed"
+    needs_honest = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.worker is not None:
+            normalise(self, worker=count(self.name, "worker", self.worker))
+
+    @property
+    def sharded(self) -> bool:
+        """To find the worker takes the whole matrix."""
+        return self.worker is not None
+
+    def check(
+        self,
+        m: int,
+        d: int | None = None,
+        dtype: Any = None,
+        servers: int | None = None,
+    ) -> None:
+        """Raise unless the worker to copy exists and, among fixed attackers, is honest."""
+        super().check(m, d, dtype, servers)
+        lowest = self.q if self.who == "fixed" else 0
+        if self.worker is not None and not lowest <= self.worker < m:
+            raise ValueError(
+                f"{self.name} needs an honest worker to copy, {lowest} <= worker < m: got"
+                f" worker={self.worker} with q={self.q}, m={m}"
+            )
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        matrix = scene.matrix
+        rows = self.chosen(matrix.m, scene.rng)
+        if self.q:
+            worker = self.worker
+            if worker is None:
+                worker = self._farthest(HonestRows(matrix, rows))
+            # The bits are copied, so that the copy is one in every format.
+            matrix.words[rows] = matrix.words[worker]
+        return scene.touched(rows)
+
+    def _farthest(self, honest: HonestRows) -> int:
+        gram = survey(honest, "unit").gram
+        if not np.isfinite(gram).all():
+            place = 0
+        else:
+            place = int(np.abs(np.linalg.eigh(gram).eigenvectors[:, -1]).argmax())
+        return int(np.arange(honest.matrix.m)[honest.rows][place])
