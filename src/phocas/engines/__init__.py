@@ -1,8 +1,8 @@
 """Where rounds run: engines make trainers whose workers and servers live somewhere.
 
-An engine is a module with ``start(model, loss, data, **settings) -> Trainer``; the settings are those of
-:class:`phocas.training.Trainer`. It gives the trainer a cluster (:class:`phocas.training.cluster.Cluster`)
-that gathers the rows of a round elsewhere than in this process.
+An engine is a module with ``start(model, loss, data, **settings) -> Trainer``; the settings are
+those of :class:`phocas.training.Trainer`. It gives the trainer a cluster
+(:class:`phocas.training.cluster.Cluster`) that gathers the rows of a round.
 """
 
 from __future__ import annotations

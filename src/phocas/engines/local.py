@@ -8,7 +8,9 @@ from phocas.kernels.threads import set_num_threads
 from phocas.training.trainer import Trainer
 
 
-def start(model: Any, loss: Any, data: Any, *, threads: int | None = None, **settings: Any) -> Trainer:
+def start(
+    model: Any, loss: Any, data: Any, *, threads: int | None = None, **settings: Any
+) -> Trainer:
     """Make a trainer that uses so many threads for gradients and for aggregation."""
     if threads is not None:
         set_num_threads(threads)

@@ -1,14 +1,14 @@
-"""The configuration of a run: one TOML file, the command line over it, checked before anything runs."""
+"""The configuration of a run: a TOML file, the command line over it, checked before it runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,9 @@ from phocas.training.data import DATASETS, parse_split
 from phocas.training.models import MODELS, parse_model
 from phocas.training.optimizers import parse_optimizer
 from phocas.training.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _PLACES = frozenset(
     {"name", "results", "data_dir", "threads", "checkpoint_rounds", "checkpoint_seconds"}
@@ -57,10 +60,16 @@ class RunConfig(BaseModel):
     optimizer: str = Field("sgd", description="a torch optimiser, run by the servers")
     optimizer_options: dict[str, Any] = Field(default_factory=dict, description="its arguments")
     schedule: str = Field("constant", description="the learning rate over the rounds")
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="passed to the optimiser")
-    worker_momentum: float = Field(0.0, ge=0, lt=1, description="workers send v = beta v + (1-beta) g")
+    weight_decay: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="passed to the optimiser"
+    )
+    worker_momentum: float = Field(
+        0.0, ge=0, lt=1, description="workers send v = beta v + (1-beta) g"
+    )
     reduction: Literal["mean", "sum"] = Field("mean", description="a batch's mean or sum")
-    standardise: bool = Field(default=False, description="subtract the mean of the images, divide by std")
+    standardise: bool = Field(
+        default=False, description="subtract the mean of the images, divide by std"
+    )
     on_nonfinite: Literal["skip", "stop", "apply"] = Field(
         "skip", description="what to do when the aggregate is not finite"
     )
@@ -83,7 +92,9 @@ class RunConfig(BaseModel):
     def _none_is_no_attack(cls, value: Any) -> Any:
         return None if isinstance(value, str) and value.strip().lower() in ("none", "") else value
 
-    @field_validator("rule", "attack", "split", "schedule", "dataset", "model", "optimizer", "engine")
+    @field_validator(
+        "rule", "attack", "split", "schedule", "dataset", "model", "optimizer", "engine"
+    )
     @classmethod
     def _readable(cls, text: str | None, info: ValidationInfo) -> str | None:
         if text is None:
@@ -92,7 +103,11 @@ class RunConfig(BaseModel):
             case "rule":
                 return str(parse_rule(text))
             case "attack":
-                return str(parse_attack(text))
+                attack = parse_attack(text)
+                if "servers=" not in text and hasattr(attack, "servers"):
+                    servers = info.data.get("servers", 20)
+                    attack = dataclasses.replace(attack, servers=servers)  # type: ignore[type-var]  # every Spec is a dataclass
+                return str(attack)
             case "split":
                 return str(parse_split(text))
             case "schedule":
@@ -139,7 +154,9 @@ class RunConfig(BaseModel):
 def make_config(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:
     """Check values and make a configuration of them; an error names the keys and the source."""
     try:
-        return RunConfig.model_validate({key.replace("-", "_"): value for key, value in values.items()})
+        return RunConfig.model_validate(
+            {key.replace("-", "_"): value for key, value in values.items()}
+        )
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, source))) from None
 

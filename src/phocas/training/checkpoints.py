@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,18 +11,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from phocas.training.trainer import Trainer
 
 FORMAT = 1
 Tensors = dict[str, torch.Tensor]
 
 
-def save_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> None:
+def save_checkpoint(
+    path: Path,
+    trainer: Trainer,
+    identity: str = "",
+    extra: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write the state of a trainer; whoever reads the path sees the old file or the new one.
 
     Everything random is a function of (seed, round, worker), so there is no generator to keep.
     """
     tensors, numbers = _capture(trainer)
+    tensors |= {f"extra.{name}": tensor for name, tensor in (extra or {}).items()}
     header = {
         "format": FORMAT,
         "identity": identity,
@@ -33,8 +41,8 @@ def save_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> None:
     write_atomically(path, save(tensors, metadata={"phocas": json.dumps(header)}))
 
 
-def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> int:
-    """Give a trainer the state of a checkpoint and return the number of rounds it had done."""
+def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> Tensors:
+    """Give a trainer the state of a checkpoint, and return what was saved besides."""
     header, tensors = _read(path)
     if header.get("format") != FORMAT:
         raise ValueError(
@@ -44,7 +52,11 @@ def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> int:
         raise ValueError(f"checkpoint {path} belongs to a run with another configuration")
     _restore(trainer, tensors, header["optimizer"])
     trainer.rounds_done = int(header["round"])
-    return trainer.rounds_done
+    return {
+        name.removeprefix("extra."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("extra.")
+    }
 
 
 def save_model(path: Path, trainer: Trainer) -> None:
@@ -118,8 +130,10 @@ def _restore(trainer: Trainer, tensors: Tensors, numbers: dict[str, dict[str, An
 
 def _read(path: Path) -> tuple[dict[str, Any], Tensors]:
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("phocas", "{}"))
             return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"checkpoint {path} cannot be read ({error}); delete it to start over") from None
+        raise ValueError(
+            f"checkpoint {path} cannot be read ({error}); delete it to start over"
+        ) from None

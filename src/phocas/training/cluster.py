@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from phocas.attacks import Attack
+    from phocas.training.data import Assignment
     from phocas.training.gradients import WorkerGradients
     from phocas.training.samples import Samples
     from phocas.training.server import Aggregate, ParameterServer
@@ -63,7 +64,7 @@ class LocalCluster:
         server: ParameterServer,
         gradients: WorkerGradients,
         samples: Samples,
-        assignment: npt.NDArray[np.integer],
+        assignment: Assignment,
         *,
         batch_size: int,
         seed: int,

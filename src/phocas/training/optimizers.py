@@ -36,5 +36,5 @@ def parse_optimizer(text: str) -> Callable[..., torch.optim.Optimizer]:
         raise ValueError(unknown("optimizer", name, OPTIMIZERS) + ", or module:callable")
     target = getattr(importlib.import_module(name), attribute, None)
     if not callable(target):
-        raise ValueError(f"optimizer {text!r} must name something callable")
+        raise TypeError(f"optimizer {text!r} must name something callable")
     return target  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ OnNonfinite = Literal["skip", "stop", "apply"]
 Action = Literal["applied", "skipped", "stopped"]
 
 
-class NonfiniteAggregate(ArithmeticError):
+class NonfiniteError(ArithmeticError):
     """A rule was given more lies than it survives, and the policy is to stop."""
 
 
@@ -43,12 +43,12 @@ class Aggregate:
 
 
 class ParameterServer:
-    """Collect the rows of m workers, reduce them by a rule, and step: s servers, a range of columns each.
+    """Collect the rows of m workers, reduce them by a rule, and step: s servers share the columns.
 
-    The rows are one (m, d) matrix. Write into ``rows`` or call :meth:`push`; a worker that did not push
-    by the time of :meth:`step` is a row of NaN, which the rule survives like any other lie. The result
-    does not depend on the number of servers: column-wise rules never look beside a column, and what
-    the others measure over all columns is added up before it is used.
+    The rows are one (m, d) matrix. Write into ``rows`` or call :meth:`push`; a worker that did not
+    push by the time of :meth:`step` is a row of NaN, which the rule survives like any other lie.
+    The result does not depend on the number of servers: column-wise rules never look beside a column,
+    and what the others measure over all columns is added up before it is used.
 
     >>> import phocas
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -81,7 +81,9 @@ class ParameterServer:
                 f"each server needs a column: got {num_servers} servers for d={d} parameters"
             )
         if on_nonfinite not in get_args(OnNonfinite):
-            raise ValueError(unknown("on_nonfinite", on_nonfinite, get_args(OnNonfinite), "policies"))
+            raise ValueError(
+                unknown("on_nonfinite", on_nonfinite, get_args(OnNonfinite), "policies")
+            )
         rule.check(self.num_workers)
         self.rule = rule
         self.on_nonfinite: OnNonfinite = on_nonfinite
@@ -114,7 +116,9 @@ class ParameterServer:
         self.rows[worker].copy_(values)
         self._arrived = (self._arrived or set()) | {worker}
 
-    def aggregate(self, *, rng: np.random.Generator | None = None, by_server: bool = True) -> Aggregate:
+    def aggregate(
+        self, *, rng: np.random.Generator | None = None, by_server: bool = True
+    ) -> Aggregate:
         """Reduce the rows to one vector and say whose values were left out.
 
         ``by_server=False`` leaves the split over the servers out of the account, which is quicker.
@@ -160,7 +164,7 @@ class ParameterServer:
         aggregate = self.aggregate(rng=rng)
         if self.update(aggregate, factor) == "stopped":
             bad = int((~torch.isfinite(aggregate.value)).sum())
-            raise NonfiniteAggregate(
+            raise NonfiniteError(
                 f"{self.rule} gave {bad} values that are not finite, of {aggregate.value.numel()}:"
                 " more lies in a column than it survives"
             )

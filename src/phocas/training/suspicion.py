@@ -18,19 +18,19 @@ _LAMBDAS = np.array([1.0, 4.0, 16.0, 64.0])
 class Suspicion:
     r"""Accuse the workers that are dropped more often than at least m - b others, beyond chance.
 
-    Two honest workers draw from the same data, so in every round it is a toss-up which of the two a rule
-    drops more of. With D_i the dropped share of worker i in a round, each pair (i, j) keeps the bet
+    Two honest workers draw from the same data, so in every round it is a toss-up which of the two a
+    rule drops more of. With D_i the dropped share of worker i in a round, each pair keeps the bet
 
         E_ij = prod over rounds of  2 exp(lambda D_i) / (exp(lambda D_i) + exp(lambda D_j))
 
     which is fair between honest workers: by Ville's inequality it *ever* reaches m^2 / alpha with
-    probability at most alpha / m^2, however long the run. (Four lambdas share the stake.) A worker is
-    suspected when it wins its bet against at least m - b others. One of these at least is honest, so an
-    honest worker is accused with probability at most alpha, even when liars make themselves look good. A worker
-    whose values are always dropped is found after 21 rounds at the earliest (m = 20).
+    probability at most alpha / m^2, however long the run. (Four lambdas share the stake.) A worker
+    is suspected when it wins its bet against at least m - b others. At least one of these is
+    honest, so an honest worker is accused with probability at most alpha, even when liars take care
+    to be kept. Who is always dropped is found after 21 rounds at the earliest (m = 20).
 
-    Workers that honestly hold different data (a Dirichlet split) are not a toss-up: there a suspect is a
-    worker that differs from the rest, no more.
+    Workers that honestly hold different data (a Dirichlet split) are no toss-up: there a suspect is
+    a worker that differs from the rest, no more.
 
     >>> watch = Suspicion(num_workers=5, b=1)
     >>> for _ in range(30):
@@ -73,7 +73,8 @@ class Suspicion:
         """Go on from a checkpoint."""
         if state["logs"].shape != self.logs.shape:
             raise ValueError(
-                f"a checkpoint of {state['logs'].shape[1]} workers cannot be used with {self.num_workers}"
+                f"a checkpoint of {state['logs'].shape[1]} workers cannot be used"
+                f" with {self.num_workers}"
             )
         self.logs = np.array(state["logs"])
         self.total = np.array(state["total"])

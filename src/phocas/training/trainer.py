@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,7 @@ class Round:
 
 
 class Trainer:
-    """Train a model by rounds of m workers and s servers under a rule, and an attack if one is given.
+    """Train a model by rounds of m workers and s servers, under a rule and perhaps an attack.
 
     >>> import phocas
     >>> from phocas.training.data import load
@@ -107,7 +107,7 @@ class Trainer:
         weight_decay: passed on to the optimiser.
         split: who holds which samples.
         seed: everything random depends on it, the round and the worker, and on nothing else.
-        on_nonfinite: skip the step, stop the run, or apply the step when the aggregate is not finite.
+        on_nonfinite: skip the step, stop the run, or apply the step if it is not finite.
         threads: how many of the machine's cores to use; changes the time and no bit.
         cluster: makes the workers elsewhere than in this process.
     """
@@ -189,7 +189,7 @@ class Trainer:
                 return
 
     def step(self, *, detailed: bool = True) -> Round:
-        """Run one round; ``detailed=False`` leaves out what needs a further pass over the matrix."""
+        """Run one round; ``detailed=False`` leaves out what needs another pass over the matrix."""
         start = time.perf_counter()
         with one_torch_thread():
             round_ = self.rounds_done
@@ -203,8 +203,10 @@ class Trainer:
             self.suspicion.update(aggregate.dropped)
             self.rounds_done += 1
         seconds = {**seen.seconds, "update": updated - before}
-        seconds["metrics"] = time.perf_counter() - start - sum(
-            value for phase, value in seconds.items() if phase != "metrics"
+        seconds["metrics"] = (
+            time.perf_counter()
+            - start
+            - sum(value for phase, value in seconds.items() if phase != "metrics")
         )
         return Round(
             number=self.rounds_done,
@@ -256,7 +258,7 @@ class Trainer:
         self.cluster.close()
         self.lanes.close()
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
