@@ -25,8 +25,8 @@ def runs(
     """List what has been run, and how it ended."""
     import json
 
+    from phocas.experiments.claims import actual_status
     from phocas.experiments.results import Results
-    from phocas.experiments.runner import actual_status
     from phocas.report.tables import outcome, runs_table, show
 
     with Results(results, must_exist=True) as file:

@@ -73,8 +73,9 @@ def train(
     ] = False,
 ) -> None:
     """Train a model among workers of whom some may lie."""
+    from phocas.experiments.claims import RunTakenError
     from phocas.experiments.config import make_config, read_toml
-    from phocas.experiments.runner import RunTakenError, execute
+    from phocas.experiments.runner import execute
     from phocas.report.progress import Progress, interruptible
     from phocas.report.tables import print_outcome
 

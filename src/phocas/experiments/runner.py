@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 import time
-from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from phocas import engines
+from phocas.experiments.claims import checkpoint_path, claim
 from phocas.experiments.results import Results, RunRecord, Status
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint, save_model
 from phocas.training.data import load, parse_split
@@ -25,22 +24,13 @@ from phocas.training.optimizers import parse_optimizer
 from phocas.training.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from phocas.experiments.config import RunConfig
     from phocas.training.data import Dataset
     from phocas.training.trainer import Evaluation, Round, Trainer
 
-try:
-    import fcntl
-except ImportError:  # no such locks on this system: two processes may then run one run
-    fcntl = None  # type: ignore[assignment]
-
 FLUSH_SECONDS = 0.5
-
-
-class RunTakenError(RuntimeError):
-    """Another process is running this very run."""
 
 
 def build_trainer(config: RunConfig, data: Dataset | None = None) -> Trainer:
@@ -87,7 +77,10 @@ def execute(
     interrupted or killed goes on from its checkpoint, to the same bits as if nothing had happened.
     A run that another process is running is waited for so many seconds, and then refused.
     """
-    with Results(Path(config.results)) as results, _claim(config, patience):
+    with (
+        Results(Path(config.results)) as results,
+        claim(config.results, config.identity(), patience),
+    ):
         earlier = results.runs(config.identity()) if resume else []
         for record in earlier:
             if record.status in ("complete", "stopped"):
@@ -107,26 +100,6 @@ def execute(
         if status in ("complete", "stopped"):
             checkpoint_path(config.results, config.identity()).unlink(missing_ok=True)
         return results.run(run.id)
-
-
-def checkpoint_path(results: str | Path, identity: str) -> Path:
-    """Return where a checkpoint is kept: in a folder beside the results."""
-    file = Path(results)
-    return file.with_name(file.name + ".checkpoints") / f"{identity}.safetensors"
-
-
-def actual_status(record: RunRecord, results: Path) -> str:
-    """Return a run's status, or ``killed`` if it says running and no process here runs it."""
-    if record.status != "running" or fcntl is None or record.host["name"] != socket.gethostname():
-        return record.status
-    try:
-        with _lock_path(results, record.identity).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return "killed"
-    except BlockingIOError:
-        return "running"
-    return "killed"
 
 
 class _Run:
@@ -248,42 +221,3 @@ def host() -> dict[str, Any]:
         "processor": platform.machine(),
         "cores": available_cores(),
     }
-
-
-def _lock_path(results: str | Path, identity: str) -> Path:
-    return checkpoint_path(results, identity).with_suffix(".lock")
-
-
-@contextmanager
-def _claim(config: RunConfig, patience: float) -> Iterator[None]:
-    """Hold a lock that ends with the process, whatever ends it."""
-    if fcntl is None:
-        yield
-        return
-    path = _lock_path(config.results, config.identity())
-    deadline = time.monotonic() + patience
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = path.open("ab")
-        except FileNotFoundError:  # another run ended and tidied the folder away
-            continue
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RunTakenError(
-                        f"another process is running this configuration into {config.results}"
-                    ) from None
-                time.sleep(0.02)
-                continue
-            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                continue  # the holder before us removed the file that we have locked
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-                with suppress(OSError):  # other runs have files there
-                    path.parent.rmdir()
-            return

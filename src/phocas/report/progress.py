@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 
 from phocas.experiments.sweep import Ended
+from phocas.report.tables import listing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,44 +87,6 @@ class Progress:
             self._bars.stop()
 
 
-def listing(workers: tuple[int, ...]) -> str:
-    """Write worker numbers short.
-
-    >>> listing((0, 1, 2, 3, 7, 9))
-    '0-3, 7, 9'
-    """
-    runs: list[list[int]] = []
-    for worker in workers:
-        if runs and worker == runs[-1][-1] + 1:
-            runs[-1].append(worker)
-        else:
-            runs.append([worker])
-    return ", ".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
-    )
-
-
-@contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Turn the first SIGINT or SIGTERM into an event; a second SIGINT interrupts as usual."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-
-    def ask(_number: int, _frame: object) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("stopping after this round; press again to stop at once", file=sys.stderr)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class SweepProgress:
     """Show the runs of a sweep: one bar for all of them, and one for each that is running."""
 
@@ -182,3 +145,24 @@ class SweepProgress:
     def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Turn the first SIGINT or SIGTERM into an event; a second SIGINT interrupts as usual."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def ask(_number: int, _frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("stopping after this round; press again to stop at once", file=sys.stderr)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from phocas.report.progress import listing
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -65,6 +63,23 @@ def print_outcome(record: RunRecord, *, as_json: bool) -> None:
         words = [word for word in sys.argv[1:] if word != "--resume"]
         command = shlex.join(["phocas", *words, "--resume"])
         print(f"{record.message}; go on with:\n  {command}", file=sys.stderr)
+
+
+def listing(workers: tuple[int, ...]) -> str:
+    """Write worker numbers short.
+
+    >>> listing((0, 1, 2, 3, 7, 9))
+    '0-3, 7, 9'
+    """
+    runs: list[list[int]] = []
+    for worker in workers:
+        if runs and worker == runs[-1][-1] + 1:
+            runs[-1].append(worker)
+        else:
+            runs.append([worker])
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
+    )
 
 
 def show(table: Table) -> None:

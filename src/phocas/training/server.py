@@ -47,8 +47,8 @@ class ParameterServer:
 
     The rows are one (m, d) matrix. Write into ``rows`` or call :meth:`push`; a worker that did not
     push by the time of :meth:`step` is a row of NaN, which the rule survives like any other lie.
-    The result does not depend on the number of servers: column-wise rules never look beside a column,
-    and what the others measure over all columns is added up before it is used.
+    The result does not depend on the number of servers: column-wise rules never look beside a
+    column, and what the others measure over all columns is added up before it is used.
 
     >>> import phocas
     >>> model = torch.nn.Linear(1, 1, bias=False)

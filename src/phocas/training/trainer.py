@@ -267,8 +267,12 @@ class Trainer:
 
 def tolerated(rule: Rule, num_workers: int) -> int:
     """Return how many liars a rule was told of, or the most there can be if it was told nothing."""
-    told = getattr(rule, "b", None)
-    return (num_workers - 1) // 2 if told is None else int(told)
+    told = [
+        step.b
+        for step in (*getattr(rule, "stages", ()), getattr(rule, "rule", rule))
+        if hasattr(step, "b")
+    ]
+    return max(told, default=(num_workers - 1) // 2)
 
 
 def _local(trainer: Trainer) -> LocalCluster:
