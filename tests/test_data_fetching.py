@@ -238,7 +238,6 @@ def test_bad_mirrors_are_passed_over(server: Server, tmp_path: Path, closed: str
     assert "refused" in refused
     assert "has md5" in lied
     assert "Not Found" in missing
-    gc.collect()  # a connection that was left open would be a warning, which is an error
 
 
 @pytest.mark.parametrize("page", [b"<html>please log in</html>", b"", b"x" * 10**6])
@@ -253,11 +252,16 @@ def test_silence_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(mirrors, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        before = set(threading.enumerate())
         start = time.perf_counter()
         with pytest.raises(DataError, match=r"no answer within 0\.3 s"):
             fetch(published(url), tmp_path)
         assert time.perf_counter() - start < 3
-        silent.accept()[0].close()  # lets the thread that still waits end
+        (waiting,) = set(threading.enumerate()) - before
+        silent.accept()[0].close()
+        waiting.join(10)
+        assert not waiting.is_alive()
+    gc.collect()  # a connection that was left open would be a warning, which is an error
 
 
 def test_a_stalled_answer_is_given_up(

@@ -104,7 +104,8 @@ def _open(request: urllib.request.Request) -> Any:
             answers.put(OriginError(f"{request.full_url}: {error}"))
             return
         except Exception as error:  # noqa: BLE001  raised again by the thread that waits
-            answers.put(error)
+            if not gone.is_set():  # an error that nobody takes would keep its connection open
+                answers.put(error)
             return
         answers.put(answer)
         if gone.is_set():
