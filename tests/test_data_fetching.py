@@ -76,6 +76,7 @@ class Server(http.server.ThreadingHTTPServer):
     break_after: int | None = None  # bytes of each answer, then the connection is cut
     ranges = True
     flip = False
+    hang_up = False
     page: bytes | None = None
     hold: threading.Event | None = None  # half of an answer, then silence until it is set
 
@@ -97,6 +98,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         server = self.server
         name = self.path.strip("/")
         server.asked[name] += 1
+        if server.hang_up:
+            return
         if name not in PACKED:
             self.send_error(404)
             return
@@ -238,6 +241,13 @@ def test_bad_mirrors_are_passed_over(server: Server, tmp_path: Path, closed: str
     assert "refused" in refused
     assert "has md5" in lied
     assert "Not Found" in missing
+
+
+def test_a_mirror_that_hangs_up_is_let_go(server: Server, tmp_path: Path) -> None:
+    server.hang_up = True
+    with pytest.raises(DataError, match="closed connection without response"):
+        fetch(published(server.url), tmp_path)
+    gc.collect()  # a connection that was left open would be a warning, which is an error
 
 
 @pytest.mark.parametrize("page", [b"<html>please log in</html>", b"", b"x" * 10**6])

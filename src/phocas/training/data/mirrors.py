@@ -100,12 +100,11 @@ def _open(request: urllib.request.Request) -> Any:
         try:
             answer = urllib.request.urlopen(request, timeout=SILENCE_SECONDS)  # noqa: S310
         except urllib.error.HTTPError as error:
-            error.close()
+            error.close()  # it is an open answer, too
             answers.put(OriginError(f"{request.full_url}: {error}"))
             return
         except Exception as error:  # noqa: BLE001  raised again by the thread that waits
-            if not gone.is_set():  # an error that nobody takes would keep its connection open
-                answers.put(error)
+            answers.put(error)
             return
         answers.put(answer)
         if gone.is_set():
