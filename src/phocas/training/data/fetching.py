@@ -131,7 +131,7 @@ def _bars(*, show: bool) -> Progress:
         rich_progress.SpinnerColumn(),
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
-        rich_progress.DownloadColumn(),
+        rich_progress.TaskProgressColumn(),
         rich_progress.TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,

@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import queue
 import threading
+import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,8 @@ def _receive(url: str, path: Path, have: int, size: int, report: Callable[[int],
         with path.open("r+b" if start else "wb") as file:
             file.seek(start)
             file.truncate()
-            while start <= size and (piece := answer.read(PIECE)):
+            # read1 gives what has come so far: read would lose up to a piece to a silence.
+            while start <= size and (piece := answer.read1(PIECE)):
                 file.write(piece)
                 start += len(piece)
                 report(start)
@@ -97,6 +99,10 @@ def _open(request: urllib.request.Request) -> Any:
     def ask() -> None:
         try:
             answer = urllib.request.urlopen(request, timeout=SILENCE_SECONDS)  # noqa: S310
+        except urllib.error.HTTPError as error:
+            error.close()  # it is an open answer, too
+            answers.put(OriginError(f"{request.full_url}: {error}"))
+            return
         except Exception as error:  # noqa: BLE001  raised again by the thread that waits
             answers.put(error)
             return

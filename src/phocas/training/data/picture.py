@@ -41,7 +41,7 @@ def picture(
 
     shared = bool(getattr(assignment, "shared", False))
     counts = holdings(assignment[:1] if shared else assignment, labels, len(classes) or None)
-    table = Table(title="samples of each class that each worker holds", box=None, padding=(0, 0))
+    table = Table(title="who holds what", box=None, padding=(0, 0))
     table.add_column("worker ", justify="right")
     width = max(len(f"{counts.max():,}"), 4) + 1
     for column in range(counts.shape[1]):

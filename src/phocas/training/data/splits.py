@@ -102,8 +102,9 @@ class Split(Spec, abc.ABC):
             )
         if len(classes) < workers * self.least:
             raise ValueError(
-                f"{self.name} needs at least {self.least} samples a worker: got {len(classes)} samples"
-                f" for {workers} workers, the most workers is {len(classes) // self.least}"
+                f"{self.name} needs at least {self.least} samples a worker:"
+                f" got {len(classes)} samples for {workers} workers,"
+                f" the most workers is {len(classes) // self.least}"
             )
         parts = self.parts(classes, workers, rng)
         return Assignment.everything(len(classes), workers) if parts is None else Assignment(parts)

@@ -24,7 +24,8 @@ class Synthetic(DataSpec):
     """Made-up images of ten classes: patches of light under noise, from a seed.
 
     An image shows one of its class's six patterns, brighter or darker, under Gaussian noise of
-    standard deviation ``noise``, clipped to bytes. The paper's MLP gets 0.95 right after 200 rounds, 0.96 after 500.
+    standard deviation ``noise``, clipped to bytes. The paper's MLP gets 0.95 right after 200 rounds
+    and 0.96 after 500.
 
     >>> data = Synthetic(train=100, test=20).load()
     >>> data.train_images.shape, data.test_labels.shape
