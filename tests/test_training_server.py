@@ -145,7 +145,7 @@ def test_any_optimiser_steps_as_it_does_alone(
     server = make(4, "mean", optimizer=optimizer, lr=0.05, optimizer_options=options)
     torch.manual_seed(0)
     twin = torch.nn.Linear(52, 3)
-    alone = optimizer(twin.parameters(), lr=0.05, **options)  # type: ignore[arg-type]
+    alone = optimizer(twin.parameters(), lr=0.05, **options)  # type: ignore[arg-type, call-arg]
     for seed in range(4):
         gradient = torch.randn(159, generator=torch.Generator().manual_seed(seed))
         server.rows.copy_(gradient.expand(11, -1))

@@ -36,10 +36,7 @@ def test_false_alarms_are_as_rare_as_promised() -> None:
     """Between two workers the bet is lost at most as often as its stake says."""
     rng = np.random.default_rng(2)
     runs, rounds, m = 400, 60, 3
-    alarms = sum(
-        bool(watch(rng.random((rounds, m)) < 0.5, b=1))
-        for _ in range(runs)
-    )
+    alarms = sum(bool(watch(rng.random((rounds, m)) < 0.5, b=1)) for _ in range(runs))
     assert alarms <= 3  # 0.4 expected at the most
 
 

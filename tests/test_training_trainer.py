@@ -16,6 +16,7 @@ from phocas.rules import parse_rule
 from phocas.training import ParameterServer, Trainer
 from phocas.training.data import Dataset, batch_indices, load, parse_split
 from phocas.training.models import build_model
+from phocas.training.samples import Samples
 from phocas.training.schedules import Cosine, Step
 
 
@@ -248,3 +249,17 @@ def test_names_are_exported_lazily() -> None:
     assert "Trainer" in dir(phocas.training)
     with pytest.raises(AttributeError, match="Trainr"):
         _ = phocas.training.Trainr
+
+
+@pytest.mark.parametrize("standardise", [False, True])
+def test_batches_have_the_bits_of_the_data_sets_own_floats(
+    data: Dataset, standardise: bool
+) -> None:
+    samples = Samples(data, standardise=standardise)
+    indices = np.array([[3, 1, 4], [1, 5, 9]])
+    inputs, targets = samples.draw(indices)
+    expected = data.floats(data.train_images[indices.ravel()], standardise=standardise)
+    assert np.array_equal(inputs.numpy().reshape(expected.shape), expected)
+    assert np.array_equal(targets.numpy(), data.train_labels[indices])
+    whole = torch.cat([part for part, _ in samples.test_batches(50)])
+    assert np.array_equal(whole.numpy(), data.floats(data.test_images, standardise=standardise))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phocas.kernels.threads import set_num_threads
+from phocas.kernels import set_num_threads
 from phocas.training.trainer import Trainer
 
 

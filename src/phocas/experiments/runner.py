@@ -77,16 +77,13 @@ def execute(
     interrupted or killed goes on from its checkpoint, to the same bits as if nothing had happened.
     A run that another process is running is waited for so many seconds, and then refused.
     """
-    with (
-        Results(Path(config.results)) as results,
-        claim(config.results, config.identity(), patience),
-    ):
-        earlier = results.runs(config.identity()) if resume else []
+    with claim(config.results, config.identity(), patience):
+        earlier = _earlier(config) if resume else []
         for record in earlier:
             if record.status in ("complete", "stopped"):
                 return record
-        trainer = build_trainer(config, data)
-        with trainer:
+        # What is impossible is found out before there is a results file.
+        with build_trainer(config, data) as trainer, Results(Path(config.results)) as results:
             run = _Run(config, results, trainer, watch)
             run.enter(earlier[-1] if earlier else None)
             try:
@@ -97,9 +94,16 @@ def execute(
             if model_file is not None:
                 save_model(model_file, trainer)
             results.end(run.id, status, message)
-        if status in ("complete", "stopped"):
-            checkpoint_path(config.results, config.identity()).unlink(missing_ok=True)
-        return results.run(run.id)
+            if status in ("complete", "stopped"):
+                checkpoint_path(config.results, config.identity()).unlink(missing_ok=True)
+            return results.run(run.id)
+
+
+def _earlier(config: RunConfig) -> list[RunRecord]:
+    if not Path(config.results).exists():
+        return []
+    with Results(Path(config.results)) as results:
+        return results.runs(config.identity())
 
 
 class _Run:

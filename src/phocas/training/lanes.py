@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
+from phocas.kernels import get_num_threads
 from phocas.specs import count
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Lanes:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = (
-            available_cores() if threads is None else count("Lanes", "threads", threads, 1)
+            get_num_threads() if threads is None else count("Lanes", "threads", threads, 1)
         )
         self._pool: ThreadPoolExecutor | None = None
 

@@ -53,10 +53,10 @@ class ParameterServer:
     >>> import phocas
     >>> model = torch.nn.Linear(1, 1, bias=False)
     >>> _ = torch.nn.init.zeros_(model.weight)
-    >>> server = ParameterServer(model, num_workers=4, rule=phocas.Median(), lr=0.5)
-    >>> for worker, value in enumerate([2.0, 2.0, 1e30]):
+    >>> server = ParameterServer(model, num_workers=5, rule=phocas.Median(), lr=0.5)
+    >>> for worker, value in enumerate([2.0, 2.0, 2.0, 1e30]):
     ...     server.push(worker, torch.tensor([value]))
-    >>> server.step().finite, server.vector.tolist()  # worker 2 lies, worker 3 is late
+    >>> server.step().finite, server.vector.tolist()  # worker 3 lies, worker 4 is late
     (True, [-1.0])
     """
 
@@ -90,6 +90,7 @@ class ParameterServer:
         self.bounds = [slice(*bounds) for bounds in shard_bounds(d, self.num_servers)]
         self.rows = torch.empty(self.num_workers, d, dtype=self.parameters.vector.dtype)
         self.gradient = torch.zeros(d, dtype=self.parameters.vector.dtype)
+        self._gradients = list(self.parameters.views(self.gradient))
         self.optimizer = optimizer(self.parameters.tensors, lr=lr, **(optimizer_options or {}))
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._arrived: set[int] | None = None
@@ -148,15 +149,11 @@ class ParameterServer:
         if not aggregate.finite and self.on_nonfinite != "apply":
             return "skipped" if self.on_nonfinite == "skip" else "stopped"
         self.gradient.copy_(aggregate.value)
-        for tensor, view in zip(
-            self.parameters.tensors, self.parameters.views(self.gradient), strict=True
-        ):
+        for tensor, view in zip(self.parameters.tensors, self._gradients, strict=True):
             tensor.grad = view
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
         self.optimizer.step()
-        for tensor in self.parameters.tensors:
-            tensor.grad = None
         return "applied"
 
     def step(self, *, rng: np.random.Generator | None = None, factor: float = 1.0) -> Aggregate:
