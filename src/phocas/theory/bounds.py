@@ -13,7 +13,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from phocas.specs import count
+from phocas.specs import count, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,13 +71,13 @@ def delta_phocas(m: int, q: int, b: int) -> float:
 def adaptive_krum(m: int, q: int) -> float:
     """Bound Krum against an attacker who picks the rows after seeing all: always below Delta_0.
 
-    ``m max(1, (1 + sqrt 2)^2 / (m-2q-1))``, for ``2q + 2 < m``.
+    ``m max(1, (1 + sqrt 2)^2 / (m-2q-1))``, for ``2q + 2 < m``; ``m`` without bad rows.
 
     >>> round(adaptive_krum(m=5, q=1), 3)
     14.571
     """
     m, q = _krum_condition(m, q)
-    return m * max(1.0, (1 + math.sqrt(2)) ** 2 / (m - 2 * q - 1))
+    return m * max(1.0, (1 + math.sqrt(2)) ** 2 / (m - 2 * q - 1) if q else 0.0)
 
 
 def adaptive_trimmed_mean(m: int, q: int, b: int) -> float:
@@ -123,46 +123,62 @@ def table(m: int, q: int, values: Iterable[int]) -> list[Bound]:
     which fewer are a special case. The paper has no bound for Multi-Krum.
     """
     q = count("a bound", "q", q)
-    limit = largest_b(m)
-    if q > limit:
+    if q > largest_b(m):
         raise ValueError(
             f"no rule survives without a correct majority, 2q < m: got q={q} with m={m} workers,"
-            f" the largest q is {limit}"
+            f" the largest q is {largest_b(m)}"
         )
-    rows = [_mean(m, q), dataclasses.replace(_judge("median", m, q, limit), b=None)]
-    for b in values:
-        if count("a bound", "b", b) > limit:
-            raise ValueError(_majority("a rule", m, b))
-        rows += [_judge(rule, m, q, b) for rule in ("krum", "multi_krum", "trimmed_mean", "phocas")]
-    return rows
+    values = [check_majority("a rule", m, b) for b in values]
+    median = dataclasses.replace(judge("trimmed_mean", m, q, largest_b(m)), rule="median", b=None)
+    return [_mean(m, q), median] + [judge(rule, m, q, b) for rule in JUDGED for b in values]
+
+
+JUDGED = ("krum", "multi_krum", "trimmed_mean", "phocas")
+
+
+def judge(rule: str, m: int, q: int, b: int) -> Bound:
+    """Judge one of the rules ``JUDGED`` for one b.
+
+    >>> judge("krum", 20, 6, 9).reason
+    'needs 2b + 2 < m (b <= 8)'
+    >>> judge("phocas", 20, 6, 5).reason
+    'needs q <= b'
+    """
+    if rule not in JUDGED:
+        raise ValueError(unknown("rule", rule, JUDGED))
+    limit, condition = largest_b(m), "2b < m"
+    if rule in ("krum", "multi_krum"):
+        limit, condition = largest_krum(m), "2b + 2 < m"
+    if b > limit:
+        most = f"b <= {limit}" if limit >= 0 else "m >= 3"
+        return Bound(rule, b, feasible=False, reason=f"needs {condition} ({most})")
+    if q > b:
+        return Bound(rule, b, feasible=False, reason="needs q <= b")
+    if rule == "multi_krum":
+        return Bound(rule, b, feasible=True, reason="no bound in the paper")
+    if rule == "krum":
+        printed, adaptive = delta_krum(m, b), adaptive_krum(m, b)
+    elif rule == "phocas":
+        printed, adaptive = delta_phocas(m, q, b), adaptive_phocas(m, q, b)
+    else:
+        printed, adaptive = delta_trimmed_mean(m, q, b), adaptive_trimmed_mean(m, q, b)
+    return Bound(rule, b, feasible=True, reason="", printed=printed, adaptive=adaptive)
+
+
+def check_majority(owner: str, m: int, b: int) -> int:
+    """Return b, refused if ``2b >= m``: no rule survives that many."""
+    b = count(owner, "b", b)
+    if b > largest_b(m):
+        raise ValueError(
+            f"{owner} needs 2b < m: got b={b} with m={m} workers, the largest b is {largest_b(m)}"
+        )
+    return b
 
 
 def _mean(m: int, q: int) -> Bound:
     if q:
-        return Bound("mean", None, feasible=False, reason="one bad value moves it anywhere")
-    return Bound("mean", None, feasible=True, reason="", printed=None, adaptive=1 / m)
-
-
-def _judge(rule: str, m: int, q: int, b: int) -> Bound:
-    try:
-        if rule == "krum":
-            pair = (_told("Krum", q, b, delta_krum(m, b)), adaptive_krum(m, b))
-        elif rule == "multi_krum":
-            _told("MultiKrum", q, b, delta_krum(m, b))
-            return Bound(rule, b, feasible=True, reason="no bound in the paper")
-        elif rule == "phocas":
-            pair = (delta_phocas(m, q, b), adaptive_phocas(m, q, b))
-        else:
-            pair = (delta_trimmed_mean(m, q, b), adaptive_trimmed_mean(m, q, b))
-    except ValueError as error:
-        return Bound(rule, b, feasible=False, reason=str(error))
-    return Bound(rule, b, feasible=True, reason="", printed=pair[0], adaptive=pair[1])
-
-
-def _told(owner: str, q: int, b: int, bound: float) -> float:
-    if q > b:
-        raise ValueError(f"{owner} needs q <= b: got q={q} with b={b}, the largest q is {b}")
-    return bound
+        return Bound("mean", None, feasible=False, reason="needs q = 0")
+    return Bound("mean", None, feasible=True, reason="no bad values", adaptive=1 / m)
 
 
 def _krum_condition(m: int, q: int) -> tuple[int, int]:
@@ -174,11 +190,7 @@ def _krum_condition(m: int, q: int) -> tuple[int, int]:
 
 
 def _column_condition(owner: str, m: int, q: int, b: int) -> tuple[int, int, int]:
-    q, b = count(owner, "q", q), count(owner, "b", b)
-    if b > largest_b(m):
-        raise ValueError(_majority(owner, m, b))
-    return m, int(_told(owner, q, b, q)), b
-
-
-def _majority(owner: str, m: int, b: int) -> str:
-    return f"{owner} needs 2b < m: got b={b} with m={m} workers, the largest b is {largest_b(m)}"
+    q, b = count(owner, "q", q), check_majority(owner, m, b)
+    if q > b:
+        raise ValueError(f"{owner} needs q <= b: got q={q} with b={b}, the largest q is {b}")
+    return m, q, b

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from phocas.specs import count
+from phocas.specs import count, unknown
 from phocas.theory.bounds import largest_b, largest_krum
 
 # Below exp(-40) a chance and its union bound agree to the last bit.
@@ -117,8 +117,7 @@ class Exposure:
 
     def trial(self, rule: str, b: int) -> tuple[Chance, int]:
         """Return the chance of one independent part of a run, and how many parts there are."""
-        if b > LARGEST[rule](self.workers):
-            raise ValueError(_refusal(rule, self.workers, b))
+        check(rule, self.workers, b)
         if rule == "mean":
             return every(self.rate), self.workers * self.columns * self.rounds
         if rule in ROWWISE:
@@ -132,10 +131,15 @@ class Exposure:
         return Survival(rule, b, trial.repeated(times), trial.union(times))
 
     def smallest(self, rule: str, confidence: float = 0.999) -> Survival | None:
-        """Return the smallest b that survives with that confidence, if there is one."""
+        """Return the smallest b that survives with that confidence, if there is one.
+
+        >>> gambler = Exposure(workers=20, dims=118282, rounds=500, rate=0.0005, servers=20)
+        >>> gambler.smallest("phocas").b, gambler.smallest("krum")
+        (3, None)
+        """
         if not 0 < confidence < 1:
             raise ValueError(f"a confidence lies between 0 and 1: got {confidence!r}")
-        for b in range(LARGEST[rule](self.workers) + 1):
+        for b in choices(rule, self.workers):
             found = self.survival(rule, b)
             if found.chance.fails <= 1 - confidence:
                 return found
@@ -152,26 +156,37 @@ class Survival:
     union: float
 
 
-def _none(m: int) -> int:
-    del m
-    return 0
-
-
+FIXED = ("mean", "median")
 ROWWISE = ("krum", "multi_krum")
-COLUMNWISE = ("trimmed_mean", "phocas", "meamed")
-LARGEST = {
-    "mean": _none,
-    **dict.fromkeys(ROWWISE, largest_krum),
-    **dict.fromkeys(COLUMNWISE, largest_b),
-}
+TRIMMING = ("trimmed_mean", "phocas", "meamed")
+RULES = (*FIXED, *ROWWISE, *TRIMMING)
 
 
-def _refusal(rule: str, m: int, b: int) -> str:
-    condition = {"mean": "b = 0"}.get(rule, "2b + 2 < m" if rule in ROWWISE else "2b < m")
-    return (
-        f"{rule} needs {condition}: got b={b} with m={m} workers,"
-        f" the largest b is {LARGEST[rule](m)}"
-    )
+def choices(rule: str, m: int) -> range:
+    """Return the values of b a rule may be told with m workers; the mean and the median have one.
+
+    >>> [choices(rule, 20) for rule in ("mean", "median", "krum", "phocas")]
+    [range(0, 1), range(9, 10), range(0, 9), range(0, 10)]
+    """
+    if rule not in RULES:
+        raise ValueError(unknown("rule", rule, RULES))
+    if rule in ROWWISE:
+        return range(largest_krum(m) + 1)
+    if rule == "mean":
+        return range(1)
+    return range(largest_b(m) if rule == "median" else 0, largest_b(m) + 1)
+
+
+def check(rule: str, m: int, b: int) -> None:
+    """Refuse a b the rule cannot be told, saying what must hold and the largest b."""
+    allowed = choices(rule, m)
+    if count(rule, "b", b) in allowed:
+        return
+    condition = "2b + 2 < m" if rule in ROWWISE else "2b < m"
+    if rule in FIXED:
+        condition = f"b = {allowed[0]}"
+    most = f"the largest b is {allowed[-1]}" if allowed else "it needs at least 3 workers"
+    raise ValueError(f"{rule} needs {condition}: got b={b} with m={m} workers, {most}")
 
 
 def _log_binomial(m: int, k: int, bad: Chance) -> float:
