@@ -1,7 +1,7 @@
 """Values that can be written down: frozen dataclasses to and from ``phocas:b=6``.
 
-Rules and attacks are frozen dataclasses that subclass :class:`Spec`. A :class:`Table` maps their names
-to their classes, reads them from strings, and explains what it cannot read.
+Rules and attacks are frozen dataclasses that subclass :class:`Spec`. A :class:`Table` maps their
+names to their classes, reads them from strings, and explains what it cannot read.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ def _split_arguments(text: str, owner: str) -> dict[str, str]:
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals:
-            raise ValueError(f"{owner} takes {owner}:name=value,...: got {part.strip()!r} without '='")
+            raise ValueError(
+                f"{owner} takes {owner}:name=value,...: got {part.strip()!r} without '='"
+            )
         if key in arguments:
             raise ValueError(f"{owner}: {key} is given twice")
         arguments[key] = value.strip()
