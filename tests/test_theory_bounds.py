@@ -109,8 +109,8 @@ def test_table_judges_every_rule() -> None:
     assert rows["krum", 8].printed == theory.delta_krum(20, 8)
     assert rows["phocas", 5].reason == "needs q <= b"
     assert rows["phocas", 5].printed is None
-    assert rows["multi_krum", 6].feasible
-    assert rows["multi_krum", 6].printed is None
+    assert rows["multi-krum", 6].feasible
+    assert rows["multi-krum", 6].printed is None
     assert theory.table(20, 0, [0])[0].adaptive == 1 / 20
     with pytest.raises(ValueError, match="unknown rule 'phoca'; did you mean 'phocas'"):
         theory.bounds.judge("phoca", 20, 6, 6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from phocas import theory
+from phocas import TrimmedMean, theory
 from phocas.theory import worst
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 
 
-def trimmed_mean(columns: Array, b: int) -> Array:
-    return np.asarray(np.sort(columns, axis=0)[b : len(columns) - b].mean(axis=0))
+def trimmed_mean(rows: Array, b: int) -> Array:
+    """Reduce the first axis of any array."""
+    return np.asarray(TrimmedMean(b)(rows.reshape(len(rows), -1)).reshape(rows.shape[1:]))
 
 
 def test_by_hand() -> None:
@@ -130,4 +131,4 @@ def test_the_attack_of_the_trajectories_is_the_worst_one() -> None:
         for far in (-np.inf, np.inf)
     )
     exact = worst.worst_trimmed_mean(columns, 2, 2, after=False)
-    np.testing.assert_array_equal(exact, np.maximum(np.abs(low), np.abs(high)))
+    np.testing.assert_allclose(exact, np.maximum(np.abs(low), np.abs(high)), rtol=1e-12)

@@ -123,7 +123,7 @@ def test_trimmed_mean_stays_under_its_bound(
     m: int, q: int, b: int, distribution: str, *, after: bool
 ) -> None:
     found = measure.measure(
-        "trimmed_mean", m, q, b, distribution=distribution, after=after, trials=5000, seed=5
+        "trimmed-mean", m, q, b, distribution=distribution, after=after, trials=5000, seed=5
     )
     assert found.error + 4 * found.spread < theory.delta_trimmed_mean(m, q, b)
     assert found.error - 4 * found.spread < theory.adaptive_trimmed_mean(m, q, b)
@@ -162,7 +162,7 @@ def test_krum_in_ten_dimensions_stays_under_its_bound(*, after: bool) -> None:
 
 
 def test_looking_first_helps_the_attacker() -> None:
-    for rule in ("krum", "trimmed_mean", "phocas"):
+    for rule in ("krum", "trimmed-mean", "phocas"):
         before, after = (
             measure.worst_of(rule, 9, 3, 3, after=after, trials=400).error
             for after in (False, True)
@@ -175,7 +175,7 @@ def test_the_trimmed_mean_s_worst_case_is_below_that_of_phocas() -> None:
     for m, q, b in [(5, 2, 2), (10, 3, 3), (20, 3, 3)]:
         trimmed, near = (
             measure.worst_of(rule, m, q, b, after=False, trials=400)
-            for rule in ("trimmed_mean", "phocas")
+            for rule in ("trimmed-mean", "phocas")
         )
         assert near.error > 1.5 * trimmed.error
 

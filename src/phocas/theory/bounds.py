@@ -129,11 +129,11 @@ def table(m: int, q: int, values: Iterable[int]) -> list[Bound]:
             f" the largest q is {largest_b(m)}"
         )
     values = [check_majority("a rule", m, b) for b in values]
-    median = dataclasses.replace(judge("trimmed_mean", m, q, largest_b(m)), rule="median", b=None)
+    median = dataclasses.replace(judge("trimmed-mean", m, q, largest_b(m)), rule="median", b=None)
     return [_mean(m, q), median] + [judge(rule, m, q, b) for rule in JUDGED for b in values]
 
 
-JUDGED = ("krum", "multi_krum", "trimmed_mean", "phocas")
+JUDGED = ("krum", "multi-krum", "trimmed-mean", "phocas")
 
 
 def judge(rule: str, m: int, q: int, b: int) -> Bound:
@@ -147,14 +147,14 @@ def judge(rule: str, m: int, q: int, b: int) -> Bound:
     if rule not in JUDGED:
         raise ValueError(unknown("rule", rule, JUDGED))
     limit, condition = largest_b(m), "2b < m"
-    if rule in ("krum", "multi_krum"):
+    if rule in ("krum", "multi-krum"):
         limit, condition = largest_krum(m), "2b + 2 < m"
     if b > limit:
         most = f"b <= {limit}" if limit >= 0 else "m >= 3"
         return Bound(rule, b, feasible=False, reason=f"needs {condition} ({most})")
     if q > b:
         return Bound(rule, b, feasible=False, reason="needs q <= b")
-    if rule == "multi_krum":
+    if rule == "multi-krum":
         return Bound(rule, b, feasible=True, reason="no bound in the paper")
     if rule == "krum":
         printed, adaptive = delta_krum(m, b), adaptive_krum(m, b)

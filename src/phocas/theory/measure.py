@@ -57,7 +57,7 @@ def measure(
 ) -> Measured:
     """Measure a rule's mean squared error under the worst attack found, in units of V.
 
-    >>> found = measure("trimmed_mean", 3, 1, 1, distribution="rare", after=False, trials=9, seed=0)
+    >>> found = measure("trimmed-mean", 3, 1, 1, distribution="rare", after=False, trials=9, seed=0)
     >>> found.distribution
     'rare'
     """
@@ -127,7 +127,7 @@ def _krum_squares(columns: Array, q: int, b: int, *, after: bool) -> Array:
 
 MEASURED = {
     "krum": _krum_squares,
-    "trimmed_mean": _trimmed_mean_squares,
+    "trimmed-mean": _trimmed_mean_squares,
     "phocas": _phocas_squares,
 }
 
@@ -156,7 +156,7 @@ def main(trials: int = 20_000) -> None:
             bound = bounds.judge(rule, m, q, b)
             if bound.printed is None or bound.adaptive is None:
                 continue
-            number = trials if rule == "trimmed_mean" else trials // 10
+            number = trials if rule == "trimmed-mean" else trials // 10
             cells = [worst_of(rule, m, q, b, after=after, trials=number) for after in (False, True)]
             before, after = (f"{cell.error:.3g} ({cell.distribution})" for cell in cells)
             print(

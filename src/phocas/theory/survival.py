@@ -157,8 +157,8 @@ class Survival:
 
 
 FIXED = ("mean", "median")
-ROWWISE = ("krum", "multi_krum")
-TRIMMING = ("trimmed_mean", "phocas", "meamed")
+ROWWISE = ("krum", "multi-krum")
+TRIMMING = ("trimmed-mean", "phocas", "meamed")
 RULES = (*FIXED, *ROWWISE, *TRIMMING)
 
 
