@@ -155,7 +155,7 @@ def judge(rule: str, m: int, q: int, b: int) -> Bound:
     if q > b:
         return Bound(rule, b, feasible=False, reason="needs q <= b")
     if rule == "multi-krum":
-        return Bound(rule, b, feasible=True, reason="no bound in the paper")
+        return Bound(rule, b, feasible=True, reason="no bound")
     if rule == "krum":
         printed, adaptive = delta_krum(m, b), adaptive_krum(m, b)
     elif rule == "phocas":
