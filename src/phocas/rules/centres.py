@@ -151,7 +151,7 @@ class GeometricMedian(WeighingRule):
         Weiszfeld's weights are infinite there; this is the step of Vardi and Zhang (2000).
         """
         way = (onward - weights) @ to_rows
-        pull = inverse.sum() * np.sqrt(max(0.0, -0.5 * way @ squared @ way))
+        pull = inverse.sum() * np.sqrt(max(0.0, float(-0.5 * way @ squared @ way)))
         stay = min(1.0, here / pull) if pull > 0 else 1.0
         return (1 - stay) * onward + stay * weights
 
