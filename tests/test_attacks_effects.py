@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -30,7 +31,6 @@ from phocas.attacks import (
 from phocas.attacks.cells import bernoulli, distinct
 from phocas.attacks.memory import KINDS, Matrix
 from phocas.sharding import shard_bounds
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from phocas.attacks.geometry import Direction

@@ -57,10 +57,9 @@ class Scene:
 
     def cells_here(self, rows: np.ndarray, columns: np.ndarray) -> Touched:
         """Keep those cells of the whole matrix that lie here, as touched."""
-        columns = columns - self.start
-        here = (columns >= 0) & (columns < self.matrix.d)
-        if not here.all():
-            rows, columns = rows[here], columns[here]
+        if self.matrix.d < self.d:
+            here = (columns >= self.start) & (columns < self.start + self.matrix.d)
+            rows, columns = rows[here], columns[here] - self.start
         return Touched(self.shape, cell_rows=rows, cell_columns=columns)
 
 
@@ -190,6 +189,16 @@ class RowAttack(Attack):
             return np.arange(self.q)
         return np.sort(rng.choice(m, self.q, replace=False))
 
+    @abstractmethod
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Write the lies of these workers, at least one, into their rows."""
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        rows = self.chosen(scene.matrix.m, scene.rng)
+        if self.q:
+            self.fill(scene, rows)
+        return scene.touched(rows)
+
 
 class HonestRows:
     """The rows that are left honest, read a block of columns at a time."""
@@ -216,14 +225,12 @@ class ColumnLie(RowAttack):
     def lie(self, honest: np.ndarray, m: int) -> np.ndarray:
         """Return the lie for a block of columns from the honest rows of that block."""
 
-    def _corrupt(self, scene: Scene) -> Touched:
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Write the lie, a block of columns at a time."""
         matrix = scene.matrix
-        rows = self.chosen(matrix.m, scene.rng)
         honest = HonestRows(matrix, rows)
 
         def work(columns: slice) -> None:
             matrix.write(rows, self.lie(honest.read(columns), matrix.m), columns)
 
-        if self.q:
-            run(work, column_blocks(matrix.d))
-        return scene.touched(rows)
+        run(work, column_blocks(matrix.d))

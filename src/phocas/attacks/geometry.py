@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
 from phocas.attacks.base import HonestRows, RowAttack, Scene, Who
 from phocas.attacks.blocks import column_blocks, run, sum_rows
 from phocas.specs import count, normalise, one_of
-
-if TYPE_CHECKING:
-    from phocas.attacks.touched import Touched
 
 Direction = Literal["unit", "std", "sign"]
 
@@ -96,19 +93,17 @@ class Hidden(RowAttack):
         """Return how far along the direction the lie may go."""
         raise NotImplementedError
 
-    def _corrupt(self, scene: Scene) -> Touched:
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Go that far from the mean."""
         matrix = scene.matrix
-        rows = self.chosen(matrix.m, scene.rng)
-        if self.q:
-            cloud = survey(HonestRows(matrix, rows), self.direction)
-            step = matrix.kind.work.type(self.step(cloud) if cloud.length2 else 0)
+        cloud = survey(HonestRows(matrix, rows), self.direction)
+        step = matrix.kind.work.type(self.step(cloud) if cloud.length2 else 0)
 
-            def work(columns: slice) -> None:
-                lie = cloud.mean[columns] + step * cloud.direction[columns]
-                matrix.write(rows, lie, columns)
+        def work(columns: slice) -> None:
+            lie = cloud.mean[columns] + step * cloud.direction[columns]
+            matrix.write(rows, lie, columns)
 
-            run(work, column_blocks(matrix.d))
-        return scene.touched(rows)
+        run(work, column_blocks(matrix.d))
 
 
 @dataclass(frozen=True)
@@ -184,16 +179,13 @@ class Mimic(RowAttack):
                 f" worker={self.worker} with q={self.q}, m={m}"
             )
 
-    def _corrupt(self, scene: Scene) -> Touched:
-        matrix = scene.matrix
-        rows = self.chosen(matrix.m, scene.rng)
-        if self.q:
-            worker = self.worker
-            if worker is None:
-                worker = self._farthest(HonestRows(matrix, rows))
-            # The bits are copied, so that the copy is one in every format.
-            matrix.words[rows] = matrix.words[worker]
-        return scene.touched(rows)
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Copy the bits of one row."""
+        matrix, worker = scene.matrix, self.worker
+        if worker is None:
+            worker = self._farthest(HonestRows(matrix, rows))
+        copied = matrix.words[worker].copy()  # the worker may be one of the rows
+        matrix.copy_rows(rows, np.broadcast_to(copied, matrix.words.shape))
 
     def _farthest(self, honest: HonestRows) -> int:
         gram = survey(honest, "unit").gram

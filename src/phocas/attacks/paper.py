@@ -9,7 +9,14 @@ import numpy as np
 
 from phocas.attacks.base import Attack, ColumnLie, RowAttack, Scene, Who
 from phocas.attacks.blocks import run, sum_rows
-from phocas.attacks.cells import bernoulli, bit_mask, check_bits, distinct, read_bits
+from phocas.attacks.cells import (
+    bernoulli,
+    bit_mask,
+    check_bits,
+    distinct,
+    read_bits,
+    rows_and_columns,
+)
 from phocas.sharding import shard_bounds
 from phocas.specs import count, normalise, number, positive, probability
 
@@ -37,9 +44,9 @@ class Gaussian(RowAttack):
         super().__post_init__()
         normalise(self, std=positive(self.name, "std", self.std))
 
-    def _corrupt(self, scene: Scene) -> Touched:
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Draw each row, a stream at a time."""
         matrix = scene.matrix
-        rows = self.chosen(matrix.m, scene.rng)
         root = scene.rng.integers(1 << 63, size=2).tolist()
         work_type: Any = matrix.kind.work.type
         std = work_type(self.std)
@@ -60,7 +67,6 @@ class Gaussian(RowAttack):
 
         first_block, last_block = scene.start // STREAM, -(-stop // STREAM)
         run(draw, [(int(row), block) for row in rows for block in range(first_block, last_block)])
-        return scene.touched(rows)
 
 
 @dataclass(frozen=True)
@@ -126,11 +132,10 @@ class BitFlip(Attack):
 
     def _corrupt(self, scene: Scene) -> Touched:
         rows = distinct(scene.rng, scene.matrix.m, self.per_column, self.columns).ravel()
-        columns = np.tile(np.arange(self.columns), self.per_column)
+        columns = np.concatenate([np.arange(self.columns)] * max(self.per_column, 1))[: len(rows)]
         touched = scene.cells_here(rows, columns)
-        words = scene.matrix.words
         mask = bit_mask(self.bits, scene.matrix.kind)
-        words[touched.cell_rows, touched.cell_columns] ^= mask
+        scene.matrix.change_bits(touched.cell_rows, touched.cell_columns, lambda word: word ^ mask)
         return touched
 
 
@@ -177,8 +182,9 @@ class Gambler(Attack):
         matrix = scene.matrix
         first, stop = shard_bounds(scene.d, self.servers)[self.server]
         hits = bernoulli(scene.rng, matrix.m * (stop - first), self.probability)
-        rows, columns = np.divmod(hits, max(stop - first, 1))
-        touched = scene.cells_here(rows, first + columns)
+        rows, columns = rows_and_columns(hits, matrix.m, stop - first)
+        columns += first
+        touched = scene.cells_here(rows, columns)
         cells = touched.cell_rows, touched.cell_columns
         matrix.put(*cells, matrix.take(*cells) * matrix.kind.work.type(self.scale))
         return touched
