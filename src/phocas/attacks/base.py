@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from phocas.attacks.blocks import column_blocks, run
+from phocas.attacks.blocks import column_blocks, run, sum_rows
 from phocas.attacks.memory import Matrix, kind_of
 from phocas.attacks.touched import Touched
 from phocas.specs import Spec, count, normalise, one_of
@@ -206,14 +206,19 @@ class HonestRows:
     def __init__(self, matrix: Matrix, bad: np.ndarray) -> None:
         self.matrix = matrix
         q = len(bad)
-        self.rows: Any = np.setdiff1d(np.arange(matrix.m), bad)
+        self.workers = np.setdiff1d(np.arange(matrix.m), bad)
         self.count = matrix.m - q
-        if q and bad[-1] == q - 1:
-            self.rows = slice(q, None)  # a slice is read without a copy
+        fixed = q == 0 or bad[-1] == q - 1
+        self.rows: Any = slice(q, None) if fixed else self.workers  # a slice is read without a copy
 
     def read(self, columns: slice = slice(None)) -> np.ndarray:
         """Return the (honest, columns) block to compute with; not to be written to."""
         return self.matrix.read(self.rows, columns)
+
+    def mean(self) -> np.ndarray:
+        """Return the mean of the honest rows, in float64."""
+        mean: np.ndarray = sum_rows(self.read().astype(np.float64)) / self.count
+        return mean
 
 
 class ColumnLie(RowAttack):

@@ -193,4 +193,4 @@ class Mimic(RowAttack):
             place = 0
         else:
             place = int(np.abs(np.linalg.eigh(gram).eigenvectors[:, -1]).argmax())
-        return int(np.arange(honest.matrix.m)[honest.rows][place])
+        return int(honest.workers[place])

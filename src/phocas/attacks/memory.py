@@ -30,6 +30,12 @@ class Kind:
         """Return the format to compute in: float64 for float64, float32 for the rest."""
         return np.dtype(np.float64 if self.bits == 64 else np.float32)
 
+    @property
+    def large(self) -> float:
+        """Return a number whose square, too, is finite in this format."""
+        exponent_bits = self.bits - 1 - self.mantissa
+        return float(2.0 ** (2 ** (exponent_bits - 2) - 1))
+
     def paper_bits(self) -> tuple[int, ...]:
         """Return the bits that play the part of 22, 30, 31 and 32 in a float32.
 
