@@ -116,13 +116,13 @@ def audit(
 def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
     """List every attack on a matrix, fitted to its size and dtype.
 
-    The gambler's probability is raised, where d is small, until five values of each worker are
-    expected to be hit, as they are in the paper's network. LabelFlip is not among them: it acts on
-    data, before there is a matrix.
+    Where d is small, the gambler's server is given a larger share and his probability is raised,
+    so that about five values of each worker are hit, as in the paper's networks. LabelFlip is not
+    among them: it acts on data, before there is a matrix.
     """
     kind = kind_of(dtype)
-    servers = min(20, max(d, 1))
-    gamble = min(1.0, max(0.0005, 5 * servers / max(d, 1)))
+    servers = max(1, min(20, d // 500))
+    gamble = min(0.05, max(0.0005, 5 * servers / d))
     attacks: list[Attack] = [
         Gaussian(q),
         Omniscient(q),
