@@ -1,1 +1,71 @@
-"""Byzantine-resilient aggregation and training."""
+"""Byzantine-resilient aggregation and training: robust rules at the price of an average.
+
+>>> import numpy as np
+>>> rows = np.array([[1.0, 10.0], [2.0, 20.0], [6.0, 60.0], [-1e20, np.nan]])
+>>> Phocas(b=1)(rows)
+array([ 3., 30.])
+>>> aggregate(rows, "trimmed-mean:b=1")
+array([ 1.5, 40. ])
+"""
+
+from phocas.kernels import get_num_threads, set_num_threads
+from phocas.rules import (
+    CGE,
+    MDA,
+    NNM,
+    PRE_AGGREGATORS,
+    RULES,
+    AdaptiveClipping,
+    Bucketing,
+    Bulyan,
+    CenteredClipping,
+    Clipping,
+    Evaluation,
+    Explanation,
+    GeometricMedian,
+    Krum,
+    MeaMed,
+    Mean,
+    Median,
+    MultiKrum,
+    Phocas,
+    Pipeline,
+    PreAggregator,
+    Rule,
+    TrimmedMean,
+    aggregate,
+    parse_rule,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CGE",
+    "MDA",
+    "NNM",
+    "PRE_AGGREGATORS",
+    "RULES",
+    "AdaptiveClipping",
+    "Bucketing",
+    "Bulyan",
+    "CenteredClipping",
+    "Clipping",
+    "Evaluation",
+    "Explanation",
+    "GeometricMedian",
+    "Krum",
+    "MeaMed",
+    "Mean",
+    "Median",
+    "MultiKrum",
+    "Phocas",
+    "Pipeline",
+    "PreAggregator",
+    "Rule",
+    "TrimmedMean",
+    "__version__",
+    "aggregate",
+    "get_num_threads",
+    "parse_rule",
+    "set_num_threads",
+]

@@ -1,7 +1,7 @@
 """Values that can be written down: frozen dataclasses to and from ``phocas:b=6``.
 
-Rules and attacks are frozen dataclasses that subclass :class:`Spec`. A :class:`Table` maps their names
-to their classes, reads them from strings, and explains what it cannot read.
+Rules and attacks are frozen dataclasses that subclass :class:`Spec`. A :class:`Table` maps their
+names to their classes, reads them from strings, and explains what it cannot read.
 """
 
 from __future__ import annotations

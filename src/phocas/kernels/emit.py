@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phocas.kernels.target import Target
 
@@ -28,6 +28,10 @@ class Element:
     def compute_bits(self) -> int:
         """Return the width of one computed value."""
         return 64 if self.compute == "double" else 32
+
+    def wide(self) -> Element:
+        """Return the same stored values, computed in double precision."""
+        return replace(self, compute="double")
 
 
 ELEMENTS = {
@@ -51,13 +55,19 @@ class Function:
     def __init__(self, target: Target, element: Element, lanes: int | None = None) -> None:
         self.element = element
         self.target = target
-        self.lanes = lanes or target.vector_bits // element.compute_bits
         self.scalar = element.compute
-        self.vector = f"<{self.lanes} x {self.scalar}>"
-        self.mask = f"<{self.lanes} x i1>"
+        self.set_lanes(lanes or target.vector_bits // element.compute_bits)
         self.lines: list[str] = []
         self._names = 0
         self.block = "entry"
+
+    def set_lanes(self, lanes: int) -> None:
+        """Work on vectors of so many values from here on."""
+        self.lanes = lanes
+        self.vector = f"<{lanes} x {self.scalar}>"
+        self.mask = f"<{lanes} x i1>"
+        self.words = f"<{lanes} x i32>"
+        self.suffix = f"v{lanes}f{self.element.compute_bits}"
 
     # -- plumbing ------------------------------------------------------------------------------
     def name(self) -> str:
@@ -82,7 +92,7 @@ class Function:
         self.block = name
 
     @contextmanager
-    def loop(self, start: str, stop: str, step: int = 1) -> Iterator[Loop]:
+    def loop(self, start: str, stop: str, step: int | str = 1) -> Iterator[Loop]:
         """Write ``for i in range(start, stop, step)``; carried values go through ``Loop.carry``."""
         self._names += 1
         loop = Loop(self, f"{self._names}", start, stop, step)
@@ -115,8 +125,7 @@ class Function:
     def fma(self, a: str, b: str, c: str) -> str:
         """Return a * b + c, rounded once, which hosts without such an instruction do slowly."""
         v = self.vector
-        suffix = f"v{self.lanes}f{self.element.compute_bits}"
-        return self.op(f"call {v} @llvm.fma.{suffix}({v} {a}, {v} {b}, {v} {c})")
+        return self.op(f"call {v} @llvm.fma.{self.suffix}({v} {a}, {v} {b}, {v} {c})")
 
     def scaled_add(self, a: str, power: float, c: str) -> str:
         """Return a * power + c for a power of two: the product is exact, fused or not."""
@@ -140,6 +149,14 @@ class Function:
         """Return the larger, such that (low, high) is an exchange even of -0.0 and 0.0."""
         return self.select(self.op(f"fcmp nnan ogt {self.vector} {b}, {a}"), b, a)
 
+    def negate(self, a: str) -> str:
+        """Return -a."""
+        return self.op(f"fneg {self.vector} {a}")
+
+    def absolute(self, a: str) -> str:
+        """Return |a|."""
+        return self.op(f"call {self.vector} @llvm.fabs.{self.suffix}({self.vector} {a})")
+
     def nan_to_inf(self, a: str) -> str:
         """Make NaN the largest value of all, so that every value is ordered."""
         # One instruction: x < inf is false for NaN.
@@ -151,9 +168,30 @@ class Function:
         slot = self.op(f"getelementptr ptr, ptr {table}, i64 {index}")
         return self.op(f"load ptr, ptr {slot}")
 
+    def integer(self, table: str, index: int) -> str:
+        """Load the 64-bit integer at an index of a table."""
+        return self.op(f"load i64, ptr {self.at(table, str(index), 'i64')}")
+
+    def scalar_at(self, table: str, index: int | str) -> str:
+        """Load one computed value from an array of them."""
+        return self.op(f"load {self.scalar}, ptr {self.at(table, str(index), self.scalar)}")
+
+    def load_vector(self, address: str) -> str:
+        """Load a vector of computed values from aligned scratch memory."""
+        return self.op(f"load {self.vector}, ptr {address}, align 16")
+
+    def store_vector(self, value: str, address: str) -> None:
+        """Store a vector of computed values to aligned scratch memory."""
+        self.line(f"  store {self.vector} {value}, ptr {address}, align 16")
+
     def at(self, base: str, offset: str, kind: str | None = None) -> str:
         """Return the address of an element."""
         return self.op(f"getelementptr {kind or self.element.memory}, ptr {base}, i64 {offset}")
+
+    def prefetch(self, address: str, distance: int) -> None:
+        """Ask for the cache line that many bytes further on."""
+        ahead = self.at(address, str(distance), "i8")
+        self.line(f"  call void @llvm.prefetch.p0(ptr {ahead}, i32 0, i32 3, i32 1)")
 
     def load(self, address: str) -> str:
         """Load a vector of stored values and convert it to the computing type."""
@@ -163,7 +201,11 @@ class Function:
         if self.element.name == "bfloat16":
             wide = self.op(f"zext {raw} {value} to <{self.lanes} x i32>")
             bits = self.op(f"shl <{self.lanes} x i32> {wide}, splat (i32 16)")
-            return self.op(f"bitcast <{self.lanes} x i32> {bits} to {self.vector}")
+            single = f"<{self.lanes} x float>"
+            value = self.op(f"bitcast <{self.lanes} x i32> {bits} to {single}")
+            if self.scalar == "float":
+                return value
+            return self.op(f"fpext {single} {value} to {self.vector}")
         if memory != self.scalar:
             return self.op(f"fpext {raw} {value} to {self.vector}")
         return value
@@ -178,8 +220,17 @@ class Function:
             value = self.op(f"fptrunc {self.vector} {value} to {raw}")
         self.line(f"  store {raw} {value}, ptr {address}, align {self.element.size}")
 
+    def count(self, mask: str, totals: str, i: int | str) -> None:
+        """Add the number of lanes in the mask to the i-th of an array of 64-bit totals."""
+        bits = self.op(f"bitcast {self.mask} {mask} to i{self.lanes}")
+        number = self.op(f"call i{self.lanes} @llvm.ctpop.i{self.lanes}(i{self.lanes} {bits})")
+        wide = self.op(f"zext i{self.lanes} {number} to i64")
+        where = self.at(totals, str(i), "i64")
+        old = self.op(f"load i64, ptr {where}")
+        self.line(f"  store i64 {self.op(f'add i64 {old}, {wide}')}, ptr {where}")
+
     def _round_bfloat16(self, value: str) -> str:
-        words = f"<{self.lanes} x i32>"
+        words = self.words
         bits = self.op(f"bitcast {self.vector} {value} to {words}")
         odd = self.op(f"lshr {words} {bits}, splat (i32 16)")
         odd = self.op(f"and {words} {odd}, splat (i32 1)")
@@ -196,7 +247,9 @@ class Function:
 class Loop:
     """A counted loop being written: its index, and values carried from turn to turn."""
 
-    def __init__(self, function: Function, tag: str, start: str, stop: str, step: int) -> None:
+    def __init__(
+        self, function: Function, tag: str, start: str, stop: str, step: int | str
+    ) -> None:
         self.function = function
         self.tag = tag
         self.stop = stop
@@ -240,3 +293,86 @@ class Loop:
         ]
         function.lines[self._phi_at : self._phi_at] = phis
         function.label(f"end{self.tag}")
+
+
+def declarations(f: Function) -> str:
+    """Declare the intrinsics that functions of this type may use."""
+    v = f.vector
+    return f"""
+declare i{f.lanes} @llvm.ctpop.i{f.lanes}(i{f.lanes})
+declare {v} @llvm.fma.{f.suffix}({v}, {v}, {v})
+declare {v} @llvm.fabs.{f.suffix}({v})
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
+"""
+
+
+SIGNATURE = "(ptr noalias %args, ptr noalias %local, i64 %start, i64 %stop)"
+
+
+def module_text(f: Function) -> str:
+    """Wrap a body over whole vectors of columns into a ``kernel`` over any number of columns.
+
+    ``args`` is eight words that begin with the table of row pointers, the output and the number of
+    rows. The last columns are copied into a padded block on the stack, so that the body is
+    compiled once. The padding is zero in every row, and a zero among zeros is never dropped.
+    """
+    lanes, kind, size = f.lanes, f.element.memory, f.element.size
+    body = "\n".join(f.lines)
+    return f"""{declarations(f)}
+define internal void @body{SIGNATURE} noinline {{
+entry:
+{body}
+  ret void
+}}
+
+define void @kernel{SIGNATURE} {{
+entry:
+  %n = sub i64 %stop, %start
+  %rest = srem i64 %n, {lanes}
+  %whole = sub i64 %stop, %rest
+  call void @body(ptr %args, ptr %local, i64 %start, i64 %whole)
+  %any = icmp sgt i64 %rest, 0
+  br i1 %any, label %tail, label %done
+tail:
+  %padded = alloca [8 x ptr], align 8
+  call void @llvm.memcpy.p0.p0.i64(ptr %padded, ptr %args, i64 64, i1 false)
+  %rows = load ptr, ptr %args
+  %out_slot = getelementptr ptr, ptr %args, i64 1
+  %out = load ptr, ptr %out_slot
+  %m_slot = getelementptr i64, ptr %args, i64 2
+  %m = load i64, ptr %m_slot
+  %cells = mul i64 %m, {lanes}
+  %scratch = alloca {kind}, i64 %cells, align 64
+  %answer = alloca {kind}, i64 {lanes}, align 64
+  %table = alloca ptr, i64 %m, align 8
+  store ptr %table, ptr %padded
+  %answer_slot = getelementptr ptr, ptr %padded, i64 1
+  store ptr %answer, ptr %answer_slot
+  %cell_bytes = mul i64 %cells, {size}
+  call void @llvm.memset.p0.i64(ptr %scratch, i8 0, i64 %cell_bytes, i1 false)
+  %bytes = mul i64 %rest, {size}
+  br label %copy
+copy:
+  %i = phi i64 [ 0, %tail ], [ %next, %copy ]
+  %slot = getelementptr ptr, ptr %rows, i64 %i
+  %row = load ptr, ptr %slot
+  %from = getelementptr {kind}, ptr %row, i64 %whole
+  %offset = mul i64 %i, {lanes}
+  %to = getelementptr {kind}, ptr %scratch, i64 %offset
+  call void @llvm.memcpy.p0.p0.i64(ptr %to, ptr %from, i64 %bytes, i1 false)
+  %entry_slot = getelementptr ptr, ptr %table, i64 %i
+  store ptr %to, ptr %entry_slot
+  %next = add i64 %i, 1
+  %more = icmp slt i64 %next, %m
+  br i1 %more, label %copy, label %finish
+finish:
+  call void @body(ptr %padded, ptr %local, i64 0, i64 {lanes})
+  %place = getelementptr {kind}, ptr %out, i64 %whole
+  call void @llvm.memcpy.p0.p0.i64(ptr %place, ptr %answer, i64 %bytes, i1 false)
+  br label %done
+done:
+  ret void
+}}
+"""

@@ -1,0 +1,40 @@
+"""Sorting networks and distances as machine code, written in LLVM's language at run time.
+
+Nothing here knows of rules, torch or servers: only of rows in memory.
+"""
+
+from phocas.kernels.calls import (
+    Rows,
+    SparseMix,
+    aligned,
+    combine,
+    compute_dtype,
+    half_supported,
+    mix_reduce,
+    pair_matrix,
+    pair_sums,
+    reduce,
+    square_sums,
+)
+from phocas.kernels.columns import PLAIN_MEAN, Window
+from phocas.kernels.distances import granule_columns
+from phocas.kernels.threads import get_num_threads, set_num_threads
+
+__all__ = [
+    "PLAIN_MEAN",
+    "Rows",
+    "SparseMix",
+    "Window",
+    "aligned",
+    "combine",
+    "compute_dtype",
+    "get_num_threads",
+    "granule_columns",
+    "half_supported",
+    "mix_reduce",
+    "pair_matrix",
+    "pair_sums",
+    "reduce",
+    "set_num_threads",
+    "square_sums",
+]

@@ -1,0 +1,246 @@
+"""The kernels as functions of rows in memory. Knows addresses and element types, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.kernels import columns, distances, jit, mixing, tables
+from phocas.kernels.columns import Window
+from phocas.kernels.emit import ELEMENTS
+from phocas.kernels.target import Target, host
+from phocas.kernels.threads import POOL
+
+CHUNK_COLUMNS = 4096
+TILE_BYTES = 1 << 19  # a mixed tile and its sources stay in L2
+# Straight-line code beats the program up to here: 200 rows 2.9 against 4.3 times the mean; past
+# it, compiling takes more than a second.
+STRAIGHT_LINE_ROWS = 192
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where m rows of ``columns`` adjacent values begin, and what keeps them alive."""
+
+    addresses: NDArray[np.uint64]
+    columns: int
+    element: str
+    owner: object
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def shifted(self, start: int, stop: int) -> Rows:
+        """Return a range of columns of the same rows."""
+        offset = np.uint64(start * ELEMENTS[self.element].size)
+        return Rows(self.addresses + offset, stop - start, self.element, self.owner)
+
+    def take(self, indices: NDArray[np.intp]) -> Rows:
+        """Return some of the rows."""
+        return Rows(self.addresses[indices], self.columns, self.element, self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMix:
+    """A k x m matrix of weights as its nonzero entries, row by row."""
+
+    starts: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    weights: NDArray[np.float64]
+    convex: NDArray[np.int64]
+
+    @staticmethod
+    def of(matrix: NDArray[np.float64]) -> SparseMix:
+        """Return the nonzero entries of each row, the largest first.
+
+        Rows that add up to one are mixed around it: around a far row of small weight, the near
+        ones would be lost to rounding.
+        """
+        rows, indices = np.nonzero(matrix)
+        order = np.lexsort((-np.abs(matrix[rows, indices]), rows))
+        rows, indices = rows[order], indices[order]
+        starts = np.searchsorted(rows, np.arange(len(matrix) + 1)).astype(np.int64)
+        convex = np.abs(matrix.sum(axis=1) - 1) < 1e-12
+        return SparseMix(
+            starts=starts,
+            indices=np.append(indices, 0).astype(np.int64),
+            weights=matrix[rows, indices],
+            convex=convex.astype(np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.convex)
+
+
+def half_supported(element: str) -> bool:
+    """Tell whether the host converts the element's values by itself."""
+    return element != "float16" or host().has_half
+
+
+def compute_dtype(element: str) -> np.dtype[np.floating]:
+    """Return the type that an element's values are computed in."""
+    return np.dtype(np.float64 if element == "float64" else np.float32)
+
+
+def reduce(rows: Rows, window: Window, out: int, counts: NDArray[np.int64] | None = None) -> None:
+    """Average a window of every column into ``out``; add dropped values to ``counts``."""
+    m = len(rows)
+    work, words, _alive = _column_kernel(m, rows.element, window, counts is not None)
+    words[:2] = (rows.addresses.ctypes.data, out)
+    local: list[NDArray[np.int64] | None] = [None] * POOL.size()
+    if counts is not None:
+        local = [np.zeros(m, np.int64) for _ in local]
+    POOL.run(work, words, local, rows.columns, CHUNK_COLUMNS)
+    if counts is not None:
+        counts += np.sum(np.stack([block for block in local if block is not None]), axis=0)
+
+
+def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
+    """Write the mixed rows to ``out``, a (k, columns) array of computed values."""
+    weights = mix.weights.astype(out.dtype)
+    table = _row_table(out)
+    words = _words(
+        rows.addresses,
+        table,
+        len(mix),
+        mix.starts,
+        mix.indices,
+        weights,
+        mix.convex,
+    )
+    work = _compiled("combine", rows.element)
+    POOL.run(work, words, [None] * POOL.size(), rows.columns, CHUNK_COLUMNS)
+
+
+def mix_reduce(
+    rows: Rows,
+    mix: SparseMix,
+    window: Window,
+    out: NDArray[np.floating],
+    counts: NDArray[np.int64] | None = None,
+) -> None:
+    """Mix the rows and average a window of every column, a tile at a time."""
+    k = len(mix)
+    kind = compute_dtype(rows.element)
+    element = kind.name
+    chunk = min(CHUNK_COLUMNS, max(256, TILE_BYTES // (k * kind.itemsize) // 64 * 64))
+    inner, rule_words, _alive = _column_kernel(k, element, window, counts is not None)
+    rule = np.concatenate([np.array([inner], np.uint64), rule_words])
+    weights = mix.weights.astype(kind)
+    words = _words(rows.addresses, out, k, mix.starts, mix.indices, weights, mix.convex, rule)
+    local, tallies, alive = [], [], []
+    for _ in range(POOL.size()):
+        scratch = aligned((k, chunk), kind)
+        table = _row_table(scratch)
+        tally = np.zeros(k, np.int64)
+        local.append(_words(table, tally))
+        tallies.append(tally)
+        alive.append((scratch, table))
+    POOL.run(_compiled("fused", rows.element), words, local, rows.columns, chunk)
+    if counts is not None:
+        counts += np.sum(tallies, axis=0)
+
+
+def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.floating]:
+    """Return the sums of squared differences of whole granules: (granules, padded pairs)."""
+    m = len(rows)
+    side = distances.block_rows(host())
+    blocks = -(-m // side)
+    width = blocks * (blocks + 1) // 2 * side * side
+    return _granule_sums(rows, granule, "pairs", wide, width)
+
+
+def square_sums(rows: Rows, granule: int) -> NDArray[np.floating]:
+    """Return the sums of squares of whole granules: (granules, padded rows)."""
+    side = distances.block_rows(host())
+    return _granule_sums(rows, granule, "norms", True, -(-len(rows) // side) * side)
+
+
+def pair_matrix(sums: NDArray[np.floating], m: int) -> NDArray[np.float64]:
+    """Return the symmetric m x m matrix that a vector of padded pairs stands for."""
+    side = distances.block_rows(host())
+    blocks = -(-m // side)
+    upper = np.zeros((blocks, side, blocks, side))
+    left, right = np.triu_indices(blocks)
+    upper[left, :, right, :] = sums.reshape(-1, side, side)
+    matrix = np.triu(upper.reshape(blocks * side, blocks * side)[:m, :m], 1)
+    return matrix + matrix.T
+
+
+def _granule_sums(
+    rows: Rows, granule: int, name: str, wide: bool, width: int
+) -> NDArray[np.floating]:
+    m = len(rows)
+    side = distances.block_rows(host())
+    blocks = -(-m // side)
+    number = rows.columns // granule
+    kind = np.dtype(np.float64) if wide else compute_dtype(rows.element)
+    addresses = np.resize(rows.addresses, blocks * side)  # the padding repeats rows
+    out = np.empty((number, width), kind)
+    words = _words(addresses, out, blocks, 0, granule, distances.tile_columns(m))
+    size = distances.scratch_words(host(), m)
+    local = [aligned((size,), np.dtype(np.uint64)) for _ in range(POOL.size())]
+    POOL.run(_compiled(name, rows.element, wide), words, local, number, 1)
+    return out
+
+
+def aligned(shape: tuple[int, ...], kind: np.dtype[np.generic]) -> NDArray[np.generic]:
+    """Return an uninitialised array at the start of a cache line."""
+    size = int(np.prod(shape)) * kind.itemsize
+    block = np.empty(size + 64, np.uint8)
+    skip = -block.ctypes.data % 64
+    return block[skip : skip + size].view(kind).reshape(shape)
+
+
+def _row_table(rows: NDArray[np.generic]) -> NDArray[np.uint64]:
+    steps = np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.strides[0])
+    return np.uint64(rows.ctypes.data) + steps
+
+
+def _words(*values: NDArray[np.generic] | int) -> NDArray[np.uint64]:
+    """Return the eight words that a kernel takes: integers, and addresses of arrays."""
+    words = np.zeros(8, np.uint64)
+    for i, value in enumerate(values):
+        words[i] = value if isinstance(value, int) else value.ctypes.data
+    return words
+
+
+def _compiled(name: str, element: str, wide: bool = False) -> int:
+    writers = {
+        "combine": mixing.combine_module,
+        "fused": mixing.fused_module,
+        "pairs": distances.pairs_module,
+        "norms": distances.norms_module,
+    }
+    kind = ELEMENTS[element].wide() if wide else ELEMENTS[element]
+    return jit.address((name, kind.name, kind.compute), partial(_write, writers[name], kind))
+
+
+def _write(writer: object, kind: object, target: Target) -> str:
+    return writer(target, kind)  # type: ignore[operator, no-any-return]
+
+
+def _column_kernel(
+    m: int, element: str, window: Window, blame: bool
+) -> tuple[int, NDArray[np.uint64], object]:
+    """Return the kernel, its args without rows and output, and what its args point to."""
+    kind = ELEMENTS[element]
+    blame = blame and not window.plain
+    if m <= STRAIGHT_LINE_ROWS or window.plain:
+        key = ("straight", element, m, window, blame)
+        work = jit.address(
+            key, lambda target: columns.straight_module(target, kind, m, window, blame)
+        )
+        return work, _words(0, 0, m), None
+    drop = bool(window.drop)
+    work = jit.address(
+        ("table", element, drop, blame),
+        lambda target: tables.table_module(target, kind, drop, blame),
+    )
+    steps = tables.program(m)
+    numbers = tables.constants(window, m, compute_dtype(element).type)
+    words = _words(0, 0, m, steps, len(steps), window.trim, window.drop or 0, numbers)
+    return work, words, (steps, numbers)

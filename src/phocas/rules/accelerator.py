@@ -1,0 +1,114 @@
+"""The same rules by torch operations, for rows that live on an accelerator.
+
+Semantics are those of the kernels; the bits of sums may differ. Columns are worked on in blocks, so
+that memory stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phocas.kernels import Window
+from phocas.rules.algebra import Decision, Distances, Floats, Request
+
+BLOCK_VALUES = 1 << 24
+
+
+class DeviceMatrix:
+    """The m x d matrix as (m, n) tensors, one for each range of columns."""
+
+    def __init__(self, tensors: list[torch.Tensor], rebuild: Callable[[list[Any]], Any]) -> None:
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self.m = len(tensors[0])
+        self.d = sum(tensor.shape[1] for tensor in tensors)
+        self.rebuild = rebuild
+
+    def measure(self, request: Request) -> Floats:
+        """Answer a rule's question about whole rows."""
+        wide = not isinstance(request, Distances) or request.wide
+        k = self.m if request.weights is None else len(request.weights)
+        result = np.zeros((k, k) if isinstance(request, Distances) else k)
+        for tensor in self.tensors:
+            for block in _blocks(tensor):
+                rows = _mixed(_computed(block), request.weights)
+                rows = rows.double() if wide and rows.device.type != "mps" else rows
+                if isinstance(request, Distances):
+                    for i in range(k - 1):
+                        sums = (rows[i + 1 :] - rows[i]).square().sum(dim=1)
+                        result[i, i + 1 :] += sums.double().cpu().numpy()
+                else:
+                    result += rows.square().sum(dim=1).double().cpu().numpy()
+        result = np.where(np.isnan(result), np.inf, result)
+        return result + result.T if isinstance(request, Distances) else result
+
+    def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
+        """Mix and reduce; count what was dropped of each mixed row."""
+        answers = []
+        for tensor in self.tensors:
+            parts = [self._reduce(block, decision, counts) for block in _blocks(tensor)]
+            answers.append(torch.cat(parts) if parts else tensor.new_empty(0))
+        return self.rebuild(answers)
+
+    def _reduce(
+        self, block: torch.Tensor, decision: Decision, counts: NDArray[np.int64] | None
+    ) -> torch.Tensor:
+        weights = decision.mix.weights
+        rows = _mixed(_computed(block), weights)
+        if weights is not None and len(weights) == 1:
+            return rows[0].to(block.dtype)
+        value, outside = window_mean(rows, decision.window)
+        if counts is not None and outside is not None:
+            counts += outside.sum(dim=1).cpu().numpy()
+        return value.to(block.dtype)
+
+
+def window_mean(rows: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the mean of each column's window, and which values are outside it."""
+    m = len(rows)
+    if window.plain:
+        return (rows / m).sum(dim=0), None
+    rows = torch.where(rows.isnan(), torch.inf, rows)
+    wires = rows.sort(dim=0).values
+    centre = wires[window.trim : m - window.trim]
+    # Around a member, as in the kernels: equal values give that value, and nothing overflows.
+    y = centre[0] + ((centre / len(centre)) - (centre[:1] / len(centre))).sum(dim=0)
+    if not window.drop:
+        return y, (rows < centre[0]) | (rows > centre[-1])
+    b = window.drop
+    half_y = y / 2
+    down = half_y - wires[:b] / 2
+    up = wires[m - b :] / 2 - half_y
+    nearer = torch.where(down <= up, -down, up)
+    middle = wires[b : m - b] / 2 - half_y
+    around = torch.cat([middle[: window.trim - b], middle[m - b - window.trim :], nearer])
+    value = y + 2 * (around / (m - b)).sum(dim=0)
+    radius = torch.cat([nearer.abs(), middle.abs()]).amax(dim=0)
+    return value, (rows / 2 - half_y).abs() > radius
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    step = max(1, BLOCK_VALUES // max(1, len(tensor)))
+    for start in range(0, tensor.shape[1], step):
+        yield tensor[:, start : start + step]
+
+
+def _computed(block: torch.Tensor) -> torch.Tensor:
+    return block.float() if block.dtype in (torch.float16, torch.bfloat16) else block
+
+
+def _mixed(rows: torch.Tensor, weights: Floats | None) -> torch.Tensor:
+    """Return ``weights @ rows``, where a row without weight is not touched, NaN or not."""
+    if weights is None:
+        return rows
+    matrix = torch.as_tensor(weights, dtype=rows.dtype, device=rows.device)
+    bad = ~rows.isfinite()
+    mixed = matrix @ rows.masked_fill(bad, 0)
+    if bool(bad.any()):
+        reached = (matrix != 0).to(rows.dtype) @ bad.to(rows.dtype)
+        mixed = mixed.masked_fill(reached > 0, torch.nan)
+    return mixed

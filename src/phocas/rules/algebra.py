@@ -1,0 +1,146 @@
+"""The algebra of rules: an optional mix of the rows, then a reduction of each column.
+
+A rule's mix is worked out from a few small measurements of the rows, which are sums over columns.
+It is written as a generator that yields what it wants to know and returns the :class:`Mix`; whoever
+runs it decides where the rows are: in one array, on twenty servers or on an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.kernels import Window
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """Ask for the squared distances between the rows, or between ``weights @ rows``.
+
+    ``wide`` asks for double precision, for rows whose squares single precision cannot hold.
+    """
+
+    weights: Floats | None = None
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Ask for the squared norms of the rows, or of ``weights @ rows``."""
+
+    weights: Floats | None = None
+
+
+Request: TypeAlias = Distances | Norms
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mix:
+    """The rows that are reduced: all m of them, or ``weights @ rows``.
+
+    ``fair`` is the weight that a worker has in them if nothing of it is lost, for blame.
+    """
+
+    weights: Floats | None = None
+    fair: float | Floats = 1.0
+
+    def selected(self) -> NDArray[np.intp] | None:
+        """Return the indices of the rows if the mix only selects some."""
+        if self.weights is None:
+            return None
+        chosen = self.weights == 1
+        if np.all(chosen.sum(axis=1) == 1) and np.count_nonzero(self.weights) == len(chosen):
+            return np.asarray(chosen.argmax(axis=1), np.intp)
+        return None
+
+    def after(self, first: Mix) -> Mix:
+        """Return the mix that does ``first`` and then this one."""
+        if first.weights is None:
+            return self
+        if self.weights is None:
+            return first
+        # NumPy multiplies zeros too, and a rule that is lost has NaN weights only.
+        with np.errstate(invalid="ignore"):
+            weights = self.weights @ first.weights
+        return Mix(weights, self.fair * first.fair)
+
+
+Planning: TypeAlias = Generator[Request, Floats, Mix]
+
+
+def select(m: int, indices: NDArray[np.intp]) -> Floats:
+    """Return the weights that select rows."""
+    weights = np.zeros((len(indices), m))
+    weights[np.arange(len(indices)), indices] = 1
+    return weights
+
+
+def lost(m: int) -> Mix:
+    """Return the mix of a rule that finds nothing to hold on to: NaN, for everyone to see."""
+    return Mix(np.full((1, m), np.nan))
+
+
+def measured_distances() -> Generator[Request, Floats, Floats]:
+    """Ask for distances, again in double precision if most of them are out of single's range."""
+    squared = yield Distances()
+    m = len(squared)
+    if m < 2:
+        return squared
+    off_diagonal = squared[~np.eye(m, dtype=bool)].reshape(m, m - 1)
+    typical = float(np.median(np.median(off_diagonal, axis=1)))
+    if not 1e-24 < typical < 1e36:
+        squared = yield Distances(wide=True)
+    return squared
+
+
+def of_mixed(squared: Floats, weights: Floats) -> Floats:
+    """Return the squared distances between convex mixes of rows from those between the rows.
+
+    For weights a that add up to zero, |sum a_i x_i|^2 = - sum a_i a_j |x_i - x_j|^2 / 2. A row at
+    infinite distance counts only where its weight is not zero.
+    """
+    k = len(weights)
+    differences = weights[:, None, :] - weights[None, :, :]
+    finite = np.isfinite(squared)
+    safe = np.where(finite, squared, 0.0)
+    result = -0.5 * np.einsum("abi,ij,abj->ab", differences, safe, differences, optimize=True)
+    touched = differences != 0
+    broken = np.einsum("abi,ij,abj->ab", touched, ~finite, touched, optimize=True) > 0
+    result = np.where(broken, np.inf, np.maximum(result, 0.0))
+    result[np.arange(k), np.arange(k)] = 0.0
+    return result
+
+
+def through(first: Mix, planning: Planning) -> Planning:
+    """Run a plan on the rows that ``first`` makes."""
+    if first.weights is None:
+        return (yield from planning)
+    weights = first.weights
+    convex = bool(np.all(weights >= 0) and np.allclose(weights.sum(axis=1), 1))
+    reply: Floats | None = None
+    while True:
+        try:
+            request = planning.send(reply) if reply is not None else next(planning)
+        except StopIteration as stop:
+            result: Mix = stop.value
+            return result.after(first)
+        if isinstance(request, Distances) and request.weights is None and convex:
+            squared = yield replace(request, weights=None)
+            reply = of_mixed(squared, weights)
+        else:
+            inner = weights if request.weights is None else request.weights @ weights
+            reply = yield replace(request, weights=inner)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What remains when a rule has been planned: a mix, and a window of each column."""
+
+    mix: Mix
+    window: Window

@@ -1,0 +1,202 @@
+"""Rules that weigh rows instead of choosing them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from phocas.kernels import Window
+from phocas.rules.algebra import (
+    Distances,
+    Floats,
+    Mix,
+    Norms,
+    Planning,
+    lost,
+    measured_distances,
+)
+from phocas.rules.base import Rule
+from phocas.specs import count, normalise, positive
+
+# Rows farther from the centre than this many typical distances are drawn in before Weiszfeld's
+# iteration: beyond it, distances between near rows would cancel against theirs.
+FAR = 1e3
+
+
+class WeighingRule(Rule):
+    """A rule whose result is one weighted sum of all rows."""
+
+    def check(self, m: int) -> None:
+        """Refuse no rows at all."""
+        if m < 1:
+            raise ValueError(f"{type(self).__name__} needs at least 1 row: got {m}")
+
+    def window(self, m: int) -> Window:
+        """Return the one mixed row."""
+        del m
+        return Window()
+
+    def expected(self, m: int) -> float:
+        """Return nothing: a fair weight is an equal one."""
+        del m
+        return 0.0
+
+
+@dataclass(frozen=True)
+class GeometricMedian(WeighingRule):
+    """Minimise the sum of distances to the rows, by Weiszfeld's iteration.
+
+    Stops when a step is shorter than ``tolerance`` times the typical distance between rows.
+
+    Breakdown: survives fewer than m/2 wrong rows; each pulls by its direction, however far away it
+    is. A row with NaN or inf has no direction and no weight.
+
+    Reference: Weiszfeld (1937); Chen, Su, Xu, "Distributed statistical machine learning in
+    adversarial settings" (2017).
+
+    >>> import numpy as np
+    >>> rows = np.array([[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [900.0, 900.0]])
+    >>> GeometricMedian()(rows).round(1)
+    array([1.6, 1.6])
+    """
+
+    iterations: int = 100
+    tolerance: float = 1e-6
+    name: ClassVar[str] = "geometric-median"
+    aliases: ClassVar[tuple[str, ...]] = ("geomed", "gm", "rfa")
+
+    def __post_init__(self) -> None:
+        """Check the limits of the iteration."""
+        normalise(
+            self,
+            iterations=count("GeometricMedian", "iterations", self.iterations, minimum=1),
+            tolerance=positive("GeometricMedian", "tolerance", self.tolerance),
+        )
+
+    def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Iterate on weights, which need no more than distances."""
+        del rng
+        if m == 1:
+            return Mix(np.ones((1, 1)))
+        squared = yield from measured_distances()
+        if np.any(np.isinf(squared)):
+            squared = yield Distances(wide=True)
+        spread = np.median(squared, axis=1)
+        centre = int(np.argmin(spread))
+        typical = float(spread[centre])
+        if not np.isfinite(typical):
+            return lost(m)
+        if typical == 0:
+            weights = np.zeros((1, m))
+            weights[0, centre] = 1
+            return Mix(weights, fair=1 / m)
+        with np.errstate(divide="ignore"):
+            shrink = np.minimum(1.0, np.sqrt(FAR**2 * typical / squared[centre]))
+        shrink[centre] = 1.0
+        if np.any(shrink < 1):
+            drawn = np.diag(shrink)
+            drawn[:, centre] += 1 - shrink
+            squared = yield Distances(weights=drawn)
+        return Mix(self._weiszfeld(squared, shrink, centre, typical)[None, :], fair=1 / m)
+
+    def _weiszfeld(self, squared: Floats, shrink: Floats, centre: int, typical: float) -> Floats:
+        """Return the weights, given the distances between rows drawn in by ``shrink``.
+
+        With z_i = c + s_i (x_i - c), every x_i - v is a combination of the z with weights that add
+        up to zero, and its norm follows from the distances between the z.
+        """
+        m = len(squared)
+        present = shrink > 0
+        stretch = np.where(present, 1 / np.where(present, shrink, 1), 0)
+        squared = np.where(np.isfinite(squared), squared, 0.0)
+        to_rows = np.diag(stretch)
+        to_rows[:, centre] += 1 - stretch
+        weights = present / present.sum()
+        floor = 1e-12 * np.sqrt(typical)
+        previous: Floats | None = None
+        for _ in range(self.iterations):
+            point = weights @ to_rows
+            directions = to_rows - point
+            lengths = -0.5 * np.einsum("ij,jk,ik->i", directions, squared, directions)
+            distances = np.sqrt(np.maximum(lengths, 0.0))
+            here = present & (distances <= floor)
+            inverse = np.where(present & ~here, 1 / np.maximum(distances, floor), 0.0)
+            if not inverse.any():
+                break
+            onward = inverse / inverse.sum()
+            if np.any(here):
+                onward = self._leave(onward, weights, int(here.sum()), inverse, to_rows, squared)
+            weights = onward
+            if previous is not None:
+                moved = point - previous
+                step = -0.5 * moved @ squared @ moved
+                if step <= self.tolerance**2 * typical:
+                    break
+            previous = point
+        return np.asarray(weights, np.float64).reshape(m)
+
+    @staticmethod
+    def _leave(
+        onward: Floats,
+        weights: Floats,
+        here: int,
+        inverse: Floats,
+        to_rows: Floats,
+        squared: Floats,
+    ) -> Floats:
+        """Take the step from a point that is itself a row, or ``here`` of them, or stay there.
+
+        Weiszfeld's weights are infinite there; this is the step of Vardi and Zhang (2000).
+        """
+        way = (onward - weights) @ to_rows
+        pull = inverse.sum() * np.sqrt(max(0.0, float(-0.5 * way @ squared @ way)))
+        stay = min(1.0, here / pull) if pull > 0 else 1.0
+        return (1 - stay) * onward + stay * weights
+
+
+@dataclass(frozen=True)
+class CenteredClipping(WeighingRule):
+    """Average the rows' differences to a centre, each clipped to ``radius``; repeat from there.
+
+    v <- v + mean of (x_i - v) min(1, radius / |x_i - v|), from v = 0.
+
+    Breakdown: b wrong rows move the result by at most b/m of ``radius`` an iteration. A row with
+    NaN or inf has infinite length and is left out.
+
+    Reference: Karimireddy, He, Jaggi, "Learning from history for Byzantine robust optimization"
+    (2021), without the memory of the last round.
+
+    >>> import numpy as np
+    >>> CenteredClipping(radius=2.0, iterations=1)(np.array([[1.0], [2.0], [900.0]]))
+    array([1.66666667])
+    """
+
+    radius: float
+    iterations: int = 1
+    name: ClassVar[str] = "centered-clipping"
+    aliases: ClassVar[tuple[str, ...]] = ("cc",)
+
+    def __post_init__(self) -> None:
+        """Check the radius and the number of iterations."""
+        normalise(
+            self,
+            radius=positive("CenteredClipping", "radius", self.radius),
+            iterations=count("CenteredClipping", "iterations", self.iterations, minimum=1),
+        )
+
+    def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Measure the rows from each new centre."""
+        del rng
+        centre = np.zeros(m)
+        factor = np.zeros(m)
+        for turn in range(self.iterations):
+            squared = yield Norms(np.eye(m) - centre if turn else None)
+            # A row that is out of reach is out for good, and not in the centre either.
+            with np.errstate(divide="ignore"):
+                factor = np.where(
+                    np.isfinite(squared), np.minimum(1.0, self.radius / np.sqrt(squared)), 0.0
+                )
+            centre = centre * (1 - factor.sum() / m) + factor / m
+        return Mix(centre[None, :], fair=1 / m)

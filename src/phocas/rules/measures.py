@@ -1,0 +1,136 @@
+"""Measurements of rows that add up over columns to the same bits, however the columns are cut.
+
+A :class:`Partial` is what one holder of a column range knows: the sums of the whole granules inside
+its range (see :mod:`phocas.kernels.distances`), and its outermost columns, which belong to granules
+that it shares with its neighbours, as they are. Partials add up in any order; when nothing is
+missing, :func:`total` completes the shared granules and adds all granules in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas import kernels
+from phocas.kernels import Rows
+from phocas.rules.algebra import Distances, Floats, Norms, Request
+
+MIXED_GRANULES = 16  # mixed rows are made that many granules at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partial:
+    """What is known of some columns: sums by granule number, and single columns by their place."""
+
+    m: int
+    sums: tuple[tuple[int, NDArray[np.floating]], ...] = ()
+    edges: tuple[tuple[int, NDArray[np.floating]], ...] = ()
+
+    def __add__(self, other: Partial) -> Partial:
+        if self.m != other.m:
+            raise ValueError(f"partials must be of the same rows: got {self.m} and {other.m}")
+        return Partial(self.m, self.sums + other.sums, self.edges + other.edges)
+
+
+def partial(request: Request, start: int, rows: Rows) -> Partial:
+    """Measure a block of columns that begins at column ``start`` of the whole matrix."""
+    if request.weights is None:
+        return _measure(request, start, rows)
+    mix = kernels.SparseMix.of(request.weights)
+    granule = kernels.granule_columns(len(mix))
+    result = Partial(len(mix))
+    begin = 0
+    while begin < rows.columns:
+        # Blocks end on granules, so that only the outermost columns are edges.
+        place = start + begin
+        end = min(rows.columns, (place // granule + MIXED_GRANULES) * granule - start)
+        mixed = np.empty((len(mix), end - begin), kernels.compute_dtype(rows.element))
+        kernels.combine(rows.shifted(begin, end), mix, mixed)
+        result += _measure(request, place, rows_of(mixed))
+        begin = end
+    return result
+
+
+def _measure(request: Request, start: int, rows: Rows) -> Partial:
+    m = len(rows)
+    granule = kernels.granule_columns(m)
+    first = -(-start // granule)
+    last = max(first, (start + rows.columns) // granule)
+    head = min(rows.columns, first * granule - start)
+    tail = max(head, min(rows.columns, last * granule - start))
+    sums: tuple[tuple[int, NDArray[np.floating]], ...] = ()
+    if tail > head:
+        sums = ((first, _sums(request, rows.shifted(head, tail), granule)),)
+    edges = tuple(
+        (start + begin, _values(rows.shifted(begin, end)))
+        for begin, end in ((0, head), (tail, rows.columns))
+        if end > begin
+    )
+    return Partial(m, sums, edges)
+
+
+def total(request: Request, partials: Iterable[Partial]) -> Floats:
+    """Return the m x m squared distances, or the m squared norms, of whole rows."""
+    parts = list(partials)
+    m = parts[0].m
+    granule = kernels.granule_columns(m)
+    whole = dict(item for part in parts for item in part.sums)
+    edges = sorted((item for part in parts for item in part.edges), key=lambda item: item[0])
+    pieces = sorted(
+        [(first * granule, (first + len(sums)) * granule) for first, sums in whole.items()]
+        + [(start, start + values.shape[1]) for start, values in edges]
+    )
+    expected = 0
+    for begin, end in pieces:
+        if begin != expected:
+            raise ValueError(
+                f"columns must be measured once each, from 0 on: got a piece that begins at column"
+                f" {begin} where {expected} was expected"
+            )
+        expected = end
+    for number, values in _complete(edges, m, granule).items():
+        whole[number] = _sums(request, rows_of(values), granule)
+    if not whole:
+        width = (m, m) if isinstance(request, Distances) else (m,)
+        return np.zeros(width)
+    ordered = np.concatenate([whole[number] for number in sorted(whole)])
+    added = ordered.sum(axis=0, dtype=np.float64)
+    return kernels.pair_matrix(added, m) if isinstance(request, Distances) else added[:m]
+
+
+def _complete(
+    edges: list[tuple[int, NDArray[np.floating]]], m: int, granule: int
+) -> dict[int, NDArray[np.floating]]:
+    """Join edge columns to granules; what lies past the last column is zero in every row."""
+    joined: dict[int, NDArray[np.floating]] = {}
+    for start, values in edges:
+        done = 0
+        while done < values.shape[1]:
+            number, offset = divmod(start + done, granule)
+            size = min(granule - offset, values.shape[1] - done)
+            block = joined.setdefault(number, np.zeros((m, granule), values.dtype))
+            block[:, offset : offset + size] = values[:, done : done + size]
+            done += size
+    return joined
+
+
+def _sums(request: Request, rows: Rows, granule: int) -> NDArray[np.floating]:
+    if isinstance(request, Norms):
+        return kernels.square_sums(rows, granule)
+    return kernels.pair_sums(rows, granule, request.wide)
+
+
+def _values(rows: Rows) -> NDArray[np.floating]:
+    """Copy a few columns, in the type that they are computed in."""
+    values = np.empty((len(rows), rows.columns), kernels.compute_dtype(rows.element))
+    kernels.combine(rows, kernels.SparseMix.of(np.eye(len(rows))), values)
+    return values
+
+
+def rows_of(values: NDArray[np.floating]) -> Rows:
+    """Return the rows of a contiguous array."""
+    steps = np.arange(len(values), dtype=np.uint64) * np.uint64(values.strides[0])
+    return Rows(np.uint64(values.ctypes.data) + steps, values.shape[1], values.dtype.name, values)

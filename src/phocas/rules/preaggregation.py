@@ -1,0 +1,178 @@
+"""Steps before a rule that make its rows better: nearer to one another, fewer, or shorter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from phocas.rules.algebra import Mix, Norms, Planning, measured_distances
+from phocas.rules.base import PreAggregator
+from phocas.specs import count, normalise, positive
+
+
+@dataclass(frozen=True)
+class NNM(PreAggregator):
+    """Replace each row by the mean of its m - b nearest rows, itself among them.
+
+    Nearest-neighbour mixing. A row at infinite distance is mixed into no finite row as long as at
+    most b rows are bad.
+
+    Reference: Allouah et al., "Fixing by mixing" (2023).
+
+    >>> import numpy as np
+    >>> from phocas import Median
+    >>> (NNM(b=1) | Median())(np.array([[1.0], [2.0], [6.0], [900.0]]))
+    array([3.])
+    """
+
+    b: int
+    name: ClassVar[str] = "nnm"
+
+    def __post_init__(self) -> None:
+        """Check that b is a count."""
+        normalise(self, b=count("NNM", "b", self.b))
+
+    def check(self, m: int) -> None:
+        """Refuse 2b >= m."""
+        if 2 * self.b >= m:
+            raise ValueError(
+                f"NNM needs 2b < m: got b={self.b} with m={m} workers,"
+                f" the largest b is {(m - 1) // 2}"
+            )
+
+    def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Find each row's neighbours; of two as near, the one with the smaller index."""
+        del rng
+        squared = (yield from measured_distances()).copy()
+        np.fill_diagonal(squared, -1.0)
+        nearest = np.argsort(squared, axis=1, kind="stable")[:, : m - self.b]
+        weights = np.zeros((m, m))
+        np.put_along_axis(weights, nearest, 1 / (m - self.b), axis=1)
+        return Mix(weights)
+
+
+@dataclass(frozen=True)
+class Bucketing(PreAggregator):
+    """Average the rows in buckets of ``size``, in random order if the call is given an ``rng``.
+
+    A bucket with a wrong row in it is wrong, so b wrong rows make at most b wrong buckets of
+    ceil(m / size).
+
+    Reference: Karimireddy, He, Jaggi, "Byzantine-robust learning on heterogeneous datasets via
+    bucketing" (2022).
+
+    >>> import numpy as np
+    >>> from phocas import Median
+    >>> (Bucketing(size=2) | Median())(np.array([[1.0], [3.0], [4.0], [6.0], [9.0], [900.0]]))
+    array([5.])
+    """
+
+    size: int
+    name: ClassVar[str] = "bucketing"
+
+    def __post_init__(self) -> None:
+        """Check that the size is a count."""
+        normalise(self, size=count("Bucketing", "size", self.size, minimum=1))
+
+    def check(self, m: int) -> None:
+        """Refuse buckets larger than all rows."""
+        if self.size > m:
+            raise ValueError(
+                f"Bucketing needs size <= m: got size={self.size} with m={m} workers,"
+                f" the largest size is {m}"
+            )
+
+    def rows_after(self, m: int) -> int:
+        """Return the number of buckets."""
+        return -(-m // self.size)
+
+    def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Deal the rows into buckets."""
+        yield from ()
+        order = np.arange(m) if rng is None else rng.permutation(m)
+        bucket = np.empty(m, np.intp)
+        bucket[order] = np.arange(m) // self.size
+        sizes = np.bincount(bucket)
+        weights = np.zeros((len(sizes), m))
+        weights[bucket, np.arange(m)] = 1 / sizes[bucket]
+        return Mix(weights, fair=1 / sizes[bucket])
+
+
+@dataclass(frozen=True)
+class Clipping(PreAggregator):
+    """Scale every row longer than ``radius`` down to it; a row with NaN or inf becomes zero.
+
+    >>> import numpy as np
+    >>> from phocas import Mean
+    >>> (Clipping(radius=3.0) | Mean())(np.array([[1.0], [2.0], [900.0]]))
+    array([2.])
+    """
+
+    radius: float
+    name: ClassVar[str] = "clipping"
+
+    def __post_init__(self) -> None:
+        """Check the radius."""
+        normalise(self, radius=positive("Clipping", "radius", self.radius))
+
+    def check(self, m: int) -> None:
+        """Accept any number of rows."""
+        del m
+
+    def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Measure the rows."""
+        del m, rng
+        squared = yield Norms()
+        return _clipped(squared, self.radius)
+
+
+@dataclass(frozen=True)
+class AdaptiveClipping(PreAggregator):
+    """Scale the k = floor(2 (b/m) (m - b)) longest rows down to the next longest (ARC).
+
+    A row with NaN or inf has infinite length and becomes zero.
+
+    Reference: Allouah et al., "Adaptive gradient clipping for robust federated learning" (2025).
+
+    >>> import numpy as np
+    >>> from phocas import Mean
+    >>> (AdaptiveClipping(b=1) | Mean())(np.array([[1.0], [2.0], [3.0], [900.0]]))
+    array([2.25])
+    """
+
+    b: int
+    name: ClassVar[str] = "adaptive-clipping"
+    aliases: ClassVar[tuple[str, ...]] = ("arc",)
+
+    def __post_init__(self) -> None:
+        """Check that b is a count."""
+        normalise(self, b=count("AdaptiveClipping", "b", self.b))
+
+    def check(self, m: int) -> None:
+        """Refuse 2b >= m."""
+        if 2 * self.b >= m:
+            raise ValueError(
+                f"AdaptiveClipping needs 2b < m: got b={self.b} with m={m} workers,"
+                f" the largest b is {(m - 1) // 2}"
+            )
+
+    def clipped_rows(self, m: int) -> int:
+        """Return how many rows are scaled down."""
+        return 2 * self.b * (m - self.b) // m
+
+    def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Measure the rows and take the longest that is left alone as the radius."""
+        del rng
+        squared = yield Norms()
+        limit = np.sort(squared)[::-1][self.clipped_rows(m)]
+        return _clipped(squared, float(np.sqrt(limit)))
+
+
+def _clipped(squared: np.ndarray, radius: float) -> Mix:
+    lengths = np.sqrt(squared)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = np.where(lengths > radius, radius / lengths, 1.0)
+    factors = np.where(np.isfinite(lengths), factors, 0.0)
+    return Mix(np.diag(factors))

@@ -1,0 +1,239 @@
+"""The twin of every rule: its definition in plain NumPy, float64, slow and obvious.
+
+``reference(rule, rows)`` is what ``rule(rows)`` must be, up to rounding. Nothing here is shared
+with the fast path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.rules.base import Pipeline, PreAggregator, Rule
+from phocas.rules.centres import CenteredClipping, GeometricMedian
+from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
+from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
+from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
+
+Matrix = NDArray[np.float64]
+
+
+def reference(rule: Rule, rows: Any) -> Matrix:
+    """Aggregate an (m, d) array by the rule's definition.
+
+    >>> reference(Phocas(b=1), [[1.0], [2.0], [6.0], [900.0]])
+    array([3.])
+    """
+    matrix = np.asarray(rows, np.float64)
+    with np.errstate(all="ignore"):
+        if isinstance(rule, Pipeline):
+            for stage in rule.stages:
+                matrix = _STAGES[type(stage)](stage, matrix)
+            return reference(rule.rule, matrix)
+        return _RULES[type(rule)](rule, matrix)
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+def _ordered(column: Matrix) -> Matrix:
+    """Sort a column; NaN is the largest value of all."""
+    return np.sort(np.where(np.isnan(column), np.inf, column))
+
+
+def _mean(values: Matrix) -> float:
+    """Average without overflow."""
+    return float(np.sum(values / len(values))) if len(values) else np.nan
+
+
+def trimmed(column: Matrix, b: int) -> float:
+    """Average what is left of a column without its b smallest and b largest values."""
+    return _mean(_ordered(column)[b : len(column) - b])
+
+
+def nearest(column: Matrix, centre: float, size: int) -> float:
+    """Average the values of a column nearest to a centre; of two as near, the smaller first."""
+    ordered = _ordered(column)
+    distance = np.abs(ordered / 2 - centre / 2)
+    distance[np.isnan(distance)] = np.inf
+    return _mean(ordered[np.argsort(distance, kind="stable")[:size]])
+
+
+def _by_column(function: Callable[[Matrix], float], rows: Matrix) -> Matrix:
+    return np.array([function(column) for column in rows.T], np.float64)
+
+
+def _mean_rule(_: Mean, rows: Matrix) -> Matrix:
+    return np.asarray(rows.mean(axis=0))
+
+
+def _median(_: Median, rows: Matrix) -> Matrix:
+    return _by_column(lambda column: trimmed(column, (len(column) - 1) // 2), rows)
+
+
+def _trimmed_mean(rule: TrimmedMean, rows: Matrix) -> Matrix:
+    return _by_column(lambda column: trimmed(column, rule.b), rows)
+
+
+def _phocas(rule: Phocas, rows: Matrix) -> Matrix:
+    return _by_column(
+        lambda column: nearest(column, trimmed(column, rule.b), len(column) - rule.b), rows
+    )
+
+
+def _meamed(rule: MeaMed, rows: Matrix) -> Matrix:
+    return _by_column(
+        lambda column: nearest(
+            column, trimmed(column, (len(column) - 1) // 2), len(column) - rule.b
+        ),
+        rows,
+    )
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def squared_distances(rows: Matrix) -> Matrix:
+    """Return |x_i - x_j|^2; a row with NaN or inf is infinitely far from every other."""
+    m = len(rows)
+    result = np.zeros((m, m))
+    for i in range(m):
+        for j in range(m):
+            if i != j:
+                total = float(np.sum((rows[i] - rows[j]) ** 2))
+                result[i, j] = np.inf if np.isnan(total) else total
+    return result
+
+
+def scores(squared: Matrix, neighbours: int) -> Matrix:
+    """Return each row's sum of squared distances to so many nearest others."""
+    m = len(squared)
+    return np.array(
+        [np.sum(np.sort(np.delete(squared[i], i))[:neighbours]) for i in range(m)], np.float64
+    )
+
+
+def _krum(rule: Krum, rows: Matrix) -> Matrix:
+    return np.asarray(rows[np.argmin(scores(squared_distances(rows), len(rows) - rule.b - 2))])
+
+
+def _multi_krum(rule: MultiKrum, rows: Matrix) -> Matrix:
+    ranked = np.argsort(scores(squared_distances(rows), len(rows) - rule.b - 2), kind="stable")
+    return np.asarray(rows[ranked[: rule.chosen(len(rows))]].mean(axis=0))
+
+
+def _bulyan(rule: Bulyan, rows: Matrix) -> Matrix:
+    left = list(range(len(rows)))
+    chosen = []
+    for _ in range(len(rows) - 2 * rule.b):
+        neighbours = max(1, len(left) - rule.b - 2)
+        best = left[int(np.argmin(scores(squared_distances(rows[left]), neighbours)))]
+        chosen.append(best)
+        left.remove(best)
+    return _meamed(MeaMed(2 * rule.b), rows[chosen])
+
+
+def _mda(rule: MDA, rows: Matrix) -> Matrix:
+    squared = squared_distances(rows)
+    best = min(
+        combinations(range(len(rows)), len(rows) - rule.b),
+        key=lambda members: squared[np.ix_(members, members)].max(),
+    )
+    return np.asarray(rows[list(best)].mean(axis=0))
+
+
+def _lengths(rows: Matrix) -> Matrix:
+    lengths = np.sqrt(np.sum(rows**2, axis=1))
+    return np.where(np.isnan(lengths), np.inf, lengths)
+
+
+def _cge(rule: CGE, rows: Matrix) -> Matrix:
+    shortest = np.argsort(_lengths(rows), kind="stable")[: len(rows) - rule.b]
+    return np.asarray(rows[shortest].mean(axis=0))
+
+
+def _geometric_median(rule: GeometricMedian, rows: Matrix) -> Matrix:
+    del rule
+    rows = rows[np.isfinite(rows).all(axis=1)]
+    # Not from the median itself: the iteration would stay on a row that it begins on.
+    middle = np.median(rows, axis=0)
+    point = rows[np.argsort(_lengths(rows - middle))[: len(rows) // 2 + 1]].mean(axis=0)
+    for _ in range(10_000):
+        distances = np.maximum(_lengths(rows - point), 1e-300)
+        weights = (1 / distances) / np.sum(1 / distances)
+        following = weights @ rows
+        if np.array_equal(point, following):
+            break
+        point = following
+    return np.asarray(point)
+
+
+def _centered_clipping(rule: CenteredClipping, rows: Matrix) -> Matrix:
+    point = np.zeros(rows.shape[1])
+    for _ in range(rule.iterations):
+        step = np.zeros_like(point)
+        for row in rows:
+            if np.isfinite(row).all():
+                length = np.sqrt(np.sum((row - point) ** 2))
+                step += (row - point) * min(1.0, rule.radius / length if length else 1.0)
+        point = point + step / len(rows)
+    return point
+
+
+# -- before a rule ---------------------------------------------------------------------------------
+
+
+def _nnm(rule: NNM, rows: Matrix) -> Matrix:
+    squared = squared_distances(rows)
+    np.fill_diagonal(squared, -1)
+    nearest_rows = np.argsort(squared, axis=1, kind="stable")[:, : len(rows) - rule.b]
+    return np.array([rows[members].mean(axis=0) for members in nearest_rows])
+
+
+def _bucketing(rule: Bucketing, rows: Matrix) -> Matrix:
+    starts = range(0, len(rows), rule.size)
+    return np.array([rows[start : start + rule.size].mean(axis=0) for start in starts])
+
+
+def _clip(rows: Matrix, radius: float) -> Matrix:
+    result = np.zeros_like(rows)
+    for i, (row, length) in enumerate(zip(rows, _lengths(rows), strict=True)):
+        if np.isfinite(length):
+            result[i] = row * (radius / length) if length > radius else row
+    return result
+
+
+def _clipping(rule: Clipping, rows: Matrix) -> Matrix:
+    return _clip(rows, rule.radius)
+
+
+def _adaptive_clipping(rule: AdaptiveClipping, rows: Matrix) -> Matrix:
+    longest_first = np.sort(_lengths(rows))[::-1]
+    clipped = int(np.floor(2 * (rule.b / len(rows)) * (len(rows) - rule.b) + 1e-9))
+    return _clip(rows, float(longest_first[clipped]))
+
+
+_RULES: dict[type[Rule], Callable[[Any, Matrix], Matrix]] = {
+    Mean: _mean_rule,
+    Median: _median,
+    TrimmedMean: _trimmed_mean,
+    Phocas: _phocas,
+    MeaMed: _meamed,
+    Krum: _krum,
+    MultiKrum: _multi_krum,
+    Bulyan: _bulyan,
+    GeometricMedian: _geometric_median,
+    CenteredClipping: _centered_clipping,
+    MDA: _mda,
+    CGE: _cge,
+}
+_STAGES: dict[type[PreAggregator], Callable[[Any, Matrix], Matrix]] = {
+    NNM: _nnm,
+    Bucketing: _bucketing,
+    Clipping: _clipping,
+    AdaptiveClipping: _adaptive_clipping,
+}

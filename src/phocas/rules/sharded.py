@@ -1,0 +1,93 @@
+"""A rule over servers that each hold a range of columns: the bits that one server would get.
+
+Every server makes its own :class:`Evaluation`. As long as it has a ``request``, each server
+measures its columns with ``partial``, all partials are exchanged, and everyone gives all of them
+to ``answer``. Then each server finishes its own columns.
+
+>>> import numpy as np
+>>> from phocas import Krum
+>>> rows = np.random.default_rng(0).normal(size=(7, 100))
+>>> shards = [(0, 33), (33, 100)]
+>>> evaluation = Evaluation(Krum(b=2), m=7)
+>>> while evaluation.request is not None:
+...     evaluation.answer([evaluation.partial(rows[:, a:b], start=a) for a, b in shards])
+>>> whole = np.concatenate([evaluation.finish(rows[:, a:b]) for a, b in shards])
+>>> np.array_equal(whole, Krum(b=2)(rows))
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from phocas.rules import measures
+from phocas.rules.algebra import Decision, Floats, Request
+from phocas.rules.base import Explanation, Rule, decision_rows, shares
+from phocas.rules.inputs import HostMatrix, open_rows
+from phocas.rules.measures import Partial
+
+
+class Evaluation:
+    """The planning of one aggregation, as seen by one holder of columns.
+
+    Column rules have nothing to ask: their ``request`` is None from the start.
+    """
+
+    def __init__(self, rule: Rule, m: int, rng: np.random.Generator | None = None) -> None:
+        rule.check(m)
+        self.rule = rule
+        self.m = m
+        self.request: Request | None = None
+        self._decision: Decision | None = None
+        self._planning = rule.planning(m, rng)
+        self._advance(None)
+
+    def _advance(self, reply: Floats | None) -> None:
+        try:
+            self.request = next(self._planning) if reply is None else self._planning.send(reply)
+        except StopIteration as stop:
+            self.request = None
+            self._decision = Decision(stop.value, self.rule.window(self.m))
+
+    def partial(self, columns: Any, start: int) -> Partial:
+        """Measure columns that begin at column ``start`` of the whole matrix."""
+        if self.request is None:
+            raise ValueError("there is no request: the evaluation is ready to finish")
+        return self._open(columns).partial(self.request, start)
+
+    def answer(self, partials: Iterable[Partial]) -> None:
+        """Take everyone's partials, in any order; columns must be measured once each."""
+        if self.request is None:
+            raise ValueError("there is no request to answer: the evaluation is ready to finish")
+        self._advance(measures.total(self.request, partials))
+
+    def finish(self, columns: Any) -> Any:
+        """Aggregate columns, in the form that they have."""
+        return self._open(columns).apply(self._decided(), None)
+
+    def explain(self, columns: Any) -> Explanation:
+        """Aggregate columns and say what share of each worker's values there was dropped."""
+        decision = self._decided()
+        matrix = self._open(columns)
+        counts = np.zeros(decision_rows(decision, self.m), np.int64)
+        value = matrix.apply(decision, counts)
+        dropped = shares(decision, self.m, counts, matrix.d)
+        return Explanation(value, dropped, self.rule.expected(self.m))
+
+    def _decided(self) -> Decision:
+        if self._decision is None:
+            raise ValueError(
+                f"the evaluation is not ready: it waits for an answer to {self.request}"
+            )
+        return self._decision
+
+    def _open(self, columns: Any) -> HostMatrix:
+        matrix = open_rows(columns)
+        if matrix.m != self.m:
+            raise ValueError(f"columns must be of {self.m} rows: got {matrix.m}")
+        if not isinstance(matrix, HostMatrix):
+            raise TypeError("shards must be in host memory: move the tensor to the CPU first")
+        return matrix

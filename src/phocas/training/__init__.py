@@ -1,0 +1,1 @@
+"""Byzantine-resilient training: parameter server, workers, models and data."""

@@ -1,0 +1,92 @@
+"""What every data set is: images and labels to learn from, images and labels to be judged by."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phocas.specs import Spec
+
+if TYPE_CHECKING:
+    import os
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Hold a classification problem in memory, or in files that are mapped into it.
+
+    Images are (N, C, H, W) bytes, labels (N,) whole numbers from 0 to ``num_classes - 1``. ``mean``
+    and ``std`` are those of the training images after the division by 255, one for each channel.
+
+    >>> import numpy as np
+    >>> images, labels = np.full((2, 1, 1, 1), 255, np.uint8), np.array([0, 1])
+    >>> data = Dataset("two", images, labels, images, labels, num_classes=2)
+    >>> data.floats(data.train_images).ravel()
+    array([1., 1.], dtype=float32)
+    """
+
+    name: str
+    train_images: npt.NDArray[np.uint8]
+    train_labels: npt.NDArray[np.integer[Any]]
+    test_images: npt.NDArray[np.uint8]
+    test_labels: npt.NDArray[np.integer[Any]]
+    num_classes: int
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    classes: tuple[str, ...] = ()
+    scale: float = 1 / 255
+
+    def __post_init__(self) -> None:
+        for half in ("train", "test"):
+            images, labels = getattr(self, f"{half}_images"), getattr(self, f"{half}_labels")
+            if labels.ndim != 1 or len(images) != len(labels) or len(labels) == 0:
+                raise ValueError(
+                    f"{self.name} needs one label for each of its {half} images, at least"
+                    f" one: got images of shape {images.shape} and labels of shape {labels.shape}"
+                )
+            if not np.issubdtype(labels.dtype, np.integer):
+                raise TypeError(f"{self.name} needs whole numbers as labels: got {labels.dtype}")
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= self.num_classes:
+                raise ValueError(
+                    f"{self.name} needs {half} labels from 0 to {self.num_classes - 1}:"
+                    f" got {low} to {high}"
+                )
+        if self.train_images.shape[1:] != self.test_images.shape[1:]:
+            raise ValueError(
+                f"{self.name} needs train and test images of one shape:"
+                f" got {self.train_images.shape[1:]} and {self.test_images.shape[1:]}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one image: channels, height, width."""
+        return self.train_images.shape[1:]
+
+    def floats(
+        self, images: npt.NDArray[np.uint8], *, standardise: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """Divide bytes by 255, as the paper does; then, if asked, by mean and deviation."""
+        values = images.astype(np.float32)
+        values *= np.float32(self.scale)
+        if standardise:
+            if not self.mean or not self.std:
+                raise ValueError(f"{self.name} has no mean and std to standardise its images with")
+            by_channel = (-1,) + (1,) * (len(self.shape) - 1)
+            values -= np.array(self.mean, np.float32).reshape(by_channel)
+            values /= np.array(self.std, np.float32).reshape(by_channel)
+        return values
+
+
+class DataSpec(Spec, abc.ABC):
+    """A data set that can be named: ``mnist``, ``synthetic:train=2000,seed=3``."""
+
+    @abc.abstractmethod
+    def load(
+        self, folder: str | os.PathLike[str] | None = None, *, download: bool = True
+    ) -> Dataset:
+        """Return the data set, fetching what the folder lacks unless told not to."""

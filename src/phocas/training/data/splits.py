@@ -1,0 +1,266 @@
+"""Who holds what: the samples each worker may draw, and the batches it draws from them.
+
+A batch is a function of (seed, round, worker) alone, so that every engine, and a run that was
+killed and resumed, sees the same one.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from phocas.specs import Spec, Table, count, normalise, positive
+
+Indices = npt.NDArray[np.int64]
+Labels = npt.NDArray[np.integer[Any]]
+
+# Sets batches apart from other uses of (seed, round) as a key: a word that no counter reaches.
+_BATCHES = np.array([0, 0, 0, 0x62617463686573], np.uint64)
+
+
+class Assignment(Sequence[Indices]):
+    """The samples of each worker: a sequence of m sorted index arrays, none of them empty.
+
+    >>> parts = Assignment([np.array([0, 2]), np.array([1])])
+    >>> len(parts), parts[0]
+    (2, array([0, 2]))
+    """
+
+    def __init__(self, parts: Sequence[npt.ArrayLike]) -> None:
+        arrays = [np.sort(np.asarray(part, np.int64).ravel()) for part in parts]
+        if not arrays:
+            raise ValueError("an assignment needs at least one worker: got none")
+        for worker, part in enumerate(arrays):
+            if len(part) == 0:
+                raise ValueError(
+                    f"every worker needs at least one sample: worker {worker} has none"
+                )
+            if part[0] < 0:
+                raise ValueError(f"indices must not be negative: worker {worker} has {part[0]}")
+        self._set(np.concatenate(arrays), np.array([len(part) for part in arrays]), shared=False)
+
+    @classmethod
+    def everything(cls, num_samples: int, num_workers: int) -> Assignment:
+        """Let every worker draw from all samples, as in the paper."""
+        samples = count("an assignment", "num_samples", num_samples, 1)
+        workers = count("an assignment", "num_workers", num_workers, 1)
+        whole = cls.__new__(cls)
+        whole._set(np.arange(samples), np.full(workers, samples), shared=True)  # noqa: SLF001  a second constructor
+        return whole
+
+    def _set(self, indices: Indices, sizes: Indices, *, shared: bool) -> None:
+        indices.flags.writeable = False
+        self.shared = shared
+        self.sizes = sizes
+        self._indices = indices
+        self._ends = np.cumsum(sizes)
+        # As batch_indices needs them: one row a worker.
+        self._widths = sizes.astype(np.uint64)[:, None]
+        self._starts = (self._ends - sizes).astype(np.uint64)[:, None]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, worker: int) -> Indices: ...
+    @overload
+    def __getitem__(self, worker: slice) -> list[Indices]: ...
+    def __getitem__(self, worker: int | slice) -> Indices | list[Indices]:
+        if isinstance(worker, slice):
+            return [self[index] for index in range(*worker.indices(len(self)))]
+        if self.shared:
+            range(len(self))[worker]  # an IndexError for a worker that is not there
+            return self._indices
+        end = self._ends[worker]
+        return self._indices[end - self.sizes[worker] : end]
+
+
+class Split(Spec, abc.ABC):
+    """How the training samples are divided over the workers, written ``dirichlet:alpha=0.5``."""
+
+    @abc.abstractmethod
+    def parts(
+        self, labels: Labels, num_workers: int, rng: np.random.Generator
+    ) -> Sequence[Indices] | None:
+        """Return the samples of each worker, or None if each may draw from all of them."""
+
+    def assign(
+        self, labels: npt.ArrayLike, num_workers: int, rng: np.random.Generator
+    ) -> Assignment:
+        """Assign samples to workers; needs at least one sample a worker."""
+        classes = np.asarray(labels)
+        workers = count(self.name, "num_workers", num_workers, 1)
+        if classes.ndim != 1 or not np.issubdtype(classes.dtype, np.integer):
+            raise TypeError(
+                f"{self.name} needs one whole number a sample as labels:"
+                f" got shape {classes.shape} of {classes.dtype}"
+            )
+        if len(classes) < workers * self.least:
+            raise ValueError(
+                f"{self.name} needs at least {self.least} samples a worker:"
+                f" got {len(classes)} samples for {workers} workers,"
+                f" the most workers is {len(classes) // self.least}"
+            )
+        parts = self.parts(classes, workers, rng)
+        return Assignment.everything(len(classes), workers) if parts is None else Assignment(parts)
+
+    @property
+    def least(self) -> int:
+        """The samples that each worker must get."""
+        return 1
+
+
+@dataclass(frozen=True)
+class IID(Split):
+    """Every worker draws from all samples, as in the paper."""
+
+    name = "iid"
+
+    def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> None:
+        """Assign everything to everyone."""
+
+
+@dataclass(frozen=True)
+class Partition(Split):
+    """Every sample belongs to one worker; parts are equal and random."""
+
+    name = "partition"
+
+    def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> list[Indices]:
+        """Shuffle and cut into m parts, whose sizes differ by at most one."""
+        return np.array_split(rng.permutation(len(labels)), num_workers)
+
+
+@dataclass(frozen=True)
+class Dirichlet(Split):
+    """Every class is shared out in proportions from Dirichlet(alpha): small alpha, unequal parts.
+
+    A worker left with fewer than ``minimum`` samples gets the rest from whoever holds most.
+
+    >>> labels = np.repeat(np.arange(10), 100)
+    >>> parts = parse_split("dirichlet:alpha=0.1").assign(labels, 5, np.random.default_rng(0))
+    >>> sum(len(part) for part in parts)
+    1000
+    """
+
+    name = "dirichlet"
+
+    alpha: float
+    minimum: int = 1
+
+    def __post_init__(self) -> None:
+        normalise(
+            self,
+            alpha=positive("dirichlet", "alpha", self.alpha),
+            minimum=count("dirichlet", "minimum", self.minimum, 1),
+        )
+
+    @property
+    def least(self) -> int:
+        """The samples that each worker must get."""
+        return self.minimum
+
+    def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> list[Indices]:
+        """Cut each class at the cumulated proportions of one draw."""
+        owner = np.empty(len(labels), np.int64)
+        for label in np.unique(labels):
+            members = rng.permutation(np.flatnonzero(labels == label))
+            # For tiny alpha all proportions may be NaN: the last worker then gets what remains.
+            shares = np.nan_to_num(rng.dirichlet(np.full(num_workers, self.alpha)))
+            cuts = np.floor(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
+            for worker, part in enumerate(np.split(members, np.minimum(cuts, len(members)))):
+                owner[part] = worker
+        sizes = np.bincount(owner, minlength=num_workers)
+        while sizes.min() < self.minimum:
+            poorest, richest = sizes.argmin(), sizes.argmax()
+            gift = min(self.minimum - sizes[poorest], sizes[richest] - self.minimum)
+            owner[rng.choice(np.flatnonzero(owner == richest), gift, replace=False)] = poorest
+            sizes[poorest] += gift
+            sizes[richest] -= gift
+        return [np.flatnonzero(owner == worker) for worker in range(num_workers)]
+
+
+@dataclass(frozen=True)
+class ByLabel(Split):
+    """Samples are sorted by label and cut into runs, ``shards`` of them for each worker."""
+
+    name = "by-label"
+    aliases = ("label",)
+
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        normalise(self, shards=count("by-label", "shards", self.shards, 1))
+
+    @property
+    def least(self) -> int:
+        """The samples that each worker must get: one a shard."""
+        return self.shards
+
+    def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> list[Indices]:
+        """Deal m x shards runs at random, so that a worker's number says nothing of its classes."""
+        shuffled = rng.permutation(len(labels))
+        runs = np.array_split(
+            shuffled[np.argsort(labels[shuffled], kind="stable")], num_workers * self.shards
+        )
+        dealt = rng.permutation(len(runs)).reshape(num_workers, self.shards)
+        return [np.concatenate([runs[run] for run in hand]) for hand in dealt]
+
+
+SPLITS: Table[Split] = Table("split", [IID, Partition, Dirichlet, ByLabel])
+
+
+def parse_split(text: str) -> Split:
+    """Read a split, for example ``dirichlet:alpha=0.5``.
+
+    >>> parse_split("by-label:shards=2")
+    ByLabel(shards=2)
+    """
+    return SPLITS.parse(text)
+
+
+def sample(part: Indices, number: int, rng: np.random.Generator) -> Indices:
+    """Draw a number of samples from one worker's part, with replacement."""
+    return part[rng.integers(len(part), size=number)]
+
+
+def batch_indices(
+    assignment: Sequence[Indices],
+    num_workers: int,
+    batch_size: int,
+    seed: int,
+    round: int,  # noqa: A002  the word for it everywhere else
+) -> Indices:
+    r"""Draw the batches of a round, with replacement: (m, n) indices into the training samples.
+
+    Row i is worker i's and depends on (seed, round, i), the batch size and the worker's part alone.
+    Philox is keyed by (seed, round) and used for its raw words :math:`u < 2^{32}`, which NumPy
+    promises never to change: worker i takes number :math:`\lfloor u s_i / 2^{32} \rfloor` of its
+    :math:`s_i` samples.
+
+    >>> whole = Assignment.everything(60000, num_workers=20)
+    >>> batch_indices(whole, 20, 32, seed=1, round=0).shape
+    (20, 32)
+    """
+    parts = assignment if isinstance(assignment, Assignment) else Assignment(assignment)
+    if num_workers != len(parts):
+        raise ValueError(f"needs an assignment for {num_workers} workers: got one for {len(parts)}")
+    if not (0 <= seed < 1 << 64 and 0 <= round < 1 << 64 and batch_size > 0):
+        raise ValueError(
+            "batches need 0 <= seed, round < 2^64 and a batch size of at least 1:"
+            f" got seed={seed}, round={round}, batch_size={batch_size}"
+        )
+    stream = np.random.Philox(key=np.array([seed, round], np.uint64), counter=_BATCHES)
+    words = stream.random_raw(num_workers * batch_size).reshape(num_workers, batch_size)
+    words >>= np.uint64(32)
+    words *= parts._widths  # noqa: SLF001
+    words >>= np.uint64(32)
+    if parts.shared:
+        return words.view(np.int64)
+    words += parts._starts  # noqa: SLF001
+    return parts._indices[words.view(np.int64)]  # noqa: SLF001
