@@ -1,3 +1,4 @@
+# ruff: noqa: INP001 - a script, no package
 """Time every attack on a (20, 2.4M) float32 matrix against writing the cells it touches.
 
 Run with: python benchmarks/attacks.py. Both times are the best of several in the same run.
@@ -16,22 +17,22 @@ M, D, REPEATS = 20, 2_431_018, 9
 ATTACKS = [
     "gaussian:q=6",
     "omniscient:q=6",
-    "bitflip",
-    "bitflip:columns=100000",
+    "bit-flip",
+    "bit-flip:columns=100000",
     "gambler",
     "gambler:servers=1,probability=0.01",
-    "signflip:q=6",
-    "innerproduct:q=6",
-
+    "sign-flip:q=6",
+    "inner-product:q=6",
+    "a-little-is-enough:q=6",
     "mimic:q=6,worker=7",
     "mimic:q=6",
-    "minmax:q=6",
-    "minsum:q=6",
+    "min-max:q=6",
+    "min-sum:q=6",
     "constant:q=6,value=nan",
     "crash:worker=0",
     "straggler:q=6",
     "stuck:worker=0",
-    "randomcells:rate=0.001",
+    "random-cells:rate=0.001",
 ]
 
 

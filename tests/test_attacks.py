@@ -209,7 +209,7 @@ def test_labels_are_left_alone_but_by_the_label_flip(attack: Attack) -> None:
 
 @pytest.mark.parametrize("name", [name for name, cls in ATTACKS.items() if hasattr(cls, "chosen")])
 def test_who_is_byzantine(name: str) -> None:
-    rest = ",rule=(phocas:b=4)" if name == "worstcase" else ""
+    rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
     fixed = parse_attack(f"{name}:q=4{rest}")
     resampled = parse_attack(f"{name}:q=4,who=resampled{rest}")
     assert fixed.chosen(M, attack_rng(0, 0)).tolist() == [0, 1, 2, 3]  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def test_who_is_byzantine(name: str) -> None:
     assert len(sets) > 30
     assert {row for rows in sets for row in rows} == set(range(M))
     assert all(len(set(rows)) == 4 and list(rows) == sorted(rows) for rows in sets)
-    labelled = name == "labelflip"
+    labelled = name == "label-flip"
     for attack, expected in ((fixed, 1), (resampled, 5)):
         seen = set()
         for t in range(5):
@@ -233,7 +233,7 @@ def test_who_is_byzantine(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, cls in ATTACKS.items() if hasattr(cls, "chosen")])
 def test_nobody_is_byzantine(name: str) -> None:
-    rest = ",rule=(phocas:b=4)" if name == "worstcase" else ""
+    rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
     G = tensor("float32")
     before = words(G).copy()
     assert corrupt(parse_attack(f"{name}:q=0{rest}"), G).count == 0
@@ -266,21 +266,21 @@ def test_rounds_and_seeds_differ() -> None:
         ),
         ("gambler:server=-1", "needs server >= 0"),
         ("gambler:servers=0", "needs servers >= 1"),
-        ("randomcells:rate=2", "needs 0 <= rate <= 1"),
-        ("bitflip:bits=0/3", "needs bit >= 1"),
-        ("bitflip:bits=65", "needs bits in 1..64 for float64: got bits=.65,."),
-        ("bitflip:bits=3/3", "needs each bit once"),
-        ("bitflip:columns=300", "needs columns <= d: got columns=300 with d=257"),
-        ("bitflip:columns=9,per_column=12", "needs per_column <= m: got per_column=12 with m=11"),
-        ("bitflip:columns=9,bits=33", "needs bits in 1..32 for float32: got bits=.33,."),
+        ("random-cells:rate=2", "needs 0 <= rate <= 1"),
+        ("bit-flip:bits=0/3", "needs bit >= 1"),
+        ("bit-flip:bits=65", "needs bits in 1..64 for float64: got bits=.65,."),
+        ("bit-flip:bits=3/3", "needs each bit once"),
+        ("bit-flip:columns=300", "needs columns <= d: got columns=300 with d=257"),
+        ("bit-flip:columns=9,per_column=12", "needs per_column <= m: got per_column=12 with m=11"),
+        ("bit-flip:columns=9,bits=33", "needs bits in 1..32 for float32: got bits=.33,."),
         ("stuck:worker=11", "needs worker < m: got worker=11 with m=11 workers, the largest is 10"),
         ("stuck:worker=0,column=257", "needs column < d: got column=257 with d=257"),
         ("stuck:worker=0,at=2", "needs at = 0 or 1"),
         ("crash:worker=11", "needs worker < m"),
         ("crash:worker=0,round=-1", "needs round >= 0"),
         ("mimic:q=4,worker=2", "needs an honest worker to copy, 4 <= worker < m: got worker=2"),
-        ("minmax:q=2,direction=up", "must be one of 'unit', 'std', 'sign'"),
-        ("innerproduct:q=2,epsilon=x", "epsilon must be a number"),
+        ("min-max:q=2,direction=up", "must be one of 'unit', 'std', 'sign'"),
+        ("inner-product:q=2,epsilon=x", "epsilon must be a number"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, message: str) -> None:

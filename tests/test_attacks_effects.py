@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -29,11 +28,9 @@ from phocas.attacks import (
     attack_rng,
 )
 from phocas.attacks.cells import bernoulli, distinct
+from phocas.attacks.geometry import Direction
 from phocas.attacks.memory import KINDS, Matrix
 from phocas.sharding import shard_bounds
-
-if TYPE_CHECKING:
-    from phocas.attacks.geometry import Direction
 
 M, D = 20, 3000
 

@@ -27,11 +27,23 @@ from phocas.attacks import (
 )
 from phocas.attacks.memory import host_array
 from phocas.attacks.search import Objective, climb
-from phocas.rules import MeaMed, Median, Phocas, Rule, TrimmedMean, parse_rule
+from phocas.rules import MeaMed, Median, Phocas, Pipeline, Rule, TrimmedMean, parse_rule
 
 M, D, Q = 20, 400, 6
-SEARCHED = ["krum:b=6", "multikrum:b=6", "geometricmedian"]
-COMPUTED = ["mean", "median", "trimmedmean:b=6", "phocas:b=6", "meamed:b=6"]
+COMPUTED = ["mean", "median", "trimmed-mean:b=6", "phocas:b=6", "meamed:b=6"]
+SEARCHED = [
+    "krum:b=6",
+    "multi-krum:b=6",
+    "bulyan:b=4",
+    "geometric-median",
+    "centered-clipping:radius=20",
+    "mda:b=6",
+    "cge:b=6",
+    "nnm:b=6|phocas:b=6",
+    "nnm:b=6|krum:b=6",
+    "bucketing:size=2|median",
+    "adaptive-clipping:b=6|trimmed-mean:b=6",
+]
 
 
 def rounds(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +98,7 @@ def test_no_attack_by_the_same_workers_is_worse(text: str, objective: Objective)
         assert worst >= other - (1e-5 * abs(other) if math.isfinite(other) else 0), str(rival)
 
 
-@pytest.mark.parametrize("text", SEARCHED)
+@pytest.mark.parametrize("text", ["krum:b=6", "multi-krum:b=6", "geometric-median", "mda:b=6"])
 def test_the_generalised_model_is_worse_for_rules_that_compare_rows(text: str) -> None:
     rule = parse_rule(text)
     G, _ = rounds()
@@ -151,27 +163,22 @@ class Counted(Median):
 
     calls = 0
 
-    def __call__(self, rows: Any, rng: np.random.Generator | None = None) -> Any:
+    def __call__(self, rows: Any, *, rng: np.random.Generator | None = None) -> Any:
         Counted.calls += 1
         return super().__call__(rows, rng=rng)
 
 
-class Opaque(Rule):
-    """A rule of which nothing is known but what it returns."""
+class Opaque(Pipeline):
+    """A median of which nothing is known but what it returns."""
 
-    name = "opaque"
-
-    def __call__(self, rows: Any, rng: np.random.Generator | None = None) -> Any:
+    def __call__(self, rows: Any, *, rng: np.random.Generator | None = None) -> Any:
         return Counted()(rows, rng=rng)
-
-    def check(self, m: int) -> None:
-        Median().check(m)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 31, 57])
 def test_the_budget_is_kept(budget: int) -> None:
     Counted.calls = 0
-    WorstCase(Opaque(), Q, budget=budget).corrupt(rounds()[0], rng=attack_rng(0, 0))
+    WorstCase(Opaque((), Median()), Q, budget=budget).corrupt(rounds()[0], rng=attack_rng(0, 0))
     assert Counted.calls == budget
     Counted.calls = 0
     WorstCase(Counted(), Q, budget=budget).corrupt(rounds()[0], rng=attack_rng(0, 0))
@@ -220,7 +227,7 @@ def test_the_tuned_z_beats_a_grid_of_z(text: str) -> None:
         (lambda: WorstCase(Median(), 20).check(20), "needs q < m, to leave an honest row"),
         (lambda: WorstCase(Phocas(10), 2).check(20), "2b < m"),
         (lambda: WorstCase(Median(), 2, budget=0), "needs budget >= 1"),
-        (lambda: WorstCase(Median(), 2, objective="up"), "unknown objective of worstcase 'up'"),  # type: ignore[arg-type]
+        (lambda: WorstCase(Median(), 2, objective="up"), "unknown objective of worst-case 'up'"),  # type: ignore[arg-type]
         (lambda: WorstCase(Median(), 2, model="row"), "did you mean 'rows'"),  # type: ignore[arg-type]
         (lambda: WorstCase(Median(), 2, model="cells").check(20, 9), "needs q . d >= m"),
     ],

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,6 @@ from phocas.attacks.audit import LIMIT, Finding, audit, bound, honest_statistics
 from phocas.cli import application
 from phocas.rules import RULES, Krum, Mean, Median, Phocas, TrimmedMean, parse_rule
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 M, Q, D = 20, 6, 2000
 
 # Whoever may send anything breaks the mean. The others hide inside the honest cloud, or send a row
@@ -29,26 +27,26 @@ M, Q, D = 20, 6, 2000
 UNBOUNDED = {
     "gaussian",
     "omniscient",
-    "bitflip",
+    "bit-flip",
     "gambler",
-    "signflip 100",
-    "innerproduct 100",
-    "alittleisenough tuned",
+    "sign-flip 100",
+    "inner-product 100",
+    "a-little-is-enough tuned",
     "constant nan",
     "constant inf",
     "crash",
     "stuck",
-    "randomcells",
-    "worstcase distance",
-    "worstcase descent",
+    "random-cells",
+    "worst-case distance",
+    "worst-case descent",
 }
 HIDDEN = {
-    "signflip",
-    "innerproduct",
-    "alittleisenough",
+    "sign-flip",
+    "inner-product",
+    "a-little-is-enough",
     "mimic",
-    "minmax",
-    "minsum",
+    "min-max",
+    "min-sum",
     "constant 0",
     "straggler",
 }
@@ -64,7 +62,7 @@ def label(finding: Finding) -> str:
     if isinstance(attack, Constant):
         return f"constant {attack.value:g}"
     if getattr(attack, "model", "rows") == "cells":
-        return "worstcase cells"
+        return "worst-case cells"
     return f"{attack.name} {getattr(attack, 'objective', '')}".strip()
 
 
@@ -89,7 +87,7 @@ def test_the_trimmed_mean_and_phocas_hold(rule: str) -> None:
     assert broken(rule) == set()
     assert all(finding.promised for finding in findings(rule).values())
     assert all(finding.bound is not None for finding in findings(rule).values())
-    assert findings(rule)["bitflip"].rows == M
+    assert findings(rule)["bit-flip"].rows == M
 
 
 @pytest.mark.parametrize("rule", ["median", "meamed:b=6"])
@@ -101,7 +99,7 @@ def test_the_other_column_rules_hold(rule: str) -> None:
 def test_krum_breaks_where_every_row_is_hit_and_nowhere_else(rule: str) -> None:
     found = findings(rule)
     # Random bits are small numbers half of the time, and may leave one row fit to be chosen.
-    assert broken(rule) - {"randomcells"} == {"bitflip", "gambler", "worstcase cells"}
+    assert broken(rule) - {"random-cells"} == {"bit-flip", "gambler", "worst-case cells"}
     assert not any(finding.broken_promise for finding in found.values())
     assert all(found[name].rows == M and not found[name].promised for name in broken(rule))
 
@@ -110,10 +108,10 @@ def test_krum_breaks_where_every_row_is_hit_and_nowhere_else(rule: str) -> None:
 def test_the_worst_case_is_the_worst_for_workers_who_own_their_rows(rule: str) -> None:
     found = findings(rule)
     for name, finding in found.items():
-        if parse_attack(finding.attack).name in {"bitflip", "gambler", "randomcells"}:
+        if parse_attack(finding.attack).name in {"bit-flip", "gambler", "random-cells"}:
             continue
-        if name != "worstcase cells":
-            assert finding.distance <= found["worstcase distance"].distance * (1 + 1e-5)
+        if name != "worst-case cells":
+            assert finding.distance <= found["worst-case distance"].distance * (1 + 1e-5)
 
 
 def test_every_attack_on_a_matrix_is_in_the_suite() -> None:
@@ -143,7 +141,7 @@ def test_a_broken_promise_is_found() -> None:
     class Liar(Phocas):
         """A mean that says it is Phocas."""
 
-        def __call__(self, rows: Any, rng: np.random.Generator | None = None) -> Any:
+        def __call__(self, rows: Any, *, rng: np.random.Generator | None = None) -> Any:
             return Mean()(rows, rng=rng)
 
     (finding,) = audit(Liar(6), dimensions=50, attacks=[Gaussian(6)])
@@ -215,7 +213,7 @@ def test_what_cannot_be_audited_is_refused() -> None:
     with pytest.raises(TypeError, match="got list"):
         audit(Median(), [[1.0]], byzantine=0)
     with pytest.raises(ValueError, match="columns <= d"):
-        audit(Median(), dimensions=9, attacks=[parse_attack("bitflip")])
+        audit(Median(), dimensions=9, attacks=[parse_attack("bit-flip")])
 
 
 def run(*arguments: str) -> tuple[int, str]:

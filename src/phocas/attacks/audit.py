@@ -16,27 +16,32 @@ shown, but whatever comes of it breaks no promise.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from phocas.attacks.base import attack_rng
+from phocas.attacks.base import Attack, attack_rng
 from phocas.attacks.field import Constant, InnerProduct, SignFlip
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
 from phocas.attacks.machine import Crash, RandomCells, Straggler, Stuck
 from phocas.attacks.memory import host_array, is_tensor, kind_of
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
+from phocas.attacks.touched import Touched
 from phocas.attacks.worst import ALittleIsEnough, WorstCase
-from phocas.rules import Krum, Mean, Median, Phocas, TrimmedMean
+from phocas.rules import (
+    NNM,
+    AdaptiveClipping,
+    Krum,
+    Mean,
+    Median,
+    Phocas,
+    Pipeline,
+    Rule,
+    TrimmedMean,
+)
 from phocas.specs import count, positive
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from phocas.attacks.base import Attack
-    from phocas.attacks.touched import Touched
-    from phocas.rules import Rule
 
 LIMIT = 2.0
 """Honest spreads within which a rule without a bound in the paper must stay."""
@@ -156,6 +161,9 @@ def promise(rule: Rule, m: int) -> int:
     """Return how many bad values a column, or bad rows, a rule promises to survive."""
     if isinstance(rule, Mean):
         return 0
+    if isinstance(rule, Pipeline):
+        told = [stage.b for stage in rule.stages if isinstance(stage, (NNM, AdaptiveClipping))]
+        return min([promise(rule.rule, m), *told])
     limit = (m - 1) // 2
     return min(limit, getattr(rule, "b", limit))
 
@@ -229,7 +237,7 @@ def _try(rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int
         mean, variance = honest_statistics(before, touched)
         with np.errstate(all="ignore"):
             squares.append(_ratio(float(np.square(result - mean).sum()), variance))
-            inner.append(float(result @ mean))
+            inner.append(float(np.multiply(result, mean).sum()))
         bounds.append(bound(rule, m, touched))
         most_rows = max(most_rows, len(touched.rows))
         most_per_column = max(most_per_column, touched.most_per_column)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from phocas.kernels import get_num_threads
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -36,6 +35,18 @@ def sum_rows(block: np.ndarray) -> np.ndarray:
     return total
 
 
+def deviations(block: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Return the standard deviation of each column around its mean, a row at a time."""
+    total, part = np.zeros_like(mean), np.empty_like(mean)
+    for row in block:
+        np.subtract(row, mean, out=part)
+        np.multiply(part, part, out=part)
+        total += part
+    total /= total.dtype.type(len(block))
+    np.sqrt(total, out=total)
+    return total
+
+
 def run(work: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result]:
     """Call ``work`` on every task, on several threads, and return the results in order.
 
@@ -53,7 +64,3 @@ def run(work: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result]:
         return [quiet(task) for task in listed]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(quiet, listed))
-
-
-def get_num_threads() -> int:
-    return len(os.sched_getaffinity(0))

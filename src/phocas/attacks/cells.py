@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from phocas.attacks.memory import Kind, kind_of
 from phocas.specs import count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def bernoulli(rng: np.random.Generator, size: int, probability: float) -> np.ndarray:

@@ -19,7 +19,7 @@ from phocas.specs import count, normalise, number
 class SignFlip(RowAttack):
     """q workers send their own gradient times - scale."""
 
-    name: ClassVar[str] = "signflip"
+    name: ClassVar[str] = "sign-flip"
     q: int
     scale: float = 1.0
     who: Who = "fixed"
@@ -51,7 +51,7 @@ class InnerProduct(ColumnLie):
     Xie, Koyejo, Gupta, "Fall of Empires", UAI 2019.
     """
 
-    name: ClassVar[str] = "innerproduct"
+    name: ClassVar[str] = "inner-product"
     aliases: ClassVar[tuple[str, ...]] = ("ipm", "empire")
     q: int
     epsilon: float = 0.1
@@ -96,7 +96,7 @@ class LabelFlip(RowAttack):
     This attack acts on the data, through ``corrupt_labels``, and leaves the matrix alone.
     """
 
-    name: ClassVar[str] = "labelflip"
+    name: ClassVar[str] = "label-flip"
     q: int
     who: Who = "fixed"
 

@@ -137,7 +137,7 @@ class Stuck(OneWorker):
 class RandomCells(Attack):
     """Each cell is, with a probability, overwritten with random bits, NaN and inf among them."""
 
-    name: ClassVar[str] = "randomcells"
+    name: ClassVar[str] = "random-cells"
     rate: float
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,11 +17,9 @@ from phocas.attacks.cells import (
     read_bits,
     rows_and_columns,
 )
+from phocas.attacks.touched import Touched
 from phocas.sharding import shard_bounds
 from phocas.specs import count, normalise, number, positive, probability
-
-if TYPE_CHECKING:
-    from phocas.attacks.touched import Touched
 
 # A stream's seed costs 20 us; 65536 normals cost 0.6 ms and 256 KB, which a core's cache holds.
 STREAM = 1 << 16
@@ -97,7 +95,7 @@ class BitFlip(Attack):
     In each of the first ``columns`` columns, ``per_column`` workers are drawn anew.
     """
 
-    name: ClassVar[str] = "bitflip"
+    name: ClassVar[str] = "bit-flip"
     columns: int = 1000
     per_column: int = 1
     bits: tuple[int, ...] = (22, 30, 31, 32)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
+from phocas.attacks.base import Scene
 from phocas.attacks.memory import host_array
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phocas.attacks.base import Scene
-    from phocas.rules import Rule
+from phocas.rules import Rule
 
 Objective = Literal["distance", "descent"]
 
@@ -57,8 +54,8 @@ class Search:
         if not np.isfinite(result).all():
             return np.inf
         if self.objective == "distance":
-            return float(np.linalg.norm(result - self.mean))
-        return -float(result @ self.mean)
+            return norm(result - self.mean)
+        return -float(np.multiply(result, self.mean).sum())
 
     def score(self) -> float:
         """Score the rows that stand in the matrix now, and remember them if they are the worst."""
@@ -91,6 +88,15 @@ class Search:
             return self.score()
 
         return climb(at, first, min(tries, self.left))
+
+
+def norm(vector: np.ndarray) -> float:
+    """Return the length of a vector.
+
+    ``np.linalg.norm`` wakes the threads of the BLAS, which then wait for those of the rule: 5 ms
+    at d = 20,000 against 0.03.
+    """
+    return float(np.sqrt(np.square(vector).sum()))
 
 
 def climb(value: Callable[[float], float], first: float, tries: int) -> float:

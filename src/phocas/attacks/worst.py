@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
 from phocas.attacks.base import ColumnLie, HonestRows, RowAttack, Scene, Who
-from phocas.attacks.blocks import sum_rows
+from phocas.attacks.blocks import deviations, sum_rows
 from phocas.attacks.field import Constant, InnerProduct, SignFlip
 from phocas.attacks.geometry import Cloud, Mimic, MinMax, MinSum, survey
 from phocas.attacks.paper import Gaussian, Omniscient
 from phocas.attacks.placement import highest_kept
-from phocas.attacks.search import Objective, Search
+from phocas.attacks.search import Objective, Search, norm
+from phocas.attacks.touched import Touched
 from phocas.rules import MeaMed, Mean, Median, Phocas, Rule, TrimmedMean
 from phocas.specs import count, normalise, number, one_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phocas.attacks.touched import Touched
 
 TRIES = 24  # evaluations of the rule along one direction: 12 doublings, then 12 halvings
 
@@ -35,7 +32,7 @@ class ALittleIsEnough(ColumnLie):
     workers to be won over, the largest z with Phi(z) < (m - q - s) / (m - q).
     """
 
-    name: ClassVar[str] = "alittleisenough"
+    name: ClassVar[str] = "a-little-is-enough"
     aliases: ClassVar[tuple[str, ...]] = ("alie", "little")
     q: int
     z: float | None = None
@@ -87,13 +84,12 @@ class ALittleIsEnough(ColumnLie):
 
     def lie(self, honest: np.ndarray, m: int) -> np.ndarray:
         """Return mean - z * standard deviation of the honest values."""
-        number_type = honest.dtype.type
-        size = number_type(len(honest))
-        mean = sum_rows(honest) / size
-        spread = np.sqrt(sum_rows(np.square(honest - mean)) / size)
-        spread *= number_type(self.given_z(m))
-        lie: np.ndarray = mean - spread
-        return lie
+        mean = sum_rows(honest)
+        mean /= mean.dtype.type(len(honest))
+        spread = deviations(honest, mean)
+        spread *= spread.dtype.type(self.given_z(m))
+        mean -= spread
+        return mean
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
         """Write the lie, tuned against the rule if there is one."""
@@ -125,7 +121,7 @@ class WorstCase(RowAttack):
     each column on its own; others also face one infinite value in every worker's row.
     """
 
-    name: ClassVar[str] = "worstcase"
+    name: ClassVar[str] = "worst-case"
     rule: Rule
     q: int
     budget: int = 200
@@ -285,11 +281,11 @@ class WorstCase(RowAttack):
                 rival.fill(scene, search.rows)
                 search.score()
         rng = np.random.default_rng(self.seed)
-        spread = np.sqrt(np.trace(cloud.gram) / len(cloud.gram))
+        spread = np.sqrt(cloud.norms.mean())
         directions = self._directions(search, honest, cloud, rng)
         while search.left > 0 and search.best < np.inf:
             direction = next(directions)
-            length = np.linalg.norm(direction)
+            length = norm(direction)
             if length > 0:
                 search.along(direction * (spread / length), 1.0, TRIES)
             else:
@@ -315,4 +311,4 @@ class WorstCase(RowAttack):
             drift = rng.normal(size=len(rows)) @ rows - abs(rng.normal()) * mean
             yield drift
             worst = search.worst_row() - mean
-            yield worst + drift * (0.5 * np.linalg.norm(worst) / (np.linalg.norm(drift) or 1.0))
+            yield worst + drift * (0.5 * norm(worst) / (norm(drift) or 1.0))

@@ -6,15 +6,13 @@ import dataclasses
 import json
 import math
 import sys
-from pathlib import Path  # noqa: TC003 - typer reads the annotations when it runs
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phocas.attacks.audit import Finding
+from phocas.attacks.audit import Finding
 
 
 def register(app: typer.Typer) -> None:
@@ -152,7 +150,7 @@ def _show(findings: Sequence[Finding], rule: str, columnwise: bool, size: str) -
     print("<,>       sign of the inner product of the result with the honest mean")
     print("bound     the paper's sqrt(Delta); * none there, so this many honest spreads")
     print(f"promise   of this rule: to hold for at most its b {unit}; an attack beyond that")
-    print("          is shown and breaks no promise. labelflip acts on data and has no matrix")
+    print("          is shown and breaks no promise. label-flip acts on data and has no matrix")
     broken = sum(finding.broken_promise for finding in findings)
     breaks = sum(not finding.holds for finding in findings)
     print()
