@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from statistics import NormalDist
 
 import numpy as np
@@ -315,3 +316,18 @@ def test_bfloat16_is_rounded_as_torch_rounds(value: float) -> None:
     Constant(q=1, value=value).corrupt(G, rng=attack_rng(0, 0))
     expected = torch.tensor([value], dtype=torch.float32).to(torch.bfloat16)
     assert G[0, 0].view(torch.int16) == expected.view(torch.int16)[0]
+
+
+@pytest.mark.parametrize("attack", [Gambler(servers=1), BitFlip(), RandomCells(rate=0.0005)])
+def test_single_cells_cost_in_proportion_to_the_cells(
+    attack: Gambler | BitFlip | RandomCells,
+) -> None:
+    G = np.ones((M, 200_000), np.float32)
+    attack.corrupt(G, rng=attack_rng(0, 0))
+    tracemalloc.start()
+    touched = attack.corrupt(G, rng=attack_rng(0, 1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # A dozen 8-byte numbers a cell, and nothing like the 4 million cells of the matrix.
+    assert 900 < touched.count < 2500
+    assert peak < 100 * touched.count + 50_000

@@ -146,10 +146,10 @@ def test_a_broken_promise_is_found() -> None:
 
     (finding,) = audit(Liar(6), dimensions=50, attacks=[Gaussian(6)])
     assert finding.broken_promise
-    assert finding.verdict == "BREAKS ITS PROMISE"
+    assert finding.verdict == "BROKEN PROMISE"
     (finding,) = audit(Liar(5), dimensions=50, attacks=[Gaussian(6)])
     assert not finding.broken_promise
-    assert finding.verdict == "breaks, never promised"
+    assert finding.verdict == "breaks"
 
 
 def test_bounds_are_the_papers() -> None:
@@ -236,17 +236,8 @@ def test_the_command_prints_a_table_and_says_nothing_was_broken() -> None:
     assert status == 0
     lines = output.splitlines()
     assert lines[0] == "phocas:b=6 against 22 attacks: m = 20, q = 6, d = 500"
-    assert lines[2].split() == [
-        "attack",
-        "bad",
-        "rows",
-        "a",
-        "column",
-        "distance",
-        "<,>",
-        "bound",
-        "verdict",
-    ]
+    heading = ["attack", "rows", "column", "distance", "<,>", "bound", "promised", "verdict"]
+    assert lines[2].split() == heading
     assert any(line.startswith("gaussian:q=6 ") and line.endswith("holds") for line in lines)
     assert lines[-1] == "0 of 22 attacks break phocas:b=6; broken promises: 0"
     assert "\x1b" not in output
@@ -261,7 +252,7 @@ def test_json_for_machines_and_an_attack_beyond_the_promise() -> None:
     (finding,) = report["findings"]
     assert finding["distance"] is None
     assert finding["holds"] is False
-    assert finding["verdict"] == "breaks, never promised"
+    assert finding["verdict"] == "breaks"
 
 
 def test_status_1_for_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +263,7 @@ def test_status_1_for_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert LIMIT > 0
     assert status == 1
-    assert "BREAKS ITS PROMISE" in output
+    assert "BROKEN PROMISE" in output
     assert output.endswith("1 of 1 attacks break meamed:b=6; broken promises: 1\n")
 
 

@@ -73,8 +73,8 @@ class Finding:
     def verdict(self) -> str:
         """Put it into words."""
         if self.holds:
-            return "holds" if self.promised else "holds, though not promised"
-        return "BREAKS ITS PROMISE" if self.promised else "breaks, never promised"
+            return "holds"
+        return "BROKEN PROMISE" if self.promised else "breaks"
 
 
 def audit(

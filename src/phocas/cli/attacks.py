@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +62,7 @@ def audit(
     """Run every attack against a rule; status 1 if the rule breaks what it promises."""
     from phocas.attacks import parse_attack
     from phocas.attacks.audit import audit as run_audit
+    from phocas.attacks.audit import promise
     from phocas.rules import parse_rule
 
     parsed = parse_rule(rule)
@@ -88,7 +89,8 @@ def audit(
         report = {**heading, "rounds": rounds, "findings": [_plain(item) for item in findings]}
         print(json.dumps({**report, "broken_promises": len(broken)}, indent=2))
     else:
-        _show(findings, str(parsed), parsed.columnwise, f"m = {m}, q = {byzantine}, d = {d}")
+        size = f"m = {m}, q = {byzantine}, d = {d}"
+        _show(findings, str(parsed), parsed.columnwise, promise(parsed, m), size)
     if broken:
         raise typer.Exit(1)
 
@@ -126,7 +128,9 @@ def _plain(finding: Finding) -> dict[str, Any]:
     return {**fields, "holds": finding.holds, "verdict": finding.verdict}
 
 
-def _show(findings: Sequence[Finding], rule: str, columnwise: bool, size: str) -> None:
+def _show(
+    findings: Sequence[Finding], rule: str, columnwise: bool, survives: int, size: str
+) -> None:
     from phocas.attacks.audit import LIMIT
 
     print(f"{rule} against {len(findings)} attacks: {size}")
@@ -139,18 +143,22 @@ def _show(findings: Sequence[Finding], rule: str, columnwise: bool, size: str) -
             _number(finding.distance),
             _sign(finding.inner_product),
             f"{LIMIT:g} *" if finding.bound is None else _number(finding.bound),
+            "yes" if finding.promised else "no",
             finding.verdict,
         )
         for finding in findings
     ]
-    _table(("attack", "bad rows", "a column", "distance", "<,>", "bound", "verdict"), rows)
-    unit = "bad values a column" if columnwise else "bad rows"
+    heading = ("attack", "rows", "column", "distance", "<,>", "bound", "promised", "verdict")
+    _table(heading, rows, right=(1, 2, 3, 5))
+    unit = "values a column" if columnwise else "rows"
     print()
-    print("distance  of the result from the honest mean, in honest spreads, root mean square")
-    print("<,>       sign of the inner product of the result with the honest mean")
-    print("bound     the paper's sqrt(Delta); * none there, so this many honest spreads")
-    print(f"promise   of this rule: to hold for at most its b {unit}; an attack beyond that")
-    print("          is shown and breaks no promise. label-flip acts on data and has no matrix")
+    print("rows, column  bad rows, and the most bad values in a column")
+    print("distance      of the result from the honest mean, in honest spreads (RMS)")
+    print("<,>           sign of the inner product of the result with the honest mean")
+    print("bound         the paper's sqrt(Delta); *: it has none, so this many spreads")
+    print(f"promised      the rule promises to hold for at most {survives} bad {unit};")
+    print("              an attack that does more is shown and breaks no promise")
+    print("label-flip acts on the data, before there is a matrix, and is not tried here")
     broken = sum(finding.broken_promise for finding in findings)
     breaks = sum(not finding.holds for finding in findings)
     print()
@@ -169,21 +177,29 @@ def _sign(value: float) -> str:
     return "+" if value > 0 else "-" if value < 0 else "0"
 
 
-def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _table(
+    heading: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()
+) -> None:
     """Print a table: drawn on a terminal, plain columns elsewhere."""
     if not sys.stdout.isatty():
         widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
         for row in (heading, *rows):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            cells = [
+                cell.rjust(width) if place in right else cell.ljust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
             print("  ".join(cells).rstrip())
         return
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(*heading, header_style="bold")
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
+    for place, name in enumerate(heading):
+        table.add_column(name, justify="right" if place in right else "left", overflow="fold")
+    styles = {"breaks": "yellow", "BROKEN PROMISE": "bold red"}
     for row in rows:
-        alarm = row[-1].startswith("BREAKS")
-        style = "bold red" if alarm else "yellow" if row[-1].startswith("breaks") else None
-        table.add_row(*map(escape, row), style=style)
+        breakable = row[0].replace(",", ", ")  # still reads as the same attack
+        table.add_row(escape(breakable), *map(escape, row[1:]), style=styles.get(row[-1]))
     Console().print(table)
