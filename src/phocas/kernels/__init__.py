@@ -15,6 +15,7 @@ from phocas.kernels.calls import (
     pair_sums,
     reduce,
     square_sums,
+    values,
 )
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.distances import granule_columns
@@ -37,4 +38,5 @@ __all__ = [
     "reduce",
     "set_num_threads",
     "square_sums",
+    "values",
 ]

@@ -149,10 +149,7 @@ def _accumulate(
         right = left if rights is lefts else [f.load(f.at(row, loop.index)) for row in rights]
         for total, (i, j) in zip(totals, pairs, strict=True):
             difference = f.sub(left[i], right[j]) if rights else left[i]
-            if f.target.has_fma:
-                loop.update(total, f.fma(difference, difference, total))
-            else:
-                loop.update(total, f.add(total, f.mul(difference, difference)))
+            loop.update(total, f.multiply_add(difference, difference, total))
     for total, slot in zip(totals, used, strict=True):
         f.store_vector(total, slot)
 

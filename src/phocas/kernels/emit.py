@@ -127,6 +127,12 @@ class Function:
         v = self.vector
         return self.op(f"call {v} @llvm.fma.{self.suffix}({v} {a}, {v} {b}, {v} {c})")
 
+    def multiply_add(self, a: str, b: str, c: str) -> str:
+        """Return a * b + c, fused where the host can."""
+        if self.target.has_fma:
+            return self.fma(a, b, c)
+        return self.add(self.mul(a, b), c)
+
     def scaled_add(self, a: str, power: float, c: str) -> str:
         """Return a * power + c for a power of two: the product is exact, fused or not."""
         if self.target.has_fma:

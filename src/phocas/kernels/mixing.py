@@ -1,8 +1,8 @@
 """Kernels that replace m rows by weighted sums of them, alone or in one go with a column rule.
 
 A mix is a sparse matrix in rows of (index, weight): a row that has no weight is never touched, so
-that its NaN stays where it is. A row of weights that add up to one is taken around its first
-member p, as p + sum of w (x - p): equal rows then mix to exactly that row.
+that its NaN stays where it is. Weights that add up to one are applied to the distances to a centre
+row c, as c + sum of w (x - c): equal rows then mix to exactly that row.
 """
 
 from __future__ import annotations
@@ -11,126 +11,187 @@ from phocas.kernels.emit import SIGNATURE, Element, Function, declarations
 from phocas.kernels.target import Target
 
 UNROLL = 4
+PLAIN, CONVEX, UNIFORM = range(3)  # modes: weights as they are, that add up to one, all the same
 
 
 def combine_module(target: Target, element: Element) -> str:
     """Write the kernel of the mix alone.
 
-    args are (rows, out, k, starts, indices, weights, convex). ``out`` is a table of k pointers to
-    rows of computed values.
+    args are (rows, out, k, starts, indices, weights, mode, centre). ``out`` is a table of k
+    pointers to rows of computed values, ``centre`` the row to measure from unless mode is plain.
     """
     f = Function(target, element)
-    names = ("rows", "out", "starts", "indices", "weights", "convex")
-    loads = [f.pointer("%args", i) for i in (0, 1, 3, 4, 5, 6)]
-    k = f.integer("%args", 2)
-    given = ", ".join(f"ptr {value}" for value in loads)
-    f.line(f"  call void @combine({given}, i64 {k}, i64 %start, i64 %stop, i64 0)")
-    return _finish(f, _combine(target, element, names))
+    rows, out, starts, indices, weights = (f.pointer("%args", i) for i in (0, 1, 3, 4, 5))
+    k, mode = f.integer("%args", 2), f.integer("%args", 6)
+    centre = f.pointer("%args", 7)
+    around = f.op(f"icmp ne i64 {mode}, {PLAIN}")
+    columns = f.op("sub i64 %stop, %start")
+    step = f.lanes * UNROLL
+    whole = f.op(f"sub i64 %stop, {f.op(f'srem i64 {columns}, {step}')}")
+    with f.loop("0", k) as row:
+        first, last = _entries(f, starts, row.index)
+        place = f.pointer(out, row.index)
+        lanes = f.lanes
+        for begin, end, vectors in (("%start", whole, UNROLL), (whole, "%stop", 1)):
+            f.set_lanes(lanes if vectors > 1 else 1)
+            with f.loop(begin, end, f.lanes * vectors) as loop:
+                offsets = [f.op(f"add i64 {loop.index}, {i * f.lanes}") for i in range(vectors)]
+                centres = [_centre(f, centre, offset, around) for offset in offsets]
+                with f.loop(first, last) as entry:
+                    totals = [entry.carry(f.vector, "zeroinitializer") for _ in offsets]
+                    index = f.op(f"load i64, ptr {f.at(indices, entry.index, 'i64')}")
+                    weight = f.broadcast(f.scalar_at(weights, entry.index))
+                    source = f.pointer(rows, index)
+                    for total, middle, offset in zip(totals, centres, offsets, strict=True):
+                        distance = f.sub(f.load(f.at(source, offset)), middle)
+                        entry.update(total, f.multiply_add(distance, weight, total))
+                for total, middle, offset in zip(totals, centres, offsets, strict=True):
+                    _put(f, f.add(total, middle), f.at(place, offset, f.scalar))
+        f.set_lanes(lanes)
+    f.set_lanes(1)
+    scalar = declarations(f).splitlines()
+    f.set_lanes(target.vector_bits // element.compute_bits)
+    extra = "\n".join(line for line in scalar if "llvm.fma" in line)
+    return _finish(f) + extra
 
 
 def fused_module(target: Target, element: Element) -> str:
-    """Write the kernel of a mix and a column kernel on its tiles.
+    """Write the kernel of a mix and a column kernel, a tile at a time.
 
-    args are (rows, out, k, starts, indices, weights, convex, rule): ``rule`` points to the column
-    kernel and its own eight args. ``local`` holds (table of k scratch rows, counts). One chunk is
-    one tile.
+    args are (rows, out, k, starts, indices, weights, mode, rule). ``rule`` holds the column kernel,
+    its eight args, the centre row, m and the tile's columns; ``local`` holds (table of m scratch
+    rows, table of k scratch rows, counts). Rows are centred into the first, mixed into the second
+    and reduced from there, all in cache. Scratch rows have room for a whole vector more.
     """
     f = Function(target, element)
-    names = ("rows", "out", "starts", "indices", "weights", "convex")
-    rows, out, starts, indices, weights, convex, rule = (
-        f.pointer("%args", i) for i in (0, 1, 3, 4, 5, 6, 7)
-    )
-    k = f.integer("%args", 2)
-    table, counts = f.pointer("%local", 0), f.pointer("%local", 1)
-    given = ", ".join(f"ptr {v}" for v in (rows, table, starts, indices, weights, convex))
-    f.line(f"  call void @combine({given}, i64 {k}, i64 %start, i64 %stop, i64 %start)")
+    rows, out, starts, indices, weights, rule = (f.pointer("%args", i) for i in (0, 1, 3, 4, 5, 7))
+    k, mode = f.integer("%args", 2), f.integer("%args", 6)
+    centre, m, tile = f.pointer(rule, 9), f.integer(rule, 10), f.integer(rule, 11)
+    centred, mixed, counts = (f.pointer("%local", i) for i in range(3))
     inner = f.op("alloca [8 x i64], align 8")
     template = f.at(rule, "1", "i64")
     f.line(f"  call void @llvm.memcpy.p0.p0.i64(ptr {inner}, ptr {template}, i64 64, i1 false)")
-    f.line(f"  store ptr {table}, ptr {inner}")
-    place = f.at(out, "%start", f.scalar)
-    f.line(f"  store ptr {place}, ptr {f.at(inner, '1', 'i64')}")
-    columns = f.op("sub i64 %stop, %start")
+    f.line(f"  store ptr {mixed}, ptr {inner}")
     work = f.op(f"load ptr, ptr {rule}")
-    f.line(f"  call void {work}(ptr {inner}, ptr {counts}, i64 0, i64 {columns})")
-    return _finish(f, _combine(target, element, names))
+    around = f.op(f"icmp ne i64 {mode}, {PLAIN}")
+    uniform = f.op(f"icmp eq i64 {mode}, {UNIFORM}")
+    with f.loop("%start", "%stop", tile) as loop:
+        end = f.op(f"add i64 {loop.index}, {tile}")
+        past = f.op(f"icmp sgt i64 {end}, %stop")
+        end = f.op(f"select i1 {past}, i64 %stop, i64 {end}")
+        columns = f.op(f"sub i64 {end}, {loop.index}")
+        _centre_tile(f, rows, centre, centred, m, loop.index, columns, around)
+        with f.loop("0", k) as row:
+            first, last = _entries(f, starts, row.index)
+            place = f.pointer(mixed, row.index)
+            only = f.broadcast(f.scalar_at(weights, first))
+            with f.loop("0", columns, f.lanes * UNROLL) as step:
+                offsets = [f.op(f"add i64 {step.index}, {i * f.lanes}") for i in range(UNROLL)]
+                sums = _weighted(f, centred, indices, weights, first, last, offsets, uniform, only)
+                for total, offset in zip(sums, offsets, strict=True):
+                    middle = f.load_vector(f.at(f.pointer(centred, m), offset, f.scalar))
+                    _put(f, f.add(total, middle), f.at(place, offset, f.scalar))
+        f.line(f"  store ptr {f.at(out, loop.index, f.scalar)}, ptr {f.at(inner, '1', 'i64')}")
+        f.line(f"  call void {work}(ptr {inner}, ptr {counts}, i64 0, i64 {columns})")
+    return _finish(f)
 
 
-def _combine(target: Target, element: Element, names: tuple[str, ...]) -> str:
-    """Write the function that mixes columns start..stop into rows that begin at an origin."""
-    f = Function(target, element)
-    step = f.lanes * UNROLL
-    with f.loop("0", "%k") as row:
-        first = f.op(f"load i64, ptr {f.at('%starts', row.index, 'i64')}")
-        following = f.op(f"add i64 {row.index}, 1")
-        last = f.op(f"load i64, ptr {f.at('%starts', following, 'i64')}")
-        flag = f.op(f"load i64, ptr {f.at('%convex', row.index, 'i64')}")
-        around = f.op(f"icmp ne i64 {flag}, 0")
-        begin = f.op(f"add i64 {first}, {flag}")
-        index = f.op(f"load i64, ptr {f.at('%indices', first, 'i64')}")
-        pivot = f.pointer("%rows", index)
-        out = f.pointer("%out", row.index)
-        columns = f.op("sub i64 %stop, %start")
-        whole = f.op(f"sub i64 %stop, {f.op(f'srem i64 {columns}, {step}')}")
-        with f.loop("%start", whole, step) as loop:
-            _mix(f, loop.index, UNROLL, around, begin, last, pivot, out)
-        f.set_lanes(1)
-        with f.loop(whole, "%stop") as loop:
-            _mix(f, loop.index, 1, around, begin, last, pivot, out)
-        f.set_lanes(step // UNROLL)
-    body = "\n".join(f.lines)
-    parameters = ", ".join(f"ptr noalias %{name}" for name in names)
-    f.set_lanes(1)
-    scalar = f"declare {f.vector} @llvm.fma.{f.suffix}({f.vector}, {f.vector}, {f.vector})"
-    return f"""
-{scalar}
-
-define internal void @combine({parameters}, i64 %k, i64 %start, i64 %stop, i64 %origin) {{
-entry:
-{body}
-  ret void
-}}
-"""
-
-
-def _mix(
+def _centre_tile(
     f: Function,
-    column: str,
-    vectors: int,
+    rows: str,
+    centre: str,
+    centred: str,
+    m: str,
+    start: str,
+    columns: str,
     around: str,
-    begin: str,
-    last: str,
-    pivot: str,
-    out: str,
 ) -> None:
-    """Write one row's mix of ``vectors`` vectors of columns."""
-    columns = [f.op(f"add i64 {column}, {i * f.lanes}") for i in range(vectors)]
-    centres = []
-    for place in columns:
-        value = f.load(f.at(pivot, place))
-        # Without a pivot its values are not used, not even multiplied by zero.
-        centres.append(f.op(f"select i1 {around}, {f.vector} {value}, {f.vector} zeroinitializer"))
-    with f.loop(begin, last) as entry:
-        totals = [entry.carry(f.vector, "zeroinitializer") for _ in columns]
-        index = f.op(f"load i64, ptr {f.at('%indices', entry.index, 'i64')}")
-        weight = f.broadcast(f.scalar_at("%weights", entry.index))
-        row = f.pointer("%rows", index)
-        for total, centre, place in zip(totals, centres, columns, strict=True):
-            distance = f.sub(f.load(f.at(row, place)), centre)
-            if f.target.has_fma:
-                entry.update(total, f.fma(distance, weight, total))
-            else:
-                entry.update(total, f.add(total, f.mul(distance, weight)))
-    for total, centre, place in zip(totals, centres, columns, strict=True):
-        target_place = f.at(out, f.op(f"sub i64 {place}, %origin"), f.scalar)
-        size = f.element.compute_bits // 8
-        f.line(f"  store {f.vector} {f.add(total, centre)}, ptr {target_place}, align {size}")
+    """Write x - c for every row of a tile, and c itself as row m; zero stands for no centre."""
+    lanes = f.lanes
+    rest = f.op(f"srem i64 {columns}, {lanes}")
+    whole = f.op(f"sub i64 {columns}, {rest}")
+    middle_row = f.pointer(centred, m)
+    for begin, end, width in (("0", whole, lanes), (whole, columns, 1)):
+        f.set_lanes(width)
+        with f.loop(begin, end, width) as step:
+            column = f.op(f"add i64 {start}, {step.index}")
+            middle = _centre(f, centre, column, around)
+            _put(f, middle, f.at(middle_row, step.index, f.scalar))
+        with f.loop("0", m) as row:
+            source, place = f.pointer(rows, row.index), f.pointer(centred, row.index)
+            with f.loop(begin, end, width) as step:
+                column = f.op(f"add i64 {start}, {step.index}")
+                address = f.at(source, column)
+                if width > 1:
+                    # The next tile is asked for while this one is worked on.
+                    f.prefetch(f.at(address, columns), 0)
+                middle = f.op(
+                    f"load {f.vector}, ptr {f.at(middle_row, step.index, f.scalar)}, align 4"
+                )
+                _put(f, f.sub(f.load(address), middle), f.at(place, step.index, f.scalar))
+    f.set_lanes(lanes)
 
 
-def _finish(f: Function, helper: str) -> str:
+def _weighted(
+    f: Function,
+    rows: str,
+    indices: str,
+    weights: str,
+    first: str,
+    last: str,
+    offsets: list[str],
+    uniform: str,
+    only: str,
+) -> list[str]:
+    """Return the weighted sums of centred rows: equal weights are applied once, after the sum."""
+    tag = f.name()[1:]
+    f.line(f"  br i1 {uniform}, label %same{tag}, label %each{tag}")
+    results = []
+    for label in (f"same{tag}", f"each{tag}"):
+        f.label(label)
+        with f.loop(first, last) as entry:
+            totals = [entry.carry(f.vector, "zeroinitializer") for _ in offsets]
+            index = f.op(f"load i64, ptr {f.at(indices, entry.index, 'i64')}")
+            source = f.pointer(rows, index)
+            same = label.startswith("same")
+            weight = "" if same else f.broadcast(f.scalar_at(weights, entry.index))
+            for total, offset in zip(totals, offsets, strict=True):
+                value = f.load_vector(f.at(source, offset, f.scalar))
+                entry.update(
+                    total, f.add(total, value) if same else f.multiply_add(value, weight, total)
+                )
+        if same:
+            totals = [f.mul(total, only) for total in totals]
+        results.append((f.block, totals))
+        f.line(f"  br label %join{tag}")
+    f.label(f"join{tag}")
+    (one, sums), (other, others) = results
+    return [
+        f.op(f"phi {f.vector} [ {a}, %{one} ], [ {b}, %{other} ]")
+        for a, b in zip(sums, others, strict=True)
+    ]
+
+
+def _entries(f: Function, starts: str, row: str) -> tuple[str, str]:
+    following = f.op(f"add i64 {row}, 1")
+    first = f.op(f"load i64, ptr {f.at(starts, row, 'i64')}")
+    return first, f.op(f"load i64, ptr {f.at(starts, following, 'i64')}")
+
+
+def _centre(f: Function, centre: str, offset: str, around: str) -> str:
+    """Load the centre's values, or zeros: without a centre they are not even multiplied."""
+    value = f.load(f.at(centre, offset))
+    return f.op(f"select i1 {around}, {f.vector} {value}, {f.vector} zeroinitializer")
+
+
+def _put(f: Function, value: str, address: str) -> None:
+    size = f.element.compute_bits // 8
+    f.line(f"  store {f.vector} {value}, ptr {address}, align {size}")
+
+
+def _finish(f: Function) -> str:
     body = "\n".join(f.lines)
     return f"""{declarations(f)}
-{helper}
 define void @kernel{SIGNATURE} {{
 entry:
 {body}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -40,7 +41,7 @@ class Norms:
 Request: TypeAlias = Distances | Norms
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Mix:
     """The rows that are reduced: all m of them, or ``weights @ rows``.
 
@@ -50,13 +51,15 @@ class Mix:
     weights: Floats | None = None
     fair: float | Floats = 1.0
 
+    @cached_property
     def selected(self) -> NDArray[np.intp] | None:
         """Return the indices of the rows if the mix only selects some."""
         if self.weights is None:
             return None
-        chosen = self.weights == 1
-        if np.all(chosen.sum(axis=1) == 1) and np.count_nonzero(self.weights) == len(chosen):
-            return np.asarray(chosen.argmax(axis=1), np.intp)
+        chosen = self.weights.argmax(axis=1)
+        exact = self.weights[np.arange(len(chosen)), chosen] == 1
+        if exact.all() and np.count_nonzero(self.weights) == len(chosen):
+            return np.asarray(chosen, np.intp)
         return None
 
     def after(self, first: Mix) -> Mix:
@@ -92,8 +95,7 @@ def measured_distances() -> Generator[Request, Floats, Floats]:
     m = len(squared)
     if m < 2:
         return squared
-    off_diagonal = squared[~np.eye(m, dtype=bool)].reshape(m, m - 1)
-    typical = float(np.median(np.median(off_diagonal, axis=1)))
+    typical = np.sort(np.sort(squared, axis=1)[:, (m + 1) // 2])[m // 2]
     if not 1e-24 < typical < 1e36:
         squared = yield Distances(wide=True)
     return squared

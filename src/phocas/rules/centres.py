@@ -83,7 +83,7 @@ class GeometricMedian(WeighingRule):
         squared = yield from measured_distances()
         if np.any(np.isinf(squared)):
             squared = yield Distances(wide=True)
-        spread = np.median(squared, axis=1)
+        spread = np.sort(squared, axis=1)[:, m // 2]
         centre = int(np.argmin(spread))
         typical = float(spread[centre])
         if not np.isfinite(typical):
@@ -119,7 +119,7 @@ class GeometricMedian(WeighingRule):
         for _ in range(self.iterations):
             point = weights @ to_rows
             directions = to_rows - point
-            lengths = -0.5 * np.einsum("ij,jk,ik->i", directions, squared, directions)
+            lengths = -0.5 * ((directions @ squared) * directions).sum(axis=1)
             distances = np.sqrt(np.maximum(lengths, 0.0))
             here = present & (distances <= floor)
             inverse = np.where(present & ~here, 1 / np.maximum(distances, floor), 0.0)

@@ -116,7 +116,7 @@ class HostMatrix:
 
 def _answer_dtype(decision: Decision, rows: Rows, piece: Piece) -> np.dtype[Any]:
     """Return what the kernels write: stored values, or computed ones after arithmetic on rows."""
-    mixed = decision.mix.weights is not None and decision.mix.selected() is None
+    mixed = decision.mix.weights is not None and decision.mix.selected is None
     if mixed or rows.element != piece.element:
         return kernels.compute_dtype(rows.element)
     return piece.arrays[0].dtype.newbyteorder("=")
@@ -126,7 +126,7 @@ def _apply(
     decision: Decision, rows: Rows, out: NDArray[Any], counts: NDArray[np.int64] | None
 ) -> None:
     weights = decision.mix.weights
-    chosen = decision.mix.selected()
+    chosen = decision.mix.selected
     if weights is None or chosen is not None:
         rows = rows if chosen is None else rows.take(chosen)
         kernels.reduce(rows, decision.window, out.ctypes.data, counts)

@@ -65,7 +65,7 @@ def _measure(request: Request, start: int, rows: Rows) -> Partial:
     if tail > head:
         sums = ((first, _sums(request, rows.shifted(head, tail), granule)),)
     edges = tuple(
-        (start + begin, _values(rows.shifted(begin, end)))
+        (start + begin, kernels.values(rows.shifted(begin, end)))
         for begin, end in ((0, head), (tail, rows.columns))
         if end > begin
     )
@@ -121,13 +121,6 @@ def _sums(request: Request, rows: Rows, granule: int) -> NDArray[np.floating]:
     if isinstance(request, Norms):
         return kernels.square_sums(rows, granule)
     return kernels.pair_sums(rows, granule, request.wide)
-
-
-def _values(rows: Rows) -> NDArray[np.floating]:
-    """Copy a few columns, in the type that they are computed in."""
-    values = np.empty((len(rows), rows.columns), kernels.compute_dtype(rows.element))
-    kernels.combine(rows, kernels.SparseMix.of(np.eye(len(rows))), values)
-    return values
 
 
 def rows_of(values: NDArray[np.floating]) -> Rows:

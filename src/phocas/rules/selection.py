@@ -25,10 +25,10 @@ from phocas.specs import count, normalise
 
 def krum_scores(squared: Floats, b: int, *, at_least: int = 0) -> Floats:
     """Return each row's sum of squared distances to its m - b - 2 nearest other rows."""
-    m = len(squared)
-    others = squared[~np.eye(m, dtype=bool)].reshape(m, m - 1)
-    neighbours = max(m - b - 2, at_least)
-    return np.asarray(np.sort(others, axis=1)[:, :neighbours].sum(axis=1), np.float64)
+    neighbours = max(len(squared) - b - 2, at_least)
+    # A row's distance to itself is zero and so comes first.
+    nearest = np.sort(squared, axis=1)[:, 1 : 1 + neighbours]
+    return np.asarray(nearest.sum(axis=1), np.float64)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,206 @@
+"""Speed of the rules as ratios to ``torch.mean`` in the same run, best of several.
+
+Baseline and rule are timed in turns, so that both see the same machine. Times are wall-clock; the
+matrix is made once and never changes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+import phocas
+from phocas.rules import Rule, parse_rule
+
+EXPLAIN = "explain "
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A rule on an (m, d) matrix, and the ratio that it should stay under, if one is set."""
+
+    rule: str
+    m: int
+    d: int
+    dtype: str = "float32"
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What was measured: the best times, and their ratio to the baseline's."""
+
+    case: Case
+    milliseconds: float
+    baseline: float
+    ratio: float
+    gigabytes: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        row = asdict(self)
+        return {**row.pop("case"), **row}
+
+
+def _column_rules(m: int, b: int, d: int, limit: float) -> list[Case]:
+    names = ("median", f"trimmed-mean:b={b}", f"phocas:b={b}", f"meamed:b={b}")
+    return [Case(name, m, d, limit=limit) for name in names]
+
+
+def default_cases() -> list[Case]:
+    """Return the cases of the README: the paper's two models, many workers, distance rules."""
+    large, small, million = 2_431_018, 118_282, 1_000_000
+    return [
+        *_column_rules(20, 8, large, 1.15),
+        *_column_rules(20, 8, small, 1.6),
+        *_column_rules(64, 16, million, 1.8),
+        *_column_rules(128, 32, million, 2.5),
+        *_column_rules(1024, 256, small, 6.0),
+        Case("krum:b=6", 20, million, limit=2.2),
+        Case("multi-krum:b=6", 20, million, limit=3.0),
+        Case("geometric-median", 20, million, limit=3.0),
+        Case("nnm:b=6|phocas:b=6", 20, million, limit=6.0),
+        Case(EXPLAIN + "phocas:b=8", 20, large, limit=1.6),
+        Case(EXPLAIN + "phocas:b=8", 20, small, limit=1.6),
+        *(Case("phocas:b=8", 20, million, dtype) for dtype in ("float16", "bfloat16", "float64")),
+    ]
+
+
+def matrix(m: int, d: int, dtype: str, seed: int = 0) -> Any:
+    """Return a random (m, d) tensor; a block of columns is drawn and repeated."""
+    import torch  # noqa: PLC0415 - the baseline; everything else here runs without
+
+    drawn = np.random.default_rng(seed).normal(size=(m, min(d, 1 << 14))).astype(np.float32)
+    tiled = np.tile(drawn, (1, -(-d // drawn.shape[1])))[:, :d]
+    return torch.from_numpy(np.ascontiguousarray(tiled)).to(getattr(torch, dtype))
+
+
+def measure(case: Case, *, seconds: float = 0.5, rounds: int = 5) -> Timing:
+    """Time one case against its baseline: the mean, or for explain the plain rule."""
+    import torch  # noqa: PLC0415
+
+    rows = matrix(case.m, case.d, case.dtype)
+    rule = parse_rule(case.rule.removeprefix(EXPLAIN))
+    if case.rule.startswith(EXPLAIN):
+        work, baseline = (lambda: rule.explain(rows)), (lambda: rule(rows))
+    else:
+        work, baseline = (lambda: rule(rows)), (lambda: torch.mean(rows, 0))
+    first, second = in_turns(baseline, work, seconds, rounds)
+    size = rows.numel() * rows.element_size()
+    return Timing(case, second * 1e3, first * 1e3, second / first, size / second / 1e9)
+
+
+def in_turns(
+    baseline: Callable[[], object], work: Callable[[], object], seconds: float, rounds: int
+) -> tuple[float, float]:
+    """Return the best time of each, taken in alternating batches."""
+    baseline(), work()
+    best = [float("inf"), float("inf")]
+    share = seconds / (2 * rounds)
+    for _ in range(rounds):
+        for i, function in enumerate((baseline, work)):
+            end = time.perf_counter() + share
+            while True:
+                start = time.perf_counter()
+                function()
+                stop = time.perf_counter()
+                best[i] = min(best[i], stop - start)
+                if stop >= end:
+                    break
+    return best[0], best[1]
+
+
+def read_bandwidth(megabytes: int = 512) -> float:
+    """Return how many GB/s of memory ``torch.sum`` reads, on all threads, best of several."""
+    import torch  # noqa: PLC0415
+
+    block = torch.ones(megabytes << 18, dtype=torch.float32)
+    best = float("inf")
+    for _ in range(7):
+        start = time.perf_counter()
+        block.sum()
+        best = min(best, time.perf_counter() - start)
+    return block.numel() * 4 / best / 1e9
+
+
+_FIRST_USE = """
+import json, sys, time
+import numpy as np
+start = time.perf_counter()
+import phocas
+imported = time.perf_counter() - start
+rule = phocas.parse_rule(sys.argv[1])
+rows = np.ones((int(sys.argv[2]), 64), np.float32)
+start = time.perf_counter()
+rule(rows)
+print(json.dumps([imported, time.perf_counter() - start]))
+"""
+
+
+def first_use(rule: str, m: int) -> dict[str, float]:
+    """Return the seconds of the first call in a process, with an empty cache and with a full one."""
+    result: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("cold", "remembered"):
+            answer = subprocess.run(  # noqa: S603 - this interpreter, this program
+                [sys.executable, "-c", _FIRST_USE, rule, str(m)],
+                env={**os.environ, "PHOCAS_CACHE": folder},
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            result["import"], result[name] = json.loads(answer.stdout)
+    return result
+
+
+def peers() -> Iterator[tuple[str, str, Callable[[Any], object], Rule]]:
+    """Yield (peer, rule, its call, our rule) for the public libraries that happen to be here."""
+    if importlib.util.find_spec("byzfl"):
+        import byzfl  # noqa: PLC0415
+
+        pairs: list[tuple[Any, Rule]] = [
+            (byzfl.TrMean(f=6), phocas.TrimmedMean(6)),
+            (byzfl.Median(), phocas.Median()),
+            (byzfl.Meamed(f=6), phocas.MeaMed(6)),
+            (byzfl.MultiKrum(f=6), phocas.MultiKrum(6)),
+            (byzfl.GeometricMedian(), phocas.GeometricMedian()),
+        ]
+        for theirs, ours in pairs:
+            yield "byzfl", type(theirs).__name__, theirs, ours
+    if importlib.util.find_spec("flwr"):
+        from flwr.server.strategy.aggregate import aggregate_trimmed_avg  # noqa: PLC0415
+
+        def flower(rows: Any) -> object:
+            return aggregate_trimmed_avg([([row], 1) for row in rows.numpy()], 0.3)
+
+        yield "flwr", "aggregate_trimmed_avg", flower, phocas.TrimmedMean(6)
+
+
+def machine() -> dict[str, Any]:
+    """Describe where the numbers come from."""
+    import torch  # noqa: PLC0415
+
+    from phocas.kernels.target import host  # noqa: PLC0415
+
+    target = host()
+    return {
+        "cpu": target.cpu,
+        "vector_bits": target.vector_bits,
+        "threads": phocas.get_num_threads(),
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "phocas": phocas.__version__,
+    }

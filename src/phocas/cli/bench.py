@@ -1,0 +1,96 @@
+"""``phocas bench``: how fast the rules are here."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(bench)
+
+
+def bench(
+    rule: Annotated[
+        list[str] | None, typer.Option(help="A rule, such as phocas:b=6; may be repeated.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="With --rule: the number of rows.")] = 20,
+    dims: Annotated[int, typer.Option(help="With --rule: the number of columns.")] = 1_000_000,
+    dtype: Annotated[str, typer.Option(help="With --rule: the type of values.")] = "float32",
+    seconds: Annotated[float, typer.Option(help="Time for each case.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time the rules as ratios to torch.mean in the same run; with --rule, just those."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from phocas import benchmark
+
+    console = Console(quiet=as_json)
+    if rule:
+        cases = [benchmark.Case(name, workers, dims, dtype) for name in rule]
+    else:
+        cases = benchmark.default_cases()
+    bandwidth = benchmark.read_bandwidth()
+    about = benchmark.machine()
+    console.print(
+        f"{about['cpu']}, {about['vector_bits']}-bit vectors, {about['threads']} threads,"
+        f" torch {about['torch']} with {about['torch_threads']}; memory is read at"
+        f" {bandwidth:.0f} GB/s. Best times, in turns with the baseline."
+    )
+    table = Table("rule", "m", "d", "dtype", "ms", "baseline ms", "ratio", "at most", "GB/s")
+    for name in ("m", "d", "ms", "baseline ms", "ratio", "at most", "GB/s"):
+        column = next(column for column in table.columns if column.header == name)
+        column.justify = "right"
+    timings = []
+    for case in cases:
+        with console.status(f"{case.rule}, {case.m} x {case.d:,}"):
+            timing = benchmark.measure(case, seconds=seconds)
+        timings.append(timing)
+        over = case.limit is not None and timing.ratio > case.limit
+        table.add_row(
+            case.rule,
+            str(case.m),
+            f"{case.d:,}",
+            case.dtype,
+            f"{timing.milliseconds:.3g}",
+            f"{timing.baseline:.3g}",
+            f"[red]{timing.ratio:.2f}[/]" if over else f"{timing.ratio:.2f}",
+            "" if case.limit is None else f"{case.limit:g}",
+            f"{timing.gigabytes:.1f}",
+        )
+    console.print(table)
+    first_uses = {}
+    if not rule:
+        for name, m in (("phocas:b=8", 20), ("phocas:b=32", 128)):
+            with console.status(f"first use of {name}"):
+                first_uses[f"{name}, m={m}"] = benchmark.first_use(name, m)
+        for name, result in first_uses.items():
+            console.print(
+                f"First use of {name}: {result['cold']:.2f} s, in another process"
+                f" {result['remembered']:.2f} s (import phocas: {result['import']:.2f} s)"
+            )
+    rivals = []
+    rows = None
+    for peer, name, theirs, ours in benchmark.peers():
+        rows = benchmark.matrix(20, 118_282, "float32") if rows is None else rows
+        with console.status(f"{peer} {name}"):
+            first, second = benchmark.in_turns(
+                lambda ours=ours: ours(rows), lambda theirs=theirs: theirs(rows), seconds, 3
+            )
+        rivals.append({"peer": peer, "rule": name, "ours": str(ours), "ratio": second / first})
+        console.print(
+            f"{peer} {name}: {second / first:.1f} times the time of {ours} (20 x 118,282)"
+        )
+    if as_json:
+        result = {
+            "machine": about,
+            "read_bandwidth": bandwidth,
+            "timings": [timing.as_dict() for timing in timings],
+            "first_use": first_uses,
+            "peers": rivals,
+        }
+        typer.echo(json.dumps(result))

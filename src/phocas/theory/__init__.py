@@ -1,0 +1,51 @@
+"""The paper's bounds and conditions as functions, what breaks them, and survival probabilities."""
+
+from phocas.theory.bounds import (
+    Bound,
+    adaptive_krum,
+    adaptive_phocas,
+    adaptive_trimmed_mean,
+    delta_krum,
+    delta_phocas,
+    delta_trimmed_mean,
+    largest_b,
+    largest_krum,
+    table,
+)
+from phocas.theory.convergence import (
+    contraction,
+    distance_bound,
+    error_floor,
+    gradient_bound,
+    largest_step_convex,
+    largest_step_smooth,
+    printed_error_floor,
+)
+from phocas.theory.counterexamples import against_krum, against_mean, against_selection
+from phocas.theory.survival import Chance, Exposure, Survival
+
+__all__ = [
+    "Bound",
+    "Chance",
+    "Exposure",
+    "Survival",
+    "adaptive_krum",
+    "adaptive_phocas",
+    "adaptive_trimmed_mean",
+    "against_krum",
+    "against_mean",
+    "against_selection",
+    "contraction",
+    "delta_krum",
+    "delta_phocas",
+    "delta_trimmed_mean",
+    "distance_bound",
+    "error_floor",
+    "gradient_bound",
+    "largest_b",
+    "largest_krum",
+    "largest_step_convex",
+    "largest_step_smooth",
+    "printed_error_floor",
+    "table",
+]

@@ -1,0 +1,206 @@
+"""The chance that a run survives values that go bad at random: the paper's gambler, as arithmetic.
+
+Every value a worker sends goes bad with probability ``rate``, on its own. A rule told b survives a
+round if what it counts stays at most b: bad values in each column for a rule that reduces columns
+one by one, touched rows for Krum and its kin, nothing at all for the mean. A run survives if all
+its rounds do. Beyond b a rule may still be lucky, so these are lower bounds on what a run will
+show.
+
+Chances are kept as logarithms of both sides, so that 1e-300 and 1 - 1e-300 are both exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from phocas.specs import count, unknown
+from phocas.theory.bounds import largest_b, largest_krum
+
+# Below exp(-40) a chance and its union bound agree to the last bit.
+_TINY = -40.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chance:
+    """The chance to survive, held as the logarithms of surviving and of failing."""
+
+    log_survives: float
+    log_fails: float
+
+    @property
+    def survives(self) -> float:
+        """Return the probability to survive."""
+        return math.exp(self.log_survives)
+
+    @property
+    def fails(self) -> float:
+        """Return the probability to fail, to full precision however small."""
+        return math.exp(self.log_fails)
+
+    def repeated(self, times: int) -> Chance:
+        """Return the chance of that many independent trials: ``1 - (1 - p)^times`` to fail."""
+        union = self.log_fails + math.log(times)
+        log_survives = times * self.log_survives if times else 0.0
+        if union < _TINY:
+            return Chance(log_survives, union)
+        return Chance(log_survives, _log_complement(log_survives))
+
+    def union(self, times: int) -> float:
+        """Bound the probability to fail once in that many trials, independent or not."""
+        return math.exp(min(0.0, self.log_fails + math.log(times)))
+
+
+def at_most(m: int, b: int, bad: Chance) -> Chance:
+    """Return the chance that at most b of m go bad, each as ``bad`` says: the binomial tail.
+
+    >>> at_most(m=2, b=0, bad=every(0.1)).survives
+    0.81
+    >>> at_most(m=20, b=9, bad=every(1e-40)).fails
+    0.0
+    >>> round(at_most(m=20, b=9, bad=every(1e-40)).log_fails)
+    -909
+    """
+    if b >= m or bad.log_fails == -math.inf:
+        return Chance(0.0, -math.inf)
+    if bad.log_survives == -math.inf:
+        return Chance(-math.inf, 0.0)
+    above = _log_sum([_log_binomial(m, k, bad) for k in range(b + 1, m + 1)])
+    # The smaller side is summed, the other follows: a sum close to 1 has lost the difference.
+    if above < math.log(0.5):
+        return Chance(_log_complement(above), above)
+    below = _log_sum([_log_binomial(m, k, bad) for k in range(b + 1)])
+    return Chance(below, _log_complement(below))
+
+
+def every(rate: float) -> Chance:
+    """Return the chance of one value that goes bad with probability ``rate``.
+
+    >>> every(0.25).survives
+    0.75
+    """
+    if isinstance(rate, bool) or not 0 <= rate <= 1:
+        raise ValueError(f"a rate is a probability, 0 <= rate <= 1: got rate={rate!r}")
+    return Chance(
+        math.log1p(-rate) if rate < 1 else -math.inf, math.log(rate) if rate > 0 else -math.inf
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Exposure:
+    """What is exposed to bad values: the columns of one server or of all, for some rounds.
+
+    >>> Exposure(workers=20, dims=118282, rounds=500, rate=0.0005, servers=20).columns
+    5915
+    """
+
+    workers: int
+    dims: int
+    rounds: int
+    rate: float
+    servers: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("workers", "dims", "rounds", "servers"):
+            count("a plan", field, getattr(self, field), minimum=1)
+        every(self.rate)
+        if self.servers > self.dims:
+            raise ValueError(
+                f"a plan needs a column for every server: got servers={self.servers} with"
+                f" dims={self.dims}, the largest number of servers is {self.dims}"
+            )
+
+    @property
+    def columns(self) -> int:
+        """Return the columns that can go bad: those of the largest shard if one server is hit."""
+        return -(-self.dims // self.servers)
+
+    def trial(self, rule: str, b: int) -> tuple[Chance, int]:
+        """Return the chance of one independent part of a run, and how many parts there are."""
+        check(rule, self.workers, b)
+        if rule == "mean":
+            return every(self.rate), self.workers * self.columns * self.rounds
+        if rule in ROWWISE:
+            touched = every(self.rate).repeated(self.columns)
+            return at_most(self.workers, b, touched), self.rounds
+        return at_most(self.workers, b, every(self.rate)), self.columns * self.rounds
+
+    def survival(self, rule: str, b: int) -> Survival:
+        """Return the chance that a run with this rule and b survives."""
+        trial, times = self.trial(rule, b)
+        return Survival(rule, b, trial.repeated(times), trial.union(times))
+
+    def smallest(self, rule: str, confidence: float = 0.999) -> Survival | None:
+        """Return the smallest b that survives with that confidence, if there is one.
+
+        >>> gambler = Exposure(workers=20, dims=118282, rounds=500, rate=0.0005, servers=20)
+        >>> gambler.smallest("phocas").b, gambler.smallest("krum")
+        (3, None)
+        """
+        if not 0 < confidence < 1:
+            raise ValueError(f"a confidence lies between 0 and 1: got {confidence!r}")
+        for b in choices(rule, self.workers):
+            found = self.survival(rule, b)
+            if found.chance.fails <= 1 - confidence:
+                return found
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Survival:
+    """A rule told b, the chance that a run with it survives, and the union bound on failing."""
+
+    rule: str
+    b: int
+    chance: Chance
+    union: float
+
+
+FIXED = ("mean", "median")
+ROWWISE = ("krum", "multi-krum")
+TRIMMING = ("trimmed-mean", "phocas", "meamed")
+RULES = (*FIXED, *ROWWISE, *TRIMMING)
+
+
+def choices(rule: str, m: int) -> range:
+    """Return the values of b a rule may be told with m workers; the mean and the median have one.
+
+    >>> [choices(rule, 20) for rule in ("mean", "median", "krum", "phocas")]
+    [range(0, 1), range(9, 10), range(0, 9), range(0, 10)]
+    """
+    if rule not in RULES:
+        raise ValueError(unknown("rule", rule, RULES))
+    if rule in ROWWISE:
+        return range(largest_krum(m) + 1)
+    if rule == "mean":
+        return range(1)
+    return range(largest_b(m) if rule == "median" else 0, largest_b(m) + 1)
+
+
+def check(rule: str, m: int, b: int) -> None:
+    """Refuse a b the rule cannot be told, saying what must hold and the largest b."""
+    allowed = choices(rule, m)
+    if count(rule, "b", b) in allowed:
+        return
+    condition = "2b + 2 < m" if rule in ROWWISE else "2b < m"
+    if rule in FIXED:
+        condition = f"b = {allowed[0]}"
+    most = f"the largest b is {allowed[-1]}" if allowed else "it needs at least 3 workers"
+    raise ValueError(f"{rule} needs {condition}: got b={b} with m={m} workers, {most}")
+
+
+def _log_binomial(m: int, k: int, bad: Chance) -> float:
+    ways = math.lgamma(m + 1) - math.lgamma(k + 1) - math.lgamma(m - k + 1)
+    return ways + k * bad.log_fails + (m - k) * bad.log_survives
+
+
+def _log_sum(logs: list[float]) -> float:
+    top = max(logs)
+    return min(0.0, top + math.log(math.fsum(math.exp(value - top) for value in logs)))
+
+
+def _log_complement(log_p: float) -> float:
+    """Return log(1 - p) from log p, exact on both ends."""
+    if log_p == 0.0:
+        return -math.inf
+    return math.log(-math.expm1(log_p)) if log_p > math.log(0.5) else math.log1p(-math.exp(log_p))
