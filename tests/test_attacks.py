@@ -75,6 +75,7 @@ EXAMPLES: list[Attack] = [
     WorstCase(Krum(b=3), q=3, budget=40, model="cells"),
 ]
 IDS = [str(attack) for attack in EXAMPLES]
+ROW_ATTACKS = [name for name, cls in ATTACKS.items() if hasattr(cls, "chosen")]
 each = pytest.mark.parametrize("attack", EXAMPLES, ids=IDS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -171,6 +172,26 @@ def test_a_server_corrupts_its_columns_as_the_whole_would_be(attack: Attack, kin
 
 
 @each
+@each_kind
+def test_honest_rows_may_be_anything(attack: Attack, kind: str) -> None:
+    hostile = [NAN, INF, -INF, 0.0, -0.0, 1e-45, 6e4, -6e4]
+    G = tensor(kind)
+    G[4:, :80] = torch.tensor(hostile * 10).to(G.dtype)
+    before = words(G).copy()
+    mask = corrupt(attack, G).mask()
+    assert np.array_equal(words(G)[~mask], before[~mask])
+
+
+@pytest.mark.parametrize("name", ROW_ATTACKS)
+def test_one_honest_row_is_enough(name: str) -> None:
+    rest = {"worst-case": ",rule=median", "a-little-is-enough": ",z=1"}.get(name, "")
+    G = tensor("float32")
+    honest = words(G)[-1].copy()
+    corrupt(parse_attack(f"{name}:q={M - 1}{rest}"), G)
+    assert np.array_equal(words(G)[-1], honest)
+
+
+@each
 def test_the_number_of_threads_changes_nothing(
     attack: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +228,7 @@ def test_labels_are_left_alone_but_by_the_label_flip(attack: Attack) -> None:
         assert touched.count == 0
 
 
-@pytest.mark.parametrize("name", [name for name, cls in ATTACKS.items() if hasattr(cls, "chosen")])
+@pytest.mark.parametrize("name", ROW_ATTACKS)
 def test_who_is_byzantine(name: str) -> None:
     rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
     fixed = parse_attack(f"{name}:q=4{rest}")
@@ -231,7 +252,7 @@ def test_who_is_byzantine(name: str) -> None:
         assert len(seen) == expected
 
 
-@pytest.mark.parametrize("name", [name for name, cls in ATTACKS.items() if hasattr(cls, "chosen")])
+@pytest.mark.parametrize("name", ROW_ATTACKS)
 def test_nobody_is_byzantine(name: str) -> None:
     rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
     G = tensor("float32")

@@ -162,6 +162,8 @@ def test_bounds_are_the_papers() -> None:
     assert bound(Mean(), 20, rows) is None
     assert bound(TrimmedMean(5), 20, rows) is None
     assert bound(Krum(5), 20, rows) is None
+    one = Touched((20, 5), whole_rows=np.arange(1))
+    assert bound(Krum(6), 20, one) == bound(Krum(6), 20, rows)
     everywhere = Touched((20, 20), cell_rows=np.arange(20), cell_columns=np.arange(20))
     assert bound(Krum(6), 20, everywhere) is None
     assert bound(TrimmedMean(6), 20, everywhere) is not None
@@ -273,6 +275,7 @@ def test_saved_matrices(tmp_path: Path) -> None:
     save_file({"g": torch.tensor(rows)}, tmp_path / "one.safetensors")
     tensors = {"g": torch.tensor(rows).bfloat16(), "other": torch.zeros(3)}
     save_file(tensors, tmp_path / "two.safetensors")
+    (tmp_path / "bad.safetensors").write_bytes(b"no such thing")
     common = ["audit", "--rule", "trimmedmean:b=4", "--byzantine", "4", "--rounds", "1", "--json"]
     reports = [
         json.loads(run(*common, "--matrix", str(tmp_path / name), *rest)[1])
@@ -289,6 +292,7 @@ def test_saved_matrices(tmp_path: Path) -> None:
         (["--matrix", str(tmp_path / "two.safetensors")], "name one with --tensor"),
         (["--matrix", str(tmp_path / "two.safetensors"), "--tensor", "h"], "unknown tensor 'h'"),
         (["--matrix", str(tmp_path / "g.txt")], "must be a .npy or .safetensors"),
+        (["--matrix", str(tmp_path / "bad.safetensors")], "is no safetensors file"),
         (["--matrix", str(tmp_path / "g.npy"), "--workers", "20"], "got 20 with 12 rows"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -42,6 +42,7 @@ from phocas.rules import (
     TrimmedMean,
 )
 from phocas.specs import count, positive
+from phocas.theory import delta_krum, delta_phocas, delta_trimmed_mean
 
 LIMIT = 2.0
 """Honest spreads within which a rule without a bound in the paper must stay."""
@@ -169,20 +170,19 @@ def promise(rule: Rule, m: int) -> int:
 
 
 def bound(rule: Rule, m: int, touched: Touched) -> float | None:
-    """Return the paper's bound sqrt(Delta / V) on the distance, where the paper has one."""
+    """Return the paper's bound sqrt(Delta / V) on the distance, where the paper has one.
+
+    The median is the trimmed mean with the largest b. Krum's bound is that for the b it is told,
+    whose neighbours it counts.
+    """
     q = touched.most_per_column
     if isinstance(rule, Krum):
-        q = len(touched.rows)
-        if 2 * q + 2 >= m or q > rule.b:
-            return None
-        rest = m - q - 2
-        return math.sqrt(6 * m - 6 * q + (4 * q * rest + 4 * q**2 * (rest + 1)) / (m - 2 * q - 2))
-    if isinstance(rule, (TrimmedMean, Median, Phocas)):
+        return math.sqrt(delta_krum(m, rule.b)) if len(touched.rows) <= rule.b else None
+    if isinstance(rule, (TrimmedMean, Median)):
         b = (m - 1) // 2 if isinstance(rule, Median) else rule.b
-        if q > b:
-            return None
-        share = 2 * (b + 1) * (m - q) / (m - b - q) ** 2
-        return math.sqrt(4 + 6 * share if isinstance(rule, Phocas) else share)
+        return math.sqrt(delta_trimmed_mean(m, q, b)) if q <= b else None
+    if isinstance(rule, Phocas):
+        return math.sqrt(delta_phocas(m, q, rule.b)) if q <= rule.b else None
     return None
 
 

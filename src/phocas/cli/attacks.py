@@ -102,11 +102,19 @@ def load_matrix(path: Path, tensor: str | None = None) -> Any:
 
         return np.load(path, allow_pickle=False)
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
+        try:
+            from safetensors import SafetensorError
+            from safetensors.torch import load_file
+        except ImportError:
+            raise ValueError(
+                f"{path} needs safetensors and torch to be read: pip install 'phocas[train]'"
+            ) from None
         from phocas.specs import unknown
 
-        tensors = load_file(path)
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no safetensors file: {error}") from None
         if tensor is None and len(tensors) == 1:
             return next(iter(tensors.values()))
         if tensor is None:
