@@ -144,7 +144,10 @@ def test_same_seed_and_round_same_corruption_in_any_memory(attack: Attack, kind:
 
 @each
 @each_kind
-def test_a_server_corrupts_its_columns_as_the_whole_would_be(attack: Attack, kind: str) -> None:
+def test_a_server_corrupts_its_columns_as_the_whole_would_be(
+    attack: Attack, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paper, "STREAM", 60)
     whole, parts, previous = tensor(kind), tensor(kind), tensor(kind, seed=2)
     expected = corrupt(attack, whole).mask()
     masks = []

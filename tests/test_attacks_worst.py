@@ -136,6 +136,25 @@ def test_the_computed_optimum_is_the_optimum_of_a_grid(seed: int) -> None:
             assert reached[column] >= best - 1e-9 * (1 + best), (str(rule), m, q)
 
 
+@pytest.mark.parametrize(
+    "honest",
+    [
+        [-4.61, -1.866, -1.038, -0.235, 0.557, 0.922, 9.43],
+        [0.001, 0.001, 4.215, 6.233, 8.511, 13.25, 30.166, 32.709, 59.754],
+    ],
+)
+def test_the_optimum_may_lie_among_the_values_that_make_the_centre(honest: list[float]) -> None:
+    rule, values = Phocas(2), np.array(honest) - 100  # against a negative mean is upwards
+    G = np.concatenate([np.zeros(2), values])[:, None]
+    WorstCase(rule, 2, objective="descent").corrupt(G, rng=attack_rng(0, 0))
+    assert values.min() < G[0, 0] < values.max()
+    line = np.linspace(values.min() - 10, values.max() + 10, 300)
+    lies = np.array(list(itertools.combinations_with_replacement([*line, np.inf, -np.inf], 2))).T
+    tried = np.vstack([lies, np.repeat(values[:, None], lies.shape[1], axis=1)])
+    best = np.max(rule(tried))
+    assert best <= rule(G)[0] <= best + 0.5
+
+
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("text", ["phocas:b=6", "meamed:b=6"])
 def test_the_optimum_is_nearly_reached_in_every_format(text: str, kind: str) -> None:
