@@ -138,7 +138,7 @@ def mix_reduce(
     """Mix the rows and average a window of every column, a tile at a time."""
     m, k = len(rows), len(mix)
     kind = compute_dtype(rows.element)
-    tile = max(64, TILE_BYTES // ((m + k) * kind.itemsize) // 64 * 64)
+    tile = max(256, TILE_BYTES // ((m + k) * kind.itemsize) // 256 * 256)
     inner, rule_words, _alive = _column_kernel(k, kind.name, window, counts is not None)
     rule = np.array([inner, *rule_words, rows.addresses[mix.centre], m, tile], np.uint64)
     weights = mix.weights.astype(kind)
