@@ -11,6 +11,7 @@ import torch
 
 from phocas.attacks import (
     ATTACKS,
+    ALittleIsEnough,
     Attack,
     BitFlip,
     Constant,
@@ -28,11 +29,14 @@ from phocas.attacks import (
     Straggler,
     Stuck,
     Touched,
+    WorstCase,
     attack_rng,
     blocks,
+    paper,
     parse_attack,
 )
 from phocas.attacks.memory import KINDS, Matrix
+from phocas.rules import Krum, Median, Phocas
 from phocas.sharding import shard_bounds
 
 M, D = 11, 257
@@ -50,6 +54,9 @@ EXAMPLES: list[Attack] = [
     SignFlip(q=4),
     SignFlip(q=4, scale=3.0, who="resampled"),
     InnerProduct(q=4),
+    ALittleIsEnough(q=4),
+    ALittleIsEnough(q=4, z=-1.5, who="resampled"),
+    ALittleIsEnough(q=3, against=Phocas(b=3)),
     Mimic(q=4),
     Mimic(q=4, worker=7),
     MinMax(q=3),
@@ -62,8 +69,13 @@ EXAMPLES: list[Attack] = [
     Straggler(q=3),
     Stuck(worker=3, column=201, bits=(15, 1)),
     RandomCells(rate=0.02),
+    WorstCase(Phocas(b=4), q=3),
+    WorstCase(Median(), q=3, objective="descent", who="resampled"),
+    WorstCase(Krum(b=3), q=3, budget=40),
+    WorstCase(Krum(b=3), q=3, budget=40, model="cells"),
 ]
 IDS = [str(attack) for attack in EXAMPLES]
+ROW_ATTACKS = [name for name, cls in ATTACKS.items() if hasattr(cls, "chosen")]
 each = pytest.mark.parametrize("attack", EXAMPLES, ids=IDS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -132,7 +144,10 @@ def test_same_seed_and_round_same_corruption_in_any_memory(attack: Attack, kind:
 
 @each
 @each_kind
-def test_a_server_corrupts_its_columns_as_the_whole_would_be(attack: Attack, kind: str) -> None:
+def test_a_server_corrupts_its_columns_as_the_whole_would_be(
+    attack: Attack, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paper, "STREAM", 60)
     whole, parts, previous = tensor(kind), tensor(kind), tensor(kind, seed=2)
     expected = corrupt(attack, whole).mask()
     masks = []
@@ -160,10 +175,32 @@ def test_a_server_corrupts_its_columns_as_the_whole_would_be(attack: Attack, kin
 
 
 @each
+@each_kind
+def test_honest_rows_may_be_anything(attack: Attack, kind: str) -> None:
+    hostile = [NAN, INF, -INF, 0.0, -0.0, 1e-45, 6e4, -6e4]
+    G = tensor(kind)
+    G[4:, :80] = torch.tensor(hostile * 10).to(G.dtype)
+    before = words(G).copy()
+    mask = corrupt(attack, G).mask()
+    assert np.array_equal(words(G)[~mask], before[~mask])
+
+
+@pytest.mark.parametrize("name", ROW_ATTACKS)
+def test_one_honest_row_is_enough(name: str) -> None:
+    rest = {"worst-case": ",rule=median", "a-little-is-enough": ",z=1"}.get(name, "")
+    G = tensor("float32")
+    honest = words(G)[-1].copy()
+    corrupt(parse_attack(f"{name}:q={M - 1}{rest}"), G)
+    assert np.array_equal(words(G)[-1], honest)
+
+
+@each
 def test_the_number_of_threads_changes_nothing(
     attack: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    d = 3 * blocks.BLOCK + 5
+    monkeypatch.setattr(blocks, "BLOCK", 100)
+    monkeypatch.setattr(paper, "STREAM", 300)
+    d = 2000
     results = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(blocks, "get_num_threads", lambda threads=threads: threads)
@@ -194,9 +231,9 @@ def test_labels_are_left_alone_but_by_the_label_flip(attack: Attack) -> None:
         assert touched.count == 0
 
 
-@pytest.mark.parametrize("name", [name for name, cls in ATTACKS.items() if hasattr(cls, "chosen")])
+@pytest.mark.parametrize("name", ROW_ATTACKS)
 def test_who_is_byzantine(name: str) -> None:
-    rest = ",rule=(phocas:b=4)" if name == "worstcase" else ""
+    rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
     fixed = parse_attack(f"{name}:q=4{rest}")
     resampled = parse_attack(f"{name}:q=4,who=resampled{rest}")
     assert fixed.chosen(M, attack_rng(0, 0)).tolist() == [0, 1, 2, 3]  # type: ignore[attr-defined]
@@ -204,7 +241,7 @@ def test_who_is_byzantine(name: str) -> None:
     assert len(sets) > 30
     assert {row for rows in sets for row in rows} == set(range(M))
     assert all(len(set(rows)) == 4 and list(rows) == sorted(rows) for rows in sets)
-    labelled = name == "labelflip"
+    labelled = name == "label-flip"
     for attack, expected in ((fixed, 1), (resampled, 5)):
         seen = set()
         for t in range(5):
@@ -218,9 +255,9 @@ def test_who_is_byzantine(name: str) -> None:
         assert len(seen) == expected
 
 
-@pytest.mark.parametrize("name", [name for name, cls in ATTACKS.items() if hasattr(cls, "chosen")])
+@pytest.mark.parametrize("name", ROW_ATTACKS)
 def test_nobody_is_byzantine(name: str) -> None:
-    rest = ",rule=(phocas:b=4)" if name == "worstcase" else ""
+    rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
     G = tensor("float32")
     before = words(G).copy()
     assert corrupt(parse_attack(f"{name}:q=0{rest}"), G).count == 0
@@ -253,21 +290,21 @@ def test_rounds_and_seeds_differ() -> None:
         ),
         ("gambler:server=-1", "needs server >= 0"),
         ("gambler:servers=0", "needs servers >= 1"),
-        ("randomcells:rate=2", "needs 0 <= rate <= 1"),
-        ("bitflip:bits=0/3", "needs bit >= 1"),
-        ("bitflip:bits=65", "needs bits in 1..64 for float64: got bits=.65,."),
-        ("bitflip:bits=3/3", "needs each bit once"),
-        ("bitflip:columns=300", "needs columns <= d: got columns=300 with d=257"),
-        ("bitflip:columns=9,per_column=12", "needs per_column <= m: got per_column=12 with m=11"),
-        ("bitflip:columns=9,bits=33", "needs bits in 1..32 for float32: got bits=.33,."),
+        ("random-cells:rate=2", "needs 0 <= rate <= 1"),
+        ("bit-flip:bits=0/3", "needs bit >= 1"),
+        ("bit-flip:bits=65", "needs bits in 1..64 for float64: got bits=.65,."),
+        ("bit-flip:bits=3/3", "needs each bit once"),
+        ("bit-flip:columns=300", "needs columns <= d: got columns=300 with d=257"),
+        ("bit-flip:columns=9,per_column=12", "needs per_column <= m: got per_column=12 with m=11"),
+        ("bit-flip:columns=9,bits=33", "needs bits in 1..32 for float32: got bits=.33,."),
         ("stuck:worker=11", "needs worker < m: got worker=11 with m=11 workers, the largest is 10"),
         ("stuck:worker=0,column=257", "needs column < d: got column=257 with d=257"),
         ("stuck:worker=0,at=2", "needs at = 0 or 1"),
         ("crash:worker=11", "needs worker < m"),
         ("crash:worker=0,round=-1", "needs round >= 0"),
         ("mimic:q=4,worker=2", "needs an honest worker to copy, 4 <= worker < m: got worker=2"),
-        ("minmax:q=2,direction=up", "must be one of 'unit', 'std', 'sign'"),
-        ("innerproduct:q=2,epsilon=x", "epsilon must be a number"),
+        ("min-max:q=2,direction=up", "must be one of 'unit', 'std', 'sign'"),
+        ("inner-product:q=2,epsilon=x", "epsilon must be a number"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, message: str) -> None:
@@ -331,8 +368,8 @@ def test_what_is_no_matrix_is_refused() -> None:
 
 def test_no_columns_is_no_reason_to_fail() -> None:
     for attack in EXAMPLES:
-        if isinstance(attack, (BitFlip, Stuck)):
-            continue
+        if isinstance(attack, (BitFlip, Stuck)) or "model=cells" in str(attack):
+            continue  # these name columns that must be there
         G = np.zeros((M, 0), np.float32)
         touched = attack.corrupt(G, rng=attack_rng(0, 0), round=1, previous=G.copy())
         assert touched.count == 0

@@ -15,6 +15,7 @@ from phocas.attacks.geometry import Mimic, MinMax, MinSum
 from phocas.attacks.machine import Crash, RandomCells, Straggler, Stuck
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
 from phocas.attacks.touched import Touched
+from phocas.attacks.worst import ALittleIsEnough, WorstCase
 from phocas.specs import Table
 
 ATTACKS: Table[Attack] = Table(
@@ -26,6 +27,7 @@ ATTACKS: Table[Attack] = Table(
         Gambler,
         SignFlip,
         InnerProduct,
+        ALittleIsEnough,
         Mimic,
         MinMax,
         MinSum,
@@ -35,6 +37,7 @@ ATTACKS: Table[Attack] = Table(
         Straggler,
         Stuck,
         RandomCells,
+        WorstCase,
     ],
 )
 
@@ -46,6 +49,7 @@ def parse_attack(text: str) -> Attack:
 
 __all__ = [
     "ATTACKS",
+    "ALittleIsEnough",
     "Attack",
     "BitFlip",
     "Constant",
@@ -64,6 +68,7 @@ __all__ = [
     "Stuck",
     "Touched",
     "Who",
+    "WorstCase",
     "attack_rng",
     "parse_attack",
 ]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from phocas.attacks.blocks import column_blocks, run
+from phocas.attacks.blocks import column_blocks, run, sum_rows
 from phocas.attacks.memory import Matrix, kind_of
 from phocas.attacks.touched import Touched
 from phocas.specs import Spec, count, normalise, one_of
@@ -57,10 +57,9 @@ class Scene:
 
     def cells_here(self, rows: np.ndarray, columns: np.ndarray) -> Touched:
         """Keep those cells of the whole matrix that lie here, as touched."""
-        columns = columns - self.start
-        here = (columns >= 0) & (columns < self.matrix.d)
-        if not here.all():
-            rows, columns = rows[here], columns[here]
+        if self.matrix.d < self.d:
+            here = (columns >= self.start) & (columns < self.start + self.matrix.d)
+            rows, columns = rows[here], columns[here] - self.start
         return Touched(self.shape, cell_rows=rows, cell_columns=columns)
 
 
@@ -190,6 +189,16 @@ class RowAttack(Attack):
             return np.arange(self.q)
         return np.sort(rng.choice(m, self.q, replace=False))
 
+    @abstractmethod
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Write the lies of these workers, at least one, into their rows."""
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        rows = self.chosen(scene.matrix.m, scene.rng)
+        if self.q:
+            self.fill(scene, rows)
+        return scene.touched(rows)
+
 
 class HonestRows:
     """The rows that are left honest, read a block of columns at a time."""
@@ -197,14 +206,19 @@ class HonestRows:
     def __init__(self, matrix: Matrix, bad: np.ndarray) -> None:
         self.matrix = matrix
         q = len(bad)
-        self.rows: Any = np.setdiff1d(np.arange(matrix.m), bad)
+        self.workers = np.setdiff1d(np.arange(matrix.m), bad)
         self.count = matrix.m - q
-        if q and bad[-1] == q - 1:
-            self.rows = slice(q, None)  # a slice is read without a copy
+        fixed = q == 0 or bad[-1] == q - 1
+        self.rows: Any = slice(q, None) if fixed else self.workers  # a slice is read without a copy
 
     def read(self, columns: slice = slice(None)) -> np.ndarray:
         """Return the (honest, columns) block to compute with; not to be written to."""
         return self.matrix.read(self.rows, columns)
+
+    def mean(self) -> np.ndarray:
+        """Return the mean of the honest rows, in float64."""
+        mean: np.ndarray = sum_rows(self.read().astype(np.float64)) / self.count
+        return mean
 
 
 class ColumnLie(RowAttack):
@@ -216,14 +230,12 @@ class ColumnLie(RowAttack):
     def lie(self, honest: np.ndarray, m: int) -> np.ndarray:
         """Return the lie for a block of columns from the honest rows of that block."""
 
-    def _corrupt(self, scene: Scene) -> Touched:
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Write the lie, a block of columns at a time."""
         matrix = scene.matrix
-        rows = self.chosen(matrix.m, scene.rng)
         honest = HonestRows(matrix, rows)
 
         def work(columns: slice) -> None:
             matrix.write(rows, self.lie(honest.read(columns), matrix.m), columns)
 
-        if self.q:
-            run(work, column_blocks(matrix.d))
-        return scene.touched(rows)
+        run(work, column_blocks(matrix.d))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from phocas.attacks.memory import Kind, kind_of
 from phocas.specs import count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def bernoulli(rng: np.random.Generator, size: int, probability: float) -> np.ndarray:
@@ -38,6 +36,17 @@ def bernoulli(rng: np.random.Generator, size: int, probability: float) -> np.nda
     return places[: np.searchsorted(places, size)]
 
 
+def rows_and_columns(places: np.ndarray, m: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split ascending places in an (m, width) matrix; quicker than a division for each.
+
+    >>> rows_and_columns(np.array([0, 5, 6]), 3, 4)
+    (array([0, 1, 1]), array([0, 1, 2]))
+    """
+    ends = np.searchsorted(places, np.arange(m + 1) * width)
+    rows = np.repeat(np.arange(m), np.diff(ends))
+    return rows, places - rows * width
+
+
 def distinct(rng: np.random.Generator, m: int, take: int, times: int) -> np.ndarray:
     """Draw ``take`` different numbers below m, ``times`` times over, as a (take, times) array.
 
@@ -45,9 +54,9 @@ def distinct(rng: np.random.Generator, m: int, take: int, times: int) -> np.ndar
     """
     chosen = np.empty((take, times), np.int64)
     for step, newest in enumerate(range(m - take, m)):
-        draw = rng.integers(newest + 1, size=times)
-        repeated = (chosen[:step] == draw).any(axis=0)
-        chosen[step] = np.where(repeated, newest, draw)
+        chosen[step] = rng.integers(newest + 1, size=times)
+        if step:
+            chosen[step, (chosen[:step] == chosen[step]).any(axis=0)] = newest
     return chosen
 
 

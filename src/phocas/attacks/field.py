@@ -19,7 +19,7 @@ from phocas.specs import count, normalise, number
 class SignFlip(RowAttack):
     """q workers send their own gradient times - scale."""
 
-    name: ClassVar[str] = "signflip"
+    name: ClassVar[str] = "sign-flip"
     q: int
     scale: float = 1.0
     who: Who = "fixed"
@@ -28,17 +28,20 @@ class SignFlip(RowAttack):
         super().__post_init__()
         normalise(self, scale=number(self.name, "scale", self.scale))
 
-    def _corrupt(self, scene: Scene) -> Touched:
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Turn each row round."""
         matrix = scene.matrix
-        rows = self.chosen(matrix.m, scene.rng)
         factor = matrix.kind.work.type(-self.scale)
 
         def work(columns: slice) -> None:
             for row in rows:
-                matrix.write([row], matrix.read(row, columns) * factor, columns)
+                part = matrix.in_place(row, columns)
+                if part is None:
+                    matrix.write([row], matrix.read(row, columns) * factor, columns)
+                else:
+                    part *= factor
 
         run(work, column_blocks(matrix.d))
-        return scene.touched(rows)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class InnerProduct(ColumnLie):
     Xie, Koyejo, Gupta, "Fall of Empires", UAI 2019.
     """
 
-    name: ClassVar[str] = "innerproduct"
+    name: ClassVar[str] = "inner-product"
     aliases: ClassVar[tuple[str, ...]] = ("ipm", "empire")
     q: int
     epsilon: float = 0.1
@@ -81,10 +84,9 @@ class Constant(RowAttack):
         # One NaN object for all, so that two attacks that send NaN compare equal.
         normalise(self, value=math.nan if math.isnan(value) else value)
 
-    def _corrupt(self, scene: Scene) -> Touched:
-        rows = self.chosen(scene.matrix.m, scene.rng)
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Write the value everywhere."""
         scene.matrix.write(rows, np.array(self.value))
-        return scene.touched(rows)
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class LabelFlip(RowAttack):
     This attack acts on the data, through ``corrupt_labels``, and leaves the matrix alone.
     """
 
-    name: ClassVar[str] = "labelflip"
+    name: ClassVar[str] = "label-flip"
     q: int
     who: Who = "fixed"
 
@@ -124,6 +126,9 @@ class LabelFlip(RowAttack):
         rows = self.chosen(view.shape[0], rng)
         view[rows] = classes - 1 - view[rows]
         return Touched(view.shape, whole_rows=rows)
+
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Leave the matrix alone."""
 
     def _corrupt(self, scene: Scene) -> Touched:
         return Touched(scene.shape)

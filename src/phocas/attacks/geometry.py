@@ -4,73 +4,70 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
 from phocas.attacks.base import HonestRows, RowAttack, Scene, Who
-from phocas.attacks.blocks import column_blocks, run, sum_rows
+from phocas.attacks.blocks import column_blocks, deviations, run, sum_rows
+from phocas.rules.algebra import Distances
+from phocas.rules.inputs import open_rows
 from phocas.specs import count, normalise, one_of
-
-if TYPE_CHECKING:
-    from phocas.attacks.touched import Touched
 
 Direction = Literal["unit", "std", "sign"]
 
 
 @dataclass(frozen=True)
 class Cloud:
-    """The honest rows around their mean.
+    """The honest rows around their mean, and a direction to leave it by.
 
-    ``gram`` holds the inner products of the centred rows, from which all distances follow, and
-    ``along`` those of the centred rows with the direction.
+    ``distances`` are squared, between honest rows; ``norms`` are the squared distances from the
+    mean; ``along`` holds the inner products of the centred rows with the direction, of which
+    ``length2`` is the squared length.
     """
 
     mean: np.ndarray
     direction: np.ndarray
-    gram: np.ndarray
+    distances: np.ndarray
+    norms: np.ndarray
     along: np.ndarray
     length2: float
 
     @property
-    def distances(self) -> np.ndarray:
-        """Return the squared distance of every pair of honest rows."""
-        norms = np.diagonal(self.gram)
-        squared: np.ndarray = norms[:, None] + norms[None, :] - 2 * self.gram
-        return squared
+    def gram(self) -> np.ndarray:
+        """Return the inner products of the centred rows."""
+        products: np.ndarray = (self.norms[:, None] + self.norms - self.distances) / 2
+        return products
 
 
 def survey(honest: HonestRows, direction: Direction) -> Cloud:
-    """Measure the cloud, a block of columns at a time; blocks are added in order, in float64.
+    """Measure the cloud in two passes: the mean and the direction, then all distances at once.
 
     The direction is minus the mean, minus the standard deviations, or minus the signs of the mean;
     its length does not matter.
     """
-    d, work = honest.matrix.d, honest.matrix.kind.work
-    mean, along = np.empty(d, work), np.empty(d, work)
+    matrix = honest.matrix
+    mean, away = np.empty((2, matrix.d), matrix.kind.work)
 
-    def measure(columns: slice) -> tuple[np.ndarray, np.ndarray, float]:
+    def prepare(columns: slice) -> None:
         block = honest.read(columns)
-        centre = sum_rows(block) / work.type(len(block))
-        centred = np.subtract(block, centre, order="C")  # the product below must see one layout
+        centre = sum_rows(block)
+        centre /= centre.dtype.type(len(block))
         mean[columns] = centre
-        if direction == "unit":
-            part = -centre
-        elif direction == "sign":
-            part = -np.sign(centre)
+        if direction == "std":
+            np.negative(deviations(block, centre), out=away[columns])
         else:
-            part = -np.sqrt(sum_rows(np.square(centred)) / work.type(len(block)))
-        along[columns] = part
-        return centred @ centred.T, centred @ part, float(part @ part)
+            np.negative(np.sign(centre) if direction == "sign" else centre, out=away[columns])
 
-    gram = np.zeros((honest.count, honest.count))
-    projection = np.zeros(honest.count)
-    length2 = 0.0
-    for products, projected, squares in run(measure, column_blocks(d)):
-        gram += products
-        projection += projected
-        length2 += squares
-    return Cloud(mean, along, gram, projection, length2)
+    run(prepare, column_blocks(matrix.d))
+    rows = [matrix.read(worker) for worker in honest.workers]
+    # With the mean and a point in the direction as two more rows, distances say all there is to
+    # know: |x - mean - p|^2 = |x - mean|^2 - 2 <x - mean, p> + |p|^2.
+    squared = open_rows([*rows, mean, mean + away]).measure(Distances(wide=True))
+    h = honest.count
+    norms, length2 = squared[:h, h], float(squared[h, h + 1])
+    along = (norms + length2 - squared[:h, h + 1]) / 2
+    return Cloud(mean, away, squared[:h, :h], norms, along, length2)
 
 
 class Hidden(RowAttack):
@@ -96,34 +93,31 @@ class Hidden(RowAttack):
         """Return how far along the direction the lie may go."""
         raise NotImplementedError
 
-    def _corrupt(self, scene: Scene) -> Touched:
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Go that far from the mean."""
         matrix = scene.matrix
-        rows = self.chosen(matrix.m, scene.rng)
-        if self.q:
-            cloud = survey(HonestRows(matrix, rows), self.direction)
-            step = matrix.kind.work.type(self.step(cloud) if cloud.length2 else 0)
+        cloud = survey(HonestRows(matrix, rows), self.direction)
+        step = matrix.kind.work.type(self.step(cloud) if cloud.length2 else 0)
 
-            def work(columns: slice) -> None:
-                lie = cloud.mean[columns] + step * cloud.direction[columns]
-                matrix.write(rows, lie, columns)
+        def work(columns: slice) -> None:
+            lie = cloud.mean[columns] + step * cloud.direction[columns]
+            matrix.write(rows, lie, columns)
 
-            run(work, column_blocks(matrix.d))
-        return scene.touched(rows)
+        run(work, column_blocks(matrix.d))
 
 
 @dataclass(frozen=True)
 class MinMax(Hidden):
     """q rows as far out as keeps each distance to an honest row within the honest diameter."""
 
-    name: ClassVar[str] = "minmax"
+    name: ClassVar[str] = "min-max"
     q: int
     direction: Direction = "std"
     who: Who = "fixed"
 
     def step(self, cloud: Cloud) -> float:
         """Solve max_i |mean + step p - x_i|^2 = max_ij |x_i - x_j|^2 for the step."""
-        norms = np.diagonal(cloud.gram)
-        room = np.maximum(cloud.distances.max() - norms, 0)
+        room = np.maximum(cloud.distances.max() - cloud.norms, 0)
         root = np.sqrt(cloud.along**2 + cloud.length2 * room)
         return float(((cloud.along + root) / cloud.length2).min())
 
@@ -132,15 +126,15 @@ class MinMax(Hidden):
 class MinSum(Hidden):
     """q rows whose squared distances to honest rows sum to no more than an honest row's do."""
 
-    name: ClassVar[str] = "minsum"
+    name: ClassVar[str] = "min-sum"
     q: int
     direction: Direction = "std"
     who: Who = "fixed"
 
     def step(self, cloud: Cloud) -> float:
         """Solve sum_i |mean + step p - x_i|^2 = max_i sum_j |x_i - x_j|^2 for the step."""
-        room = cloud.distances.sum(axis=0).max() - np.trace(cloud.gram)
-        return math.sqrt(max(room, 0) / (len(cloud.gram) * cloud.length2))
+        room = cloud.distances.sum(axis=0).max() - cloud.norms.sum()
+        return math.sqrt(max(room, 0) / (len(cloud.norms) * cloud.length2))
 
 
 @dataclass(frozen=True)
@@ -184,16 +178,13 @@ class Mimic(RowAttack):
                 f" worker={self.worker} with q={self.q}, m={m}"
             )
 
-    def _corrupt(self, scene: Scene) -> Touched:
-        matrix = scene.matrix
-        rows = self.chosen(matrix.m, scene.rng)
-        if self.q:
-            worker = self.worker
-            if worker is None:
-                worker = self._farthest(HonestRows(matrix, rows))
-            # The bits are copied, so that the copy is one in every format.
-            matrix.words[rows] = matrix.words[worker]
-        return scene.touched(rows)
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Copy the bits of one row."""
+        matrix, worker = scene.matrix, self.worker
+        if worker is None:
+            worker = self._farthest(HonestRows(matrix, rows))
+        copied = matrix.words[worker].copy()  # the worker may be one of the rows
+        matrix.copy_rows(rows, np.broadcast_to(copied, matrix.words.shape))
 
     def _farthest(self, honest: HonestRows) -> int:
         gram = survey(honest, "unit").gram
@@ -201,4 +192,4 @@ class Mimic(RowAttack):
             place = 0
         else:
             place = int(np.abs(np.linalg.eigh(gram).eigenvectors[:, -1]).argmax())
-        return int(np.arange(honest.matrix.m)[honest.rows][place])
+        return int(honest.workers[place])

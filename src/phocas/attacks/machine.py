@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from phocas.attacks.base import Attack, RowAttack, Scene, Who
-from phocas.attacks.cells import bernoulli, bit_mask, check_bits, read_bits
+from phocas.attacks.cells import bernoulli, bit_mask, check_bits, read_bits, rows_and_columns
 from phocas.attacks.touched import Touched
 from phocas.specs import count, normalise, probability
 
@@ -70,15 +70,15 @@ class Straggler(RowAttack):
     q: int
     who: Who = "fixed"
 
-    def _corrupt(self, scene: Scene) -> Touched:
-        rows = self.chosen(scene.matrix.m, scene.rng)
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Copy the bits of the rows of the round before."""
         if scene.previous is not None:
             if scene.previous.kind != scene.matrix.kind:
                 raise TypeError(
                     f"{self.name} needs the previous rows in {scene.matrix.kind.name}:"
                     f" got {scene.previous.kind.name}"
                 )
-            scene.matrix.words[rows] = scene.previous.words[rows]
+            scene.matrix.copy_rows(rows, scene.previous.words)
         elif scene.round == 0:
             scene.matrix.write(rows, np.array(math.nan))
         else:
@@ -86,7 +86,6 @@ class Straggler(RowAttack):
                 f"{self.name} needs previous, the rows of the round before: got none in round"
                 f" {scene.round}"
             )
-        return scene.touched(rows)
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,11 @@ class Stuck(OneWorker):
     def _corrupt(self, scene: Scene) -> Touched:
         touched = scene.cells_here(np.array([self.worker]), np.array([self.column]))
         mask = bit_mask(self.bits, scene.matrix.kind)
-        cells = touched.cell_rows, touched.cell_columns
-        words = scene.matrix.words
-        words[cells] = words[cells] | mask if self.at else words[cells] & ~mask
+        scene.matrix.change_bits(
+            touched.cell_rows,
+            touched.cell_columns,
+            lambda word: word | mask if self.at else word & ~mask,
+        )
         return touched
 
 
@@ -136,7 +137,7 @@ class Stuck(OneWorker):
 class RandomCells(Attack):
     """Each cell is, with a probability, overwritten with random bits, NaN and inf among them."""
 
-    name: ClassVar[str] = "randomcells"
+    name: ClassVar[str] = "random-cells"
     rate: float
 
     def __post_init__(self) -> None:
@@ -146,8 +147,10 @@ class RandomCells(Attack):
         kind = scene.matrix.kind
         hits = bernoulli(scene.rng, scene.matrix.m * scene.d, self.rate)
         noise = scene.rng.integers(1 << kind.bits, size=len(hits), dtype=kind.word)
-        rows, columns = np.divmod(hits, max(scene.d, 1))
-        here = (columns >= scene.start) & (columns < scene.start + scene.matrix.d)
-        touched = scene.cells_here(rows[here], columns[here])
-        scene.matrix.words[touched.cell_rows, touched.cell_columns] = noise[here]
+        rows, columns = rows_and_columns(hits, scene.matrix.m, scene.d)
+        if scene.matrix.d < scene.d:
+            here = (columns >= scene.start) & (columns < scene.start + scene.matrix.d)
+            rows, columns, noise = rows[here], columns[here], noise[here]
+        touched = scene.cells_here(rows, columns)
+        scene.matrix.change_bits(touched.cell_rows, touched.cell_columns, lambda _: noise)
         return touched

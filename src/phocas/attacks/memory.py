@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,12 @@ class Kind:
     def work(self) -> np.dtype[Any]:
         """Return the format to compute in: float64 for float64, float32 for the rest."""
         return np.dtype(np.float64 if self.bits == 64 else np.float32)
+
+    @property
+    def large(self) -> float:
+        """Return a number whose square, too, is finite in this format."""
+        exponent_bits = self.bits - 1 - self.mantissa
+        return float(2.0 ** (2 ** (exponent_bits - 2) - 1))
 
     def paper_bits(self) -> tuple[int, ...]:
         """Return the bits that play the part of 22, 30, 31 and 32 in a float32.
@@ -93,16 +97,41 @@ class Matrix:
             target[row, columns] = stored
 
     def take(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return single cells."""
+        """Return single cells to compute with."""
+        memory, places = self._cells(self._floats, rows, columns)
         if self._floats is None:
-            return _from_bfloat16(self.words[rows, columns])
-        floats: np.ndarray = self._floats[rows, columns]
+            return _from_bfloat16(memory[places])
+        floats: np.ndarray = memory[places]
         return floats.astype(self.kind.work, copy=False)
 
     def put(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
         """Put values into single cells; what is too large becomes inf."""
-        target = self.words if self._floats is None else self._floats
-        target[rows, columns] = self._stored(values)
+        memory, places = self._cells(self._floats, rows, columns)
+        memory[places] = self._stored(values)
+
+    def change_bits(
+        self, rows: np.ndarray, columns: np.ndarray, change: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        """Replace the words of single cells by a function of them."""
+        memory, places = self._cells(self.words, rows, columns)
+        memory[places] = change(memory[places])
+
+    def copy_rows(self, rows: Iterable[int], source: np.ndarray) -> None:
+        """Put the bits of ``source[row]`` into each of these rows."""
+        for row in rows:
+            self.words[row] = source[row]
+
+    def _cells(
+        self, memory: np.ndarray | None, rows: np.ndarray, columns: np.ndarray
+    ) -> tuple[np.ndarray, Any]:
+        """Return an array and an index into it for these cells.
+
+        One flat index is 2 to 4 times as fast as a pair, where the memory is in one piece.
+        """
+        whole = self.words if memory is None else memory
+        if whole.flags.c_contiguous:
+            return whole.reshape(-1), rows * self.d + columns
+        return whole, (rows, columns)
 
     def in_place(self, row: int, columns: slice) -> np.ndarray | None:
         """Return a part of a row that may be computed into directly, if there is such memory."""
