@@ -143,11 +143,18 @@ class ParameterServer:
         gradient = torch.from_numpy(value)
         return Aggregate(gradient, dropped, float(expected), shares, bool(np.isfinite(value).all()))
 
+    def verdict(self, aggregate: Aggregate) -> Action:
+        """Say what the policy does with an aggregate."""
+        if aggregate.finite or self.on_nonfinite == "apply":
+            return "applied"
+        return "skipped" if self.on_nonfinite == "skip" else "stopped"
+
     def update(self, aggregate: Aggregate, factor: float = 1.0) -> Action:
         """Take an optimiser step along an aggregate, unless the policy forbids it."""
         self._arrived = None if self._arrived is None else set()
-        if not aggregate.finite and self.on_nonfinite != "apply":
-            return "skipped" if self.on_nonfinite == "skip" else "stopped"
+        action = self.verdict(aggregate)
+        if action != "applied":
+            return action
         self.gradient.copy_(aggregate.value)
         for tensor, view in zip(self.parameters.tensors, self._gradients, strict=True):
             tensor.grad = view
