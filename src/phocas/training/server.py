@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -91,7 +92,8 @@ class ParameterServer:
         self.rows = torch.empty(self.num_workers, d, dtype=self.parameters.vector.dtype)
         self.gradient = torch.zeros(d, dtype=self.parameters.vector.dtype)
         self._gradients = list(self.parameters.views(self.gradient))
-        self.optimizer = optimizer(self.parameters.tensors, lr=lr, **(optimizer_options or {}))
+        self.make_optimizer = functools.partial(optimizer, lr=lr, **(optimizer_options or {}))
+        self.optimizer = self.make_optimizer(self.parameters.tensors)
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._arrived: set[int] | None = None
 
