@@ -15,7 +15,7 @@ from phocas.specs import unknown
 if TYPE_CHECKING:
     from phocas.training.trainer import Trainer
 
-ENGINES = {"local": "phocas.engines.local"}
+ENGINES = {"local": "phocas.engines.local", "ray": "phocas.engines.ray"}
 
 
 def start(engine: str, model: Any, loss: Any, data: Any, **settings: Any) -> Trainer:
