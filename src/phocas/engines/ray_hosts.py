@@ -44,7 +44,7 @@ class Host:
     def __str__(self) -> str:
         if len(self.workers) == 1:
             return f"worker {self.first}"
-        return f"workers {self.first}-{self.last - 1}"
+        return f"the process of workers {self.first} to {self.last - 1}"
 
 
 @dataclass(eq=False)

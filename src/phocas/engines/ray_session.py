@@ -15,6 +15,7 @@ from typing import Any
 CONNECT_SECONDS = 5.0
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a worker's exception is news of the round, told once
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the coming default; without it Ray warns
 }
 # Ray binds to all interfaces, and turns 127.0.0.1 into the machine's outer address, unless it is
