@@ -136,13 +136,7 @@ def test_every_fault_is_a_row_of_nan_for_its_round_and_nothing_more(
         kill:round=9,server=1
     """
     with make("ray", data, processes=4, deadline=1.5, faults=script, lr=0.1) as trainer:
-        cluster = trainer.cluster
-        assert isinstance(cluster, RayCluster)
-        actors = [*cluster.servers.actors, *(host.actor for host in cluster.hosts.hosts)]
-        nodes = {
-            ray.util.state.get_actor(actor._actor_id.hex()).node_id for actor in actors[:0]
-        } or {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        assert len(nodes) == 3
+        assert sum(node["Alive"] for node in ray.nodes()) == 3
         rounds = list(trainer.rounds(10))
         while rounds[-1].missing and len(rounds) < 200:
             rounds += trainer.rounds(1)
@@ -167,12 +161,9 @@ def test_every_fault_is_a_row_of_nan_for_its_round_and_nothing_more(
     assert sum("is back" in line for line in news) == 3
     assert all(done.action == "applied" for done in rounds)
     assert np.isfinite(losses).all()
-    # The stale row of worker 0 was a value like any other; here it is made the same lie.
-    quiet = [done for done in rounds if 0 in done.missing]
-    assert not quiet
-    again = Absent(rounds)
-    again_stale = StaleOnce(again, worker=0, round_=5)
-    assert np.array_equal(found, local_bits(data, len(rounds), attack=again_stale, lr=0.1))
+    # The stale row of worker 0 is a value like any other: the local engine is told the same lie.
+    same = StaleOnce(Absent(rounds), worker=0, round_=5)
+    assert np.array_equal(found, local_bits(data, len(rounds), attack=same, lr=0.1))
 
 
 class StaleOnce:
@@ -323,7 +314,7 @@ def test_a_configured_run_is_recorded_as_on_the_local_engine(ray: Any, tmp_path:
     }
     local = execute(make_config({**common, "results": str(tmp_path / "a")}))
     on_ray = {"engine": "ray", "processes": 2, "results": str(tmp_path / "b")}
-    seen = []
+    seen: list[str] = []
     script = ["kill:round=2,server=0"]
     record = execute(
         make_config({**common, **on_ray, "faults": script}),
@@ -369,7 +360,7 @@ def test_addresses_that_lead_nowhere_are_told_in_seconds(monkeypatch: pytest.Mon
         ("phocas:b=2", 2),
         ("trimmed-mean:b=4", 4),
         ("krum:b=3", 3),
-        ("nnm:b=2|phocas:b=3", 3),
+        ("nnm:b=2|phocas:b=3", 2),
         ("geometric-median", 4),
     ],
 )

@@ -101,6 +101,8 @@ class RayCluster:
             lambda round_, number: self._script.take(round_, server=number),
             deadline=settings.server_deadline,
         )
+        self.compute_seconds = 0.0
+        """What the slowest process spent on its gradients in the last round."""
         self._parameters: list[Any] = []
         self._publish()
         self.hosts = Hosts(
@@ -208,6 +210,7 @@ class RayCluster:
             mean = torch.from_numpy(np.concatenate(means))  # type: ignore[arg-type]
             distance = float(torch.dist(aggregate.value, mean))
         losses = self._losses(harvest, missing)
+        self.compute_seconds = max(report.seconds for report in harvest.reports.values())
         self._take_buffers(harvest)
         clock.stop("metrics")
         return Gathered(

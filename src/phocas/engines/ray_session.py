@@ -143,7 +143,7 @@ def _answers(address: str) -> bool:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(2 * CONNECT_SECONDS)
+    thread.join(CONNECT_SECONDS)
     return answer == [True]
 
 
