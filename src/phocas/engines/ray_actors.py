@@ -69,11 +69,49 @@ class Report:
     seconds: float
 
 
+class WorkerProcess:
+    """The actor: it learns its job with the first question, also when it was started again.
+
+    (An actor that is made with its job has Ray warn that it may be lost; it is the trainer's.)
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._workers: Workers | None = None
+
+    def _at_work(self, job: Sequence[Any]) -> Workers:
+        if self._workers is None:
+            self._workers = Workers(the_ray().get(job[0]), self.first, self.last)
+        return self._workers
+
+    def prepare(self, job: Sequence[Any]) -> None:
+        """Get ready; the job is a reference in a list, which Ray leaves alone."""
+        self._at_work(job)
+
+    def gradients(self, job: Sequence[Any], *question: Any) -> tuple[Any, ...]:
+        """Answer as :meth:`Workers.gradients` does."""
+        return self._at_work(job).gradients(*question)
+
+    def momentum(self, job: Sequence[Any]) -> Values | None:
+        """Return the velocities, for a checkpoint."""
+        velocity = self._at_work(job).velocity
+        return None if velocity is None else velocity.numpy()
+
+    def set_momentum(self, job: Sequence[Any], values: Values) -> None:
+        """Go on from a checkpoint."""
+        velocity = self._at_work(job).velocity
+        if velocity is not None:
+            velocity.copy_(torch.from_numpy(np.array(values)))
+
+    def pid(self) -> int:
+        """Return the number of the process."""
+        return os.getpid()
+
+
 class Workers:
     """The workers first to last - 1, in one process."""
 
-    def __init__(self, jobs: Sequence[Any], first: int, last: int) -> None:
-        job: WorkerJob = the_ray().get(jobs[0])  # a reference in a list, which Ray leaves alone
+    def __init__(self, job: WorkerJob, first: int, last: int) -> None:
         self.job = job
         self.first, self.last = first, last
         torch.set_num_threads(1)
@@ -161,19 +199,6 @@ class Workers:
                 past = None if before is None else before[i, bounds]
                 part[i] = fault.change(rows[i, bounds], past, bounds.start)
         return slices
-
-    def momentum(self) -> Values | None:
-        """Return the velocities, for a checkpoint."""
-        return None if self.velocity is None else self.velocity.numpy()
-
-    def set_momentum(self, values: Values) -> None:
-        """Go on from a checkpoint."""
-        if self.velocity is not None:
-            self.velocity.copy_(torch.from_numpy(np.array(values)))
-
-    def pid(self) -> int:
-        """Return the number of the process."""
-        return os.getpid()
 
 
 @dataclass(frozen=True, eq=False)

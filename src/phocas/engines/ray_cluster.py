@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from phocas.engines.faults import Fault, FaultScript, Stale
-from phocas.engines.ray_actors import Answer, Shard, ShardJob, Source, WorkerJob, Workers
+from phocas.engines.ray_actors import Answer, Shard, ShardJob, Source, WorkerJob, WorkerProcess
 from phocas.engines.ray_hosts import Harvest, Host, Hosts, OnMissing, survives
 from phocas.engines.ray_servers import Servers
 from phocas.sharding import shard_bounds
@@ -32,7 +32,7 @@ class RaySettings:
     """How a Ray engine treats its processes."""
 
     processes: int | None = None
-    """Worker processes; by default one a core, and so many that one death is survived."""
+    """Worker processes; by default one a core, or several until one death is survived."""
     deadline: float = 60.0
     """Seconds after which a worker is late, and its row one of NaN."""
     server_deadline: float = 120.0
@@ -94,7 +94,7 @@ class RayCluster:
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
         self._shard_class = self._ray.remote(**options)(Shard)
         # Ray starts dead workers again by itself; a call that died is not made again by it.
-        self._worker_class = self._ray.remote(**options, max_restarts=-1)(Workers)
+        self._worker_class = self._ray.remote(**options, max_restarts=-1)(WorkerProcess)
         self.servers = Servers(
             [self._make_shard(number) for number in range(s)],
             self._make_shard,
@@ -165,18 +165,20 @@ class RayCluster:
                 keeps_rows=any(isinstance(fault, Stale) for fault in self._script.faults),
             )
         )
-        processes = settings.processes or max(
-            self.session.cores, math.ceil(m / self.allowed) if self.allowed else 1
-        )
+        cores = self.session.cores
+        enough = math.ceil(m / self.allowed) if self.allowed else 1
+        processes = settings.processes or cores * math.ceil(enough / cores)
         return [
-            Host(self._worker_class.remote([self._job], first, last), first, last)
+            Host(self._worker_class.remote(first, last), first, last)
             for first, last in shard_bounds(m, min(m, processes))
         ]
 
     def _wait_until_ready(self) -> None:
         """Let every process come up before the first deadline runs; errors in them come out."""
-        actors = [*self.servers.actors, *(host.actor for host in self.hosts.hosts)]
-        self._ray.get([actor.pid.remote() for actor in actors])
+        self._ray.get(
+            [host.actor.prepare.remote([self._job]) for host in self.hosts.hosts]
+            + [actor.pid.remote() for actor in self.servers.actors]
+        )
 
     # -- a round -----------------------------------------------------------------------------------
 
@@ -187,7 +189,9 @@ class RayCluster:
 
     def _ask(self, actor: Any, round: int, faults: list[Fault]) -> list[Any]:  # noqa: A002
         call = actor.gradients.options(num_returns=len(self.servers.actors) + 1)
-        references: list[Any] = call.remote(round, self._parameters, self._buffers, faults)
+        references: list[Any] = call.remote(
+            [self._job], round, self._parameters, self._buffers, faults
+        )
         return references
 
     def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
@@ -327,7 +331,7 @@ class RayCluster:
         rows = self.trainer.server.rows
         if self.trainer.worker_momentum:
             velocity = torch.zeros_like(rows)
-            asked = {host.actor.momentum.remote(): host for host in self.hosts.hosts}
+            asked = {host.actor.momentum.remote([self._job]): host for host in self.hosts.hosts}
             ready, _ = self._ray.wait(
                 list(asked), num_returns=len(asked), timeout=self.hosts.deadline
             )
@@ -364,7 +368,7 @@ class RayCluster:
             velocity = state["velocity"].numpy()
             self._ray.get(
                 [
-                    host.actor.set_momentum.remote(velocity[host.first : host.last])
+                    host.actor.set_momentum.remote([self._job], velocity[host.first : host.last])
                     for host in self.hosts.hosts
                 ]
             )
