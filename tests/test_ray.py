@@ -6,6 +6,8 @@ import importlib.util
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +78,7 @@ def make(engine: str, data: Dataset, **options: Any) -> Trainer:
     model = options.pop("model", None) or build_model("mlp:hidden=16", data.shape, 10, seed=3)
     settings: dict[str, Any] = {
         "num_workers": 8,
-        "num_servers": 3,
+        "num_servers": 2,
         "batch_size": 16,
         "rule": "phocas:b=3",
         "lr": 0.5,
@@ -432,3 +434,91 @@ def test_a_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
     assert all(len(done.missing) <= 4 for done in rounds)
     assert all(done.action == "applied" for done in rounds)
     assert accuracy > 0.85
+
+
+LISTENERS = """
+import os, pathlib, sys
+from phocas import engines
+from phocas.training.data import load
+from phocas.training.models import build_model
+import torch
+
+data = load("synthetic:train=100,test=20,side=8")
+model = build_model("softmax", data.shape, 10, 0)
+with engines.start("ray", model, torch.nn.functional.cross_entropy, data, num_workers=3,
+                   num_servers=1, rule="median", processes=1, batch_size=4) as trainer:
+    list(trainer.rounds(2))
+    parents = {}
+    for status in pathlib.Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        except OSError:
+            continue
+        parents[int(fields["Pid"])] = int(fields["PPid"])
+    family = {os.getpid()}
+    while new := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= new
+    inodes = set()
+    for pid in family:
+        try:
+            for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+                inodes.add(os.readlink(link))
+        except OSError:
+            continue
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in pathlib.Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                found.append(words[1].split(":")[0])
+    print(len(family), *found)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the listeners from /proc")
+def test_without_an_address_everything_listens_on_loopback_and_ends() -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", LISTENERS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    family, *listeners = ended.stdout.split()
+    assert int(family) > 5
+    assert len(listeners) > 3
+    loopback = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}
+    assert set(listeners) <= loopback
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_on_ray_through_a_script_of_faults(tmp_path: Path) -> None:
+    script = tmp_path / "faults.txt"
+    script.write_text("nan:round=2,worker=0\nshape:round=3,worker=1\nkill:round=4,server=1\n")
+    arguments = [
+        "train", "--engine", "ray", "--dataset", "synthetic:train=500,test=100,side=8",
+        "--workers", "5", "--servers", "2", "--rule", "phocas:b=2", "--rounds", "8",
+        "--faults", str(script), "--processes", "1", "--results", str(tmp_path / "r.sqlite"),
+    ]  # fmt: skip
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+
+    def phocas(*extra: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", "from phocas.cli import main; main()", *arguments, *extra],
+            env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+
+    ended = phocas()
+    assert ended.returncode == 0, ended.stderr
+    assert "round 3: worker 1 sent shape" in ended.stderr
+    assert "round 4: server 1 died: restored from its checkpoint" in ended.stderr
+    assert "complete" in ended.stdout
+    start = time.monotonic()
+    refused = phocas("--address", "127.0.0.1:1")
+    assert time.monotonic() - start < 60  # most of it is loading the data set and torch
+    assert refused.returncode != 0
+    assert "no Ray at 127.0.0.1:1" in refused.stderr
+    assert "Traceback" not in refused.stderr

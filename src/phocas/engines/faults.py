@@ -217,6 +217,13 @@ class Stale(RowFault):
         return np.zeros_like(values) if before is None else before
 
 
+def strike(faults: Iterable[Fault]) -> None:
+    """Do to this process what the script says."""
+    for fault in faults:
+        if isinstance(fault, ProcessFault):
+            fault.strike()
+
+
 FAULTS: Table[Fault] = Table(
     "fault", [Kill, Hang, Delay, Raise, NaN, Corrupt, WrongShape, WrongType, Stale]
 )

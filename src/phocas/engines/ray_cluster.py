@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
 
 from phocas.engines.faults import Fault, FaultScript, Stale
-from phocas.engines.ray_actors import Answer, Shard, ShardJob, Source, WorkerJob, WorkerProcess
 from phocas.engines.ray_hosts import Harvest, Host, Hosts, OnMissing, survives
 from phocas.engines.ray_servers import Servers
+from phocas.engines.ray_shard import Answer, Shard, ShardJob, check_optimizer, piece_shapes
+from phocas.engines.ray_worker import Source, WorkerJob, WorkerProcess, without_test
 from phocas.sharding import shard_bounds
 from phocas.specs import count, positive, unknown
 from phocas.training.cluster import Clock, Gathered
@@ -76,7 +75,7 @@ class RayCluster:
                     f"{attack} looks at all columns, and a server holds only its own: run it on"
                     " the local engine, or with one server"
                 )
-        check_optimizer(trainer)
+        check_optimizer(server)
         self.allowed = survives(trainer.rule, m)
         if settings.missing is not None:
             if settings.missing > self.allowed:
@@ -383,68 +382,6 @@ class RayCluster:
             for actor in (*self.servers.actors, *(host.actor for host in self.hosts.hosts)):
                 self._ray.kill(actor)
         self.session.close()
-
-
-def piece_shapes(shapes: Sequence[torch.Size], bounds: slice) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters in a range of columns, flat where one is cut.
-
-    >>> piece_shapes([torch.Size((2, 3)), torch.Size((4,))], slice(0, 8))
-    [(2, 3), (2,)]
-    """
-    pieces: list[tuple[int, ...]] = []
-    offset = 0
-    for shape in shapes:
-        inside = min(bounds.stop, offset + shape.numel()) - max(bounds.start, offset)
-        if inside == shape.numel():
-            pieces.append(tuple(shape))
-        elif inside > 0:
-            pieces.append((inside,))
-        offset += shape.numel()
-    return pieces
-
-
-def check_optimizer(trainer: Trainer) -> None:
-    """Refuse an optimiser that looks beside a value, where servers would cut its parameters."""
-    server = trainer.server
-    if server.num_servers == 1:
-        return
-    optimizer = server.optimizer
-    if len(optimizer.param_groups) != 1:
-        raise ValueError(
-            f"servers step on their own columns: {type(optimizer).__name__} with"
-            f" {len(optimizer.param_groups)} groups of parameters needs one server"
-        )
-    rng = np.random.default_rng(0)
-    start, steps = rng.normal(size=12), rng.normal(size=(3, 12))
-
-    def run(shapes: list[tuple[int, ...]]) -> np.ndarray:
-        parts = [slice(*cut) for cut in itertools.pairwise(np.cumsum([0, *map(math.prod, shapes)]))]
-        pieces = [
-            torch.nn.Parameter(torch.from_numpy(start[part].copy()).view(shape))
-            for part, shape in zip(parts, shapes, strict=True)
-        ]
-        twin = server.make_optimizer(pieces)
-        for step in steps:
-            for part, piece in zip(parts, pieces, strict=True):
-                piece.grad = torch.from_numpy(step[part].copy()).view(piece.shape)
-            twin.step()
-        return np.concatenate([piece.detach().numpy().ravel() for piece in pieces])
-
-    if not np.allclose(run([(3, 4)]), run([(5,), (7,)]), rtol=1e-9, atol=0):
-        raise ValueError(
-            f"{type(optimizer).__name__} steps otherwise when a parameter is cut, and"
-            f" {server.num_servers} servers cut them: use one server, or the local engine"
-        )
-
-
-def without_test(samples: Any) -> Any:
-    """Return samples without those for evaluation, which workers have no use for."""
-    lean = copy.copy(samples)
-    lean.test = None
-    if lean.dataset is not None:
-        none = lean.dataset.test_images[:1], lean.dataset.test_labels[:1]
-        lean.dataset = replace(lean.dataset, test_images=none[0], test_labels=none[1])
-    return lean
 
 
 def _changing_buffers(trainer: Trainer) -> dict[str, np.ndarray] | None:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from phocas.engines.faults import Fault
-from phocas.engines.ray_actors import Report, Source
 from phocas.engines.ray_session import the_ray
+from phocas.engines.ray_worker import Report, Source
 from phocas.rules import Rule
 from phocas.training.trainer import tolerated
 
