@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from phocas.engines import EngineError
 from phocas.engines.faults import (
     FAULTS,
     Corrupt,
@@ -23,6 +25,7 @@ from phocas.engines.faults import (
     WrongType,
     random_script,
 )
+from phocas.engines.ray_session import the_ray
 from phocas.experiments.config import ConfigError, make_config
 
 ROW = np.arange(1, 8, dtype=np.float32)
@@ -166,3 +169,9 @@ def test_the_configuration_knows_faults_and_whose_settings_are_whose(tmp_path: P
     ):
         with pytest.raises(ConfigError, match=message):
             make_config({**base, **bad})
+
+
+def test_without_ray_the_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    with pytest.raises(EngineError, match=r"pip install 'phocas\[ray\]'"):
+        the_ray()

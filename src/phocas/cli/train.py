@@ -91,6 +91,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model among workers of whom some may lie."""
+    from phocas.engines import EngineError
     from phocas.experiments.claims import RunTakenError
     from phocas.experiments.config import make_config, read_toml
     from phocas.experiments.runner import execute
@@ -136,6 +137,9 @@ def train(
             )
     except RunTakenError as error:
         raise ValueError(str(error)) from None
+    except EngineError as error:
+        typer.echo(f"phocas: {error}", err=True)
+        raise typer.Exit(3) from None
     print_outcome(record, as_json=json_)
     if record.status == "interrupted":
         raise typer.Exit(130)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 ENGINES = {"local": "phocas.engines.local", "ray": "phocas.engines.ray"}
 
 
+class EngineError(RuntimeError):
+    """Why an engine could not begin or go on; what was done until then is kept."""
+
+
 def start(engine: str, model: Any, loss: Any, data: Any, **settings: Any) -> Trainer:
     """Make a trainer whose rounds run on the named engine."""
     if engine not in ENGINES:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from phocas.engines import EngineError
 from phocas.engines.faults import Fault
 from phocas.engines.ray_session import the_ray
 from phocas.engines.ray_worker import Report, Source
@@ -20,7 +21,7 @@ OnMissing = Literal["wait", "stop"]
 _PAUSE = 0.2  # seconds before a process that failed is asked again
 
 
-class MissingRowsError(RuntimeError):
+class MissingRowsError(EngineError):
     """More rows are missing than the rule survives, and the policy is not to wait (any longer)."""
 
 

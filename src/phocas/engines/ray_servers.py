@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phocas.engines import EngineError
 from phocas.engines.faults import Fault
 from phocas.engines.ray_session import the_ray
 
 _ATTEMPTS = 5  # restorations of one server in one call, before the run gives up
 
 
-class ServerLostError(RuntimeError):
+class ServerLostError(EngineError):
     """A server died or hung again and again."""
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from phocas.engines import EngineError
+
 CONNECT_SECONDS = 5.0
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -24,8 +26,12 @@ _QUIET = {
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
-class RayUnreachableError(ConnectionError):
+class RayUnreachableError(EngineError, ConnectionError):
     """There is no Ray where we looked; the text says where that was."""
+
+
+class RayNotInstalledError(EngineError, ImportError):
+    """Ray is an extra."""
 
 
 def the_ray() -> Any:
@@ -33,7 +39,7 @@ def the_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError(
+        raise RayNotInstalledError(
             "the ray engine needs Ray: pip install 'phocas[ray]', or use --engine local"
         ) from error
 
