@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 
+from phocas.engines import EngineError
 from phocas.engines.faults import Fault, FaultScript, Stale
 from phocas.engines.ray_hosts import Harvest, Host, Hosts, OnMissing, survives
 from phocas.engines.ray_servers import Servers
@@ -24,6 +25,8 @@ from phocas.training.server import Action, Aggregate
 if TYPE_CHECKING:
     from phocas.engines.ray_session import Session
     from phocas.training.trainer import Trainer
+
+_START_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -174,10 +177,15 @@ class RayCluster:
 
     def _wait_until_ready(self) -> None:
         """Let every process come up before the first deadline runs; errors in them come out."""
-        self._ray.get(
-            [host.actor.prepare.remote([self._job]) for host in self.hosts.hosts]
-            + [actor.pid.remote() for actor in self.servers.actors]
-        )
+        begun = [host.actor.prepare.remote([self._job]) for host in self.hosts.hosts]
+        begun += [actor.pid.remote() for actor in self.servers.actors]
+        try:
+            self._ray.get(begun, timeout=_START_SECONDS)
+        except self._ray.exceptions.RayError as error:
+            raise EngineError(
+                f"the processes of {len(self.hosts.hosts)} workers and"
+                f" {len(self.servers.actors)} servers did not start: {error}"
+            ) from error
 
     # -- a round -----------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class Session:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address is None:
             options |= {
+                "address": "local",  # not one that somebody else has running on this machine
                 "num_cpus": cores,
                 "object_store_memory": store_bytes,
                 "include_dashboard": False,

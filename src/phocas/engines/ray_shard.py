@@ -183,7 +183,8 @@ class Shard:
                 problems |= dict.fromkeys(range(first, last), lost)
                 continue
             for worker in range(first, last):
-                row = part[worker - first] if len(part) == last - first else part
+                whole = isinstance(part, list) and len(part) == last - first
+                row = part[worker - first] if whole else part
                 problem = self._problem(row)
                 if problem is None:
                     rows[worker] = row

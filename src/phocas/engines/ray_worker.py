@@ -122,6 +122,7 @@ class Workers:
         self.rows = torch.zeros(last - first, self.flat.size, dtype=self.flat.vector.dtype)
         self.velocity = torch.zeros_like(self.rows) if job.momentum else None
         self._before: torch.Tensor | None = None
+        self._last: tuple[int, Report] | None = None
 
     def gradients(
         self,
@@ -132,6 +133,12 @@ class Workers:
     ) -> tuple[Any, ...]:
         """Pull the model and return the slices of the rows for each server, then a report."""
         strike(faults)
+        rows = [fault for fault in faults if isinstance(fault, RowFault)]
+        if self.velocity is not None and self._last is not None and self._last[0] == round:
+            # Asked again for the same round: to add the gradient to the momentum twice is wrong.
+            return *self._slices(rows), self._last[1]
+        if self.job.keeps_rows and self._last is not None:
+            self._before = self.rows.clone()
         start = time.perf_counter()
         pulled = the_ray().get(list(parameters))
         vector = self.flat.vector.numpy()
@@ -143,10 +150,8 @@ class Workers:
             self.velocity.mul_(self.job.momentum).add_(self.rows, alpha=1 - self.job.momentum)
             self.rows.copy_(self.velocity)
         report = Report(losses, changed, time.perf_counter() - start)
-        slices = self._slices([fault for fault in faults if isinstance(fault, RowFault)])
-        if self.job.keeps_rows:
-            self._before = self.rows.clone()
-        return *slices, report
+        self._last = round, report
+        return *self._slices(rows), report
 
     def _batches(self, round: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
         job = self.job
