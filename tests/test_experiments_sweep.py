@@ -22,7 +22,7 @@ COMMON: dict[str, Any] = {
     "rounds": 30,
     "batch_size": 8,
     "evaluate_every": 5,
-    "checkpoint_rounds": 5,
+    "checkpoint_rounds": 20,
 }
 GRID = {"rule": ["mean", "phocas:b=2"], "attack": ["none", "gaussian:q=2"], "seed": [0, 1]}
 
