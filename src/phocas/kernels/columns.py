@@ -7,7 +7,9 @@ averaged follows in closed form, without a branch or an index:
     with u_1 <= ... <= u_m and y the centre, the m - b values nearest to y are u_{b+1..m-b} and, for
     k = 1..b, the nearer to y of u_k and u_{m-b+k}.
 
-(y - u_k falls and u_{m-b+k} - y rises with k, so the choice flips at most once.)
+(y - u_k falls and u_{m-b+k} - y rises with k, so the choice flips at most once.) If b is more than
+half of m, as in Bulyan, more than two of them share a place modulo m - b; the window has one of
+each place, the nearest to y.
 
 Means are taken as one value plus the mean of the scaled distances to it. Equal values then give
 exactly that value, no sum of finite values overflows, and a mean of up to 4096 values cannot be
@@ -54,8 +56,8 @@ def wanted_wires(window: Window, m: int) -> dict[int, Hashable]:
     wanted: dict[int, Hashable] = dict.fromkeys(range(window.drop, m - window.drop), "middle")
     wanted.update(centre)
     for k in range(window.drop):
-        wanted[k] = ("low", k)
-        wanted[m - window.drop + k] = ("high", k)
+        wanted[k] = ("below", k)
+        wanted[m - window.drop + k] = ("above", k)
     return wanted
 
 
@@ -150,11 +152,14 @@ def _average(f: Function, wires: list[str], window: Window) -> tuple[str, Kept]:
     scaled_y = f.mul(y, f.splat(scale))
     minus_y = f.negate(scaled_y)
     total = radius = ""
-    for k in range(b):
+    for k in range(min(b, m - b)):
         # Scaled, so that no finite distance overflows to that of an infinity.
-        down = f.scaled_add(wires[k], -scale, scaled_y)
-        up = f.scaled_add(wires[m - b + k], scale, minus_y)
-        nearer = f.select(f.compare("ole", down, up), f.negate(down), up)
+        if 2 * b <= m:
+            down = f.scaled_add(wires[k], -scale, scaled_y)
+            up = f.scaled_add(wires[m - b + k], scale, minus_y)
+            nearer = f.select(f.compare("ole", down, up), f.negate(down), up)
+        else:
+            nearer = _nearest_of(f, wires[k :: m - b], scale, minus_y)
         total = f.add(total, nearer) if total else nearer
         distance = f.absolute(nearer)
         radius = f.high(radius, distance) if radius else distance
@@ -167,6 +172,16 @@ def _average(f: Function, wires: list[str], window: Window) -> tuple[str, Kept]:
         radius = f.high(radius, f.absolute(f.scaled_add(wire, scale, minus_y)))
     result = f.fma(total, f.splat(1 / (scale * (m - b))), y)
     return result, Kept(scale=scale, minus_centre=minus_y, radius=radius)
+
+
+def _nearest_of(f: Function, values: list[str], scale: float, minus_y: str) -> str:
+    """Return the scaled distance to y of the nearest of ordered values, the first of equals."""
+    nearest = f.scaled_add(values[0], scale, minus_y)
+    for value in values[1:]:
+        other = f.scaled_add(value, scale, minus_y)
+        nearer = f.compare("ole", f.absolute(nearest), f.absolute(other))
+        nearest = f.select(nearer, nearest, other)
+    return nearest
 
 
 def _mean_from(f: Function, pivot: str, others: list[str]) -> str:

@@ -202,16 +202,22 @@ def _nearest(
     """Return the mean of the m - b values nearest to y, the kept radius, and -y, both scaled."""
     minus_y = f.negate(f.mul(y, scale))
     beyond = f.op(f"sub i64 {m}, {b}")
-    with f.loop("0", b) as each:
+    fewer = f.op(f"icmp slt i64 {b}, {beyond}")
+    places = f.op(f"select i1 {fewer}, i64 {b}, i64 {beyond}")
+    with f.loop("0", places) as each:
         total = each.carry(f.vector, "zeroinitializer")
         radius = each.carry(f.vector, "zeroinitializer")
         below = f.load_vector(f.at(tile, each.index, f.vector))
-        partner = f.op(f"add i64 {beyond}, {each.index}")
-        above = f.load_vector(f.at(tile, partner, f.vector))
-        down, up = f.fma(below, scale, minus_y), f.fma(above, scale, minus_y)
-        nearer = f.select(f.compare("ole", f.negate(down), up), down, up)
-        each.update(total, f.add(total, nearer))
-        each.update(radius, f.high(radius, f.absolute(nearer)))
+        first = f.fma(below, scale, minus_y)
+        # One turn, or more if b is more than half of m.
+        with f.loop(f.op(f"add i64 {beyond}, {each.index}"), m, beyond) as partner:
+            nearest = partner.carry(f.vector, first)
+            above = f.load_vector(f.at(tile, partner.index, f.vector))
+            other = f.fma(above, scale, minus_y)
+            nearer = f.compare("ole", f.absolute(nearest), f.absolute(other))
+            partner.update(nearest, f.select(nearer, nearest, other))
+        each.update(total, f.add(total, nearest))
+        each.update(radius, f.high(radius, f.absolute(nearest)))
     # The centre's own distances to its mean add up to nothing: the middle is what is around it.
     last = f.op(f"sub i64 {m}, {trim}")
     for begin, end in ((b, trim), (last, beyond)):

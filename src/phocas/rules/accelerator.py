@@ -81,14 +81,15 @@ def window_mean(rows: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch
         return y, (rows < centre[0]) | (rows > centre[-1])
     b = window.drop
     half_y = y / 2
-    down = half_y - wires[:b] / 2
-    up = wires[m - b :] / 2 - half_y
-    nearer = torch.where(down <= up, -down, up)
-    middle = wires[b : m - b] / 2 - half_y
-    around = torch.cat([middle[: window.trim - b], middle[m - b - window.trim :], nearer])
-    value = y + 2 * (around / (m - b)).sum(dim=0)
-    radius = torch.cat([nearer.abs(), middle.abs()]).amax(dim=0)
-    return value, (rows / 2 - half_y).abs() > radius
+    distances = wires / 2 - half_y
+    # The window has one value of each place modulo m - b, the nearest.
+    kept = distances[: m - b]
+    for start in range(m - b, m, m - b):
+        others = distances[start : start + m - b]
+        nearer = torch.where(kept[: len(others)].abs() <= others.abs(), kept[: len(others)], others)
+        kept = torch.cat([nearer, kept[len(others) :]])
+    value = y + 2 * (kept / (m - b)).sum(dim=0)
+    return value, (rows / 2 - half_y).abs() > kept.abs().amax(dim=0)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
