@@ -113,7 +113,10 @@ class GeometricMedian(WeighingRule):
         squared = np.where(np.isfinite(squared), squared, 0.0)
         to_rows = np.diag(stretch)
         to_rows[:, centre] += 1 - stretch
-        weights = present / present.sum()
+        # From among the near rows: on the way back from far ones, a step is no longer than by the
+        # ratio of near to far, and 7 near rows against 6 would need hundreds.
+        near = shrink == 1
+        weights = near / near.sum()
         floor = 1e-12 * np.sqrt(typical)
         previous: Floats | None = None
         for _ in range(self.iterations):
