@@ -231,6 +231,22 @@ def _check_geometric_median(rule: Rule, rows: Doubles, got: Any, dtype: str) -> 
     assert cost(doubles(got)) <= cost(reference(rule, present)) + slack
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-3, 1e12, 1e20, 1e30])
+@pytest.mark.parametrize("lie", [np.nan, 3e38, 1e5])
+def test_geometric_median_at_any_scale(scale: float, lie: float) -> None:
+    """Squares of 1e-30 and 1e30 have no place in single precision, nor has 1e-30 / 3e38."""
+    rng = np.random.default_rng(0)
+    rows = ((rng.normal(size=(9, 50)) + 1) * scale).astype(np.float32)
+    rows[:3] = lie * np.sign(rng.normal(size=(3, 50)))
+    got = doubles(GeometricMedian()(rows))
+    honest = doubles(rows[3:])
+    if abs(lie) > 1e38 * scale:
+        # Its weight is less than single precision can hold: the row is left out.
+        assert ((got >= honest.min(axis=0)) & (got <= honest.max(axis=0))).all()
+    else:
+        np.testing.assert_allclose(got, reference(GeometricMedian(), rows), atol=2e-5 * scale)
+
+
 @pytest.mark.parametrize("m", [*range(3, 17), 40])
 def test_bulyan_may_drop_more_than_half_of_what_it_chose(m: int) -> None:
     rows = np.round(np.random.default_rng(m).normal(size=(m, 35)), 2)

@@ -127,7 +127,7 @@ def reduce(rows: Rows, window: Window, out: int, counts: NDArray[np.int64] | Non
 
 
 def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
-    """Write the mixed rows to ``out``, a (k, columns) array of computed values."""
+    """Write the mixed rows to ``out``, a (k, columns) array of computed values or of doubles."""
     weights = mix.weights.astype(out.dtype)
     table = _row_table(out)
     centres = rows.addresses[mix.centres[mix.groups[len(rows) :]]]
@@ -141,7 +141,7 @@ def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
         mix.mode,
         centres,
     )
-    work = _compiled("combine", rows.element)
+    work = _compiled("combine", rows.element, out.dtype == np.float64)
     POOL.run(work, words, [None] * POOL.size(), rows.columns, CHUNK_COLUMNS)
 
 

@@ -98,7 +98,8 @@ class GeometricMedian(WeighingRule):
         if np.any(shrink < 1):
             drawn = np.diag(shrink)
             drawn[:, centre] += 1 - shrink
-            squared = yield Distances(weights=drawn)
+            wide = not 1e-24 < typical < 1e36 / FAR**2 or bool(np.any(shrink[shrink > 0] < 1e-30))
+            squared = yield Distances(weights=drawn, wide=wide)
         return Mix(self._weiszfeld(squared, shrink, centre, typical)[None, :], fair=1 / m)
 
     def _weiszfeld(self, squared: Floats, shrink: Floats, centre: int, typical: float) -> Floats:
