@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ print(json.dumps([imported, time.perf_counter() - start]))
 
 
 def first_use(rule: str, m: int) -> dict[str, float]:
-    """Return the seconds of the first call in a process, with an empty cache and with a full one."""
+    """Return the seconds of a process's first call, with an empty cache and with a full one."""
     result: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold", "remembered"):
@@ -185,6 +186,16 @@ def peers() -> Iterator[tuple[str, str, Callable[[Any], object], Rule]]:
             return aggregate_trimmed_avg([([row], 1) for row in rows.numpy()], 0.3)
 
         yield "flwr", "aggregate_trimmed_avg", flower, phocas.TrimmedMean(6)
+
+
+def peer_ratios(seconds: float) -> list[dict[str, Any]]:
+    """Time every peer against ours on the paper's MLP: 20 workers, 118,282 parameters."""
+    found = []
+    for peer, name, theirs, ours in peers():
+        rows = matrix(20, 118_282, "float32")
+        first, second = in_turns(partial(ours, rows), partial(theirs, rows), seconds, 3)
+        found.append({"peer": peer, "rule": name, "ours": str(ours), "ratio": second / first})
+    return found
 
 
 def machine() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -73,24 +73,18 @@ def bench(
                 f"First use of {name}: {result['cold']:.2f} s, in another process"
                 f" {result['remembered']:.2f} s (import phocas: {result['import']:.2f} s)"
             )
-    rivals = []
-    rows = None
-    for peer, name, theirs, ours in benchmark.peers():
-        rows = benchmark.matrix(20, 118_282, "float32") if rows is None else rows
-        with console.status(f"{peer} {name}"):
-            first, second = benchmark.in_turns(
-                lambda ours=ours: ours(rows), lambda theirs=theirs: theirs(rows), seconds, 3
-            )
-        rivals.append({"peer": peer, "rule": name, "ours": str(ours), "ratio": second / first})
+    rivals = benchmark.peer_ratios(seconds)
+    for rival in rivals:
         console.print(
-            f"{peer} {name}: {second / first:.1f} times the time of {ours} (20 x 118,282)"
+            f"{rival['peer']} {rival['rule']}: {rival['ratio']:.1f} times the time of"
+            f" {rival['ours']} (20 x 118,282)"
         )
     if as_json:
-        result = {
+        everything: dict[str, Any] = {
             "machine": about,
             "read_bandwidth": bandwidth,
             "timings": [timing.as_dict() for timing in timings],
             "first_use": first_uses,
             "peers": rivals,
         }
-        typer.echo(json.dumps(result))
+        typer.echo(json.dumps(everything))

@@ -162,7 +162,7 @@ def mix_reduce(
     """Mix the rows and average a window of every column, a tile at a time."""
     m, k, g = len(rows), len(mix), len(mix.centres)
     kind = compute_dtype(rows.element)
-    tile = max(64, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // 64 * 64)
+    tile = max(256, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // 256 * 256)
     inner, rule_words, _alive = _column_kernel(k, kind.name, window, counts is not None)
     centres, scales = rows.addresses[mix.centres], np.array(mix.scales(), kind)
     tiles = _words(centres, m, tile, mix.groups, g, scales)
@@ -182,7 +182,7 @@ def mix_reduce(
         counts += np.sum(tallies, axis=0)
 
 
-def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.floating]:
+def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
     """Return the sums of squared differences of whole granules: (granules, padded pairs)."""
     m = len(rows)
     side = distances.block_rows(host())
@@ -191,15 +191,15 @@ def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.floating]:
     return _granule_sums(rows, granule, "pairs", wide, width)
 
 
-def square_sums(rows: Rows, granule: int) -> NDArray[np.floating]:
+def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
     """Return the sums of squares of whole granules: (granules, padded rows)."""
     side = distances.block_rows(host())
     return _granule_sums(rows, granule, "norms", True, -(-len(rows) // side) * side)
 
 
-def pair_matrix(sums: NDArray[np.floating], m: int) -> NDArray[np.float64]:
+def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
     """Return the symmetric m x m matrix that a vector of padded pairs stands for."""
-    matrix = sums[_pair_places(m)].astype(np.float64, copy=False)
+    matrix = sums[_pair_places(m)]
     matrix[np.arange(m), np.arange(m)] = 0.0
     return matrix
 
@@ -217,14 +217,13 @@ def _pair_places(m: int) -> NDArray[np.int64]:
 
 def _granule_sums(
     rows: Rows, granule: int, name: str, wide: bool, width: int
-) -> NDArray[np.floating]:
+) -> NDArray[np.float64]:
     m = len(rows)
     side = distances.block_rows(host())
     blocks = -(-m // side)
     number = rows.columns // granule
-    kind = np.dtype(np.float64) if wide else compute_dtype(rows.element)
     addresses = np.resize(rows.addresses, blocks * side)  # the padding repeats rows
-    out = np.empty((number, width), kind)
+    out = np.empty((number, width))
     words = _words(addresses, out, blocks, 0, granule, distances.tile_columns(m))
     size = distances.scratch_words(host(), m)
     local = [aligned((size,), np.dtype(np.uint64)) for _ in range(POOL.size())]

@@ -12,7 +12,7 @@ meets NaN is +inf.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from phocas.kernels.emit import SIGNATURE, Element, Function, constant, declarations
@@ -47,8 +47,8 @@ def pairs_module(target: Target, element: Element) -> str:
     """Write the kernel of pairwise sums over a range of granules.
 
     args are (rows, out, blocks, first column, granule columns, tile columns). ``rows`` is padded to
-    whole blocks. ``out`` gets, for each granule and each pair of blocks I <= J, the sums of block
-    I's rows against block J's; of a block with itself, those of rows i < j.
+    whole blocks. ``out`` gets, as doubles, for each granule and each pair of blocks I <= J, the
+    sums of block I's rows against block J's; of a block with itself, those of rows i < j.
     """
     side = block_rows(target)
     f = Function(target, element, LANES[element.compute])
@@ -56,6 +56,7 @@ def pairs_module(target: Target, element: Element) -> str:
     above = f.op(f"add i64 {blocks}, 1")
     pairs = f.op(f"lshr i64 {f.op(f'mul i64 {blocks}, {above}')}, 1")
     square = [(i, j) for i in range(side) for j in range(side)]
+    height = f.op(f"mul i64 {blocks}, {side}")
     with _tiles(f, pairs, len(square), out) as (begin, end), f.loop("0", blocks) as row:
         # The pair (I, J) is number I * blocks - I * (I - 1) / 2 + J - I.
         skipped = f.op(f"mul i64 {row.index}, {f.op(f'sub i64 {row.index}, 1')}")
@@ -67,7 +68,11 @@ def pairs_module(target: Target, element: Element) -> str:
         with f.loop(f.op(f"add i64 {row.index}, 1"), blocks) as column:
             rights = _block(f, rows, column.index, side)
             number = f.op(f"add i64 {base}, {f.op(f'sub i64 {column.index}, {row.index}')}")
-            _accumulate(f, lefts, rights, begin, end, square, number)
+            # Off the diagonal, this is number (number - I - 1): two rows each of the next tile.
+            following = f.op(f"sub i64 {number}, {f.op(f'add i64 {row.index}, 1')}")
+            place = f.op(f"urem i64 {f.op(f'mul i64 {following}, 2')}, {height}")
+            later = [f.pointer(rows, f.op(f"add i64 {place}, {i}")) for i in range(2)]
+            _accumulate(f, lefts, rights, begin, end, square, number, later)
     return _finish(f)
 
 
@@ -96,15 +101,17 @@ def _tiles(f: Function, blocks: str, size: int, out: str) -> Iterator[tuple[str,
         begin = f.op(f"add i64 {first}, {f.op(f'mul i64 {outer.index}, {granule}')}")
         with f.loop(begin, f.op(f"add i64 {begin}, {granule}"), tile) as inner:
             yield inner.index, f.op(f"add i64 {inner.index}, {tile}")
-        sums = f.at(out, f.op(f"mul i64 {outer.index}, {width}"), f.scalar)
+        sums = f.at(out, f.op(f"mul i64 {outer.index}, {width}"), "double")
         with f.loop("0", blocks) as each:
             total = _reduce(f, [f.load_vector(place) for place in _slots(f, each.index, size)])
             kind, mask = f"<{size} x {f.scalar}>", f"<{size} x i1>"
             lost = f.op(f"fcmp uno {kind} {total}, {total}")
             infinite = f"splat ({f.scalar} {constant(float('inf'), f.scalar)})"
             total = f.op(f"select {mask} {lost}, {kind} {infinite}, {kind} {total}")
-            where = f.at(sums, f.op(f"mul i64 {each.index}, {size}"), f.scalar)
-            f.line(f"  store {kind} {total}, ptr {where}, align {f.element.compute_bits // 8}")
+            if f.scalar == "float":
+                total = f.op(f"fpext {kind} {total} to <{size} x double>")
+            where = f.at(sums, f.op(f"mul i64 {each.index}, {size}"), "double")
+            f.line(f"  store <{size} x double> {total}, ptr {where}, align 8")
 
 
 def _slots(f: Function, block: str, size: int) -> list[str]:
@@ -127,6 +134,7 @@ def _accumulate(
     end: str,
     pairs: list[tuple[int, int]],
     block: str,
+    fetch: Sequence[str] = (),
 ) -> None:
     """Add squared differences of pairs of rows over a tile to the accumulators of a block.
 
@@ -136,16 +144,14 @@ def _accumulate(
     width = max(1, len(rights))
     slots = _slots(f, block, len(lefts) * width)
     used = [slots[i * width + j] for i, j in pairs]
+    ahead = f.op(f"sub i64 {end}, {begin}")
     initial = [f.load_vector(slot) for slot in used]
     with f.loop(begin, end, f.lanes) as loop:
         totals = [loop.carry(f.vector, value) for value in initial]
-        places = [f.at(row, loop.index) for row in lefts]
-        left = [f.load(address) for address in places]
-        if rights is lefts:
-            # Every line of the next tile is asked for once, while this one is worked on.
-            ahead = f.op(f"sub i64 {end}, {begin}")
-            for address in places:
-                f.prefetch(f.at(address, ahead), 0)
+        left = [f.load(f.at(row, loop.index)) for row in lefts]
+        for row in fetch:
+            # The next tile is asked for while this one is worked on, a little in every turn.
+            f.prefetch(f.at(row, f.op(f"add i64 {loop.index}, {ahead}")), 0)
         right = left if rights is lefts else [f.load(f.at(row, loop.index)) for row in rights]
         for total, (i, j) in zip(totals, pairs, strict=True):
             difference = f.sub(left[i], right[j]) if rights else left[i]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from phocas.kernels.emit import SIGNATURE, Element, Function, constant, declarations
 from phocas.kernels.target import Target
 
-UNROLL = 4
+UNROLL = 16  # vectors at once: many sums hide the latency of an addition and of a loop
 PLAIN, CONVEX, UNIFORM = range(3)  # modes: weights as they are, that add up to one, all the same
 
 
