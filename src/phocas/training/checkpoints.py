@@ -60,6 +60,13 @@ def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> Tensors
     }
 
 
+def discard_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, and what was left of one by a process that was killed while writing."""
+    path.unlink(missing_ok=True)
+    for half in path.parent.glob(f"{path.name}.*.tmp"):
+        half.unlink(missing_ok=True)
+
+
 def save_model(path: Path, trainer: Trainer) -> None:
     """Write the model alone, by the names of its state dict, as safetensors."""
     tensors = {name: value.clone() for name, value in trainer.model.state_dict().items()}
