@@ -102,10 +102,7 @@ def pipelines(m: int) -> list[Rule]:
     result: list[Rule] = []
     for cls in PRE_AGGREGATORS.values():
         stage = STAGE_EXAMPLES[cls](m)[len(STAGE_EXAMPLES[cls](m)) // 2]
-        for rule in strongest(stage.rows_after(m)):
-            joined = stage | rule
-            assert isinstance(joined, Rule)
-            result.append(joined)
+        result += [stage | rule for rule in strongest(stage.rows_after(m))]
     return result
 
 
