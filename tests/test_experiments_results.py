@@ -142,7 +142,7 @@ def test_processes_write_one_file_while_another_reads(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(3)
     writers = [
-        context.Process(target=write_many, args=(str(path), seed, start)) for seed in range(3)
+        context.Process(target=write_many, args=(str(path), seed, start)) for seed in range(2)
     ]
     for writer in writers:
         writer.start()
