@@ -153,7 +153,7 @@ def _facts(reproduction: Reproduction, failed: list[str]) -> list[str]:
     runs = reproduction.runs()
     size = f"{len(runs)} runs of {runs[0].rounds} rounds"
     return [
-        f"scale {reproduction.scale}, repeats {reproduction.repeats}, {size}, {reproduction.metric}",
+        f"scale {reproduction.scale}, {reproduction.metric} accuracy, {size}",
         ", ".join(f"{name} {version}" for name, version in versions().items()),
         *(f"failed and left out: {line}" for line in failed),
     ]
