@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from phocas.experiments.config import RunConfig
     from phocas.experiments.reproduce import Reproduction
+    from phocas.experiments.sweep import News
 
 
 def register(app: typer.Typer) -> None:
@@ -76,7 +77,7 @@ def _run(
     reproduction: Reproduction, file: Path, processes: int | None, data_dir: str | None
 ) -> list[str]:
     """Run what is missing; return what failed; leave if interrupted."""
-    from phocas.experiments.sweep import sweep
+    from phocas.experiments.sweep import Ended, sweep
     from phocas.report.progress import SweepProgress, interruptible
     from phocas.training.data import load
 
@@ -88,15 +89,24 @@ def _run(
         return []
     load(missing[0].dataset, data_dir)  # fetched once, before all runs want it
     with interruptible() as stop, SweepProgress(missing) as progress:
-        records = sweep(missing, processes=processes, watch=progress.show, should_stop=stop.is_set)
-    left = sum(record is None or record.status in ("interrupted", "running") for record in records)
+        failed: dict[int, str] = {}
+
+        def watch(news: News | Ended) -> None:
+            progress.show(news)
+            if isinstance(news, Ended) and news.status == "failed":
+                failed[news.index] = news.error or "for no reason given"
+
+        records = sweep(missing, processes=processes, watch=watch, should_stop=stop.is_set)
+    left = sum(
+        index not in failed and (record is None or record.status in ("interrupted", "running"))
+        for index, record in enumerate(records)
+    )
     if left:
         typer.echo(f"{left} of {len(runs)} runs are not done; the same command goes on", err=True)
         raise typer.Exit(130)
     return [
-        f"{record.name}, seed {record.seed}: {record.message}"
-        for record in records
-        if record is not None and record.status == "failed"
+        f"{missing[index].name}, seed {missing[index].seed}: {reason}"
+        for index, reason in sorted(failed.items())
     ]
 
 

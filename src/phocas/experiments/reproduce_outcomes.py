@@ -86,9 +86,10 @@ class Outcomes:
 
     def series(self, figure: str, label: str) -> list[Repeats]:
         """Return all cases of a label in a figure; a case without a complete run is missed."""
+        cases = self.figure(figure)
         planned = next(f for f in self.reproduction.figures if f.name == figure).cases
         wanted = [case for case in planned if case.label == label]
-        found = [each for each in self.figure(figure) if each.case in wanted]
+        found = [each for each in cases if each.case in wanted]
         if len(found) < len(wanted):
             raise MissingError(
                 f"no complete run of {len(wanted) - len(found)} cases of {label!r} in {figure!r}"

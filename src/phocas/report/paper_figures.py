@@ -90,7 +90,8 @@ def _repeats(cases: Sequence[Repeats]) -> str:
     if not short:
         return f"{wanted} {noun}"
     least = min(len(case.seeds) for case in short)
-    return f"{least} to {wanted} of {wanted} {noun}: some are missing, see the legend"
+    shown = f"{least}" if len(short) == len(cases) else f"{least} to {wanted}"
+    return f"{shown} of {wanted} {noun}: some are missing, see the legend"
 
 
 def _name(case: Repeats) -> str:
@@ -99,19 +100,21 @@ def _name(case: Repeats) -> str:
     return case.case.label + count
 
 
-def _line(axes: Axes, case: Repeats, style: Style, label: str) -> None:
+def _line(axes: Axes, case: Repeats, index: int, label: str) -> None:
+    style = _style(case, index)
     mean = case.accuracy.mean(axis=0)
     if len(case.seeds) > 1:
         low, high = case.accuracy.min(axis=0), case.accuracy.max(axis=0)
         axes.fill_between(case.rounds, low, high, color=style.colour, alpha=0.18, linewidth=0)
     every = max(1, len(case.rounds) // MARKS)
+    first = index * every // 6  # so that lines which coincide can be told apart
     axes.plot(
         case.rounds,
         mean,
         color=style.colour,
         linestyle=style.dash,
         marker=style.marker,
-        markevery=every,
+        markevery=(first, every),
         markersize=5,
         linewidth=1.6,
         label=label,
@@ -141,7 +144,7 @@ def _by_round(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: 
     for axes in panels:
         for index, case in enumerate(cases):
             label = f"{_name(case)}  {case.final.mean():.3f}"
-            _line(axes, case, _style(case, index), label)
+            _line(axes, case, index, label)
         axes.set_xlabel("round")
         axes.set_xlim(0, max(case.rounds[-1] for case in cases))
         _plain(axes)
@@ -160,7 +163,7 @@ def _by_panel(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: 
     for axes, value in zip(panels, values, strict=True):
         shown = [case for case in cases if case.case.config.batch_size == value]
         for index, case in enumerate(shown):
-            _line(axes, case, _style(case, index), _name(case))
+            _line(axes, case, index, _name(case))
         axes.set_title(
             f"batch {value}, learning rate {shown[0].case.config.lr:g}", fontsize=9, loc="left"
         )
