@@ -49,7 +49,18 @@ def task_file(
 
 
 def command(task: Path, *words: str) -> list[str]:
-    return [sys.executable, "-c", CODE, "reproduce", str(task), "--repeats", "2", "--processes", "1", *words]
+    return [
+        sys.executable,
+        "-c",
+        CODE,
+        "reproduce",
+        str(task),
+        "--repeats",
+        "2",
+        "--processes",
+        "1",
+        *words,
+    ]
 
 
 def reproduce(task: Path, *words: str) -> subprocess.CompletedProcess[str]:

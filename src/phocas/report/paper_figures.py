@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 AXES = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
 MARKS = 8  # along a line
+DODGE = 0.05  # between the points of two rules with the same b, which may coincide
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _by_b(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str)
             name = f"{_name(points[0])}  {values[0].mean():.3f}"
             axes.axhline(values[0].mean(), color=style.colour, linestyle=style.dash, label=name)
             continue
-        b = [case.case.b or 0 for case in points]
+        b = [(case.case.b or 0) + index * DODGE for case in points]
         low, high = [v.min() for v in values], [v.max() for v in values]
         axes.fill_between(b, low, high, color=style.colour, alpha=0.18, linewidth=0)
         least = min(len(case.seeds) for case in points)
