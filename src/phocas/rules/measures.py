@@ -41,13 +41,16 @@ def partial(request: Request, start: int, rows: Rows) -> Partial:
         return _measure(request, start, rows)
     mix = kernels.SparseMix.of(request.weights)
     granule = kernels.granule_columns(len(mix))
+    # Wide in weights as well: what scales 3e38 down to 1e-9 is too small for single precision.
+    wide = isinstance(request, Norms) or request.wide
+    kind = np.dtype(np.float64) if wide else kernels.compute_dtype(rows.element)
     result = Partial(len(mix))
     begin = 0
     while begin < rows.columns:
         # Blocks end on granules, so that only the outermost columns are edges.
         place = start + begin
         end = min(rows.columns, (place // granule + MIXED_GRANULES) * granule - start)
-        mixed = np.empty((len(mix), end - begin), kernels.compute_dtype(rows.element))
+        mixed = np.empty((len(mix), end - begin), kind)
         kernels.combine(rows.shifted(begin, end), mix, mixed)
         result += _measure(request, place, rows_of(mixed))
         begin = end

@@ -8,8 +8,9 @@ only the number of pieces that run side by side changes.
 
 from __future__ import annotations
 
+import itertools
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -58,16 +59,27 @@ class Lanes:
     def map(self, work: Callable[[T], R], pieces: Iterable[T]) -> list[R]:
         """Return ``[work(piece) for piece in pieces]``; an exception in a piece comes out here."""
         waiting = list(pieces)
-        if self.threads == 1 or len(waiting) == 1:
-            with one_torch_thread():
-                return [work(piece) for piece in waiting]
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.threads, "phocas-lane", _enter_lane)
-        before = torch.get_num_threads()
-        try:
-            return list(self._pool.map(work, waiting))
-        finally:
-            torch.set_num_threads(before)  # a lane's setting becomes the default of later threads
+        results: list[R] = [None] * len(waiting)  # type: ignore[list-item]  # filled below
+        numbers = itertools.count()
+
+        def drain() -> None:
+            for number in iter(numbers.__next__, None):
+                if number >= len(waiting):
+                    return
+                results[number] = work(waiting[number])
+
+        helpers = min(self.threads, len(waiting)) - 1
+        if helpers > 0 and self._pool is None:
+            self._pool = ThreadPoolExecutor(self.threads - 1, "phocas-lane", _enter_lane)
+        with one_torch_thread():  # also puts back what a new lane's setting does to later threads
+            futures = [self._pool.submit(drain) for _ in range(helpers)] if self._pool else []
+            try:
+                drain()  # the caller's thread works too
+            finally:
+                wait(futures)
+        for future in futures:
+            future.result()
+        return results
 
     def close(self) -> None:
         """End the threads."""
