@@ -153,7 +153,8 @@ class _Worker:
 
 def _serve(pipe: connection.Connection, stop: Event, parent: int) -> None:
     """Run what comes through the pipe until it closes; stop soon when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    for number in (signal.SIGINT, signal.SIGTERM):  # a whole group gets them: the parent decides
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
     def should_stop() -> bool:
