@@ -132,12 +132,12 @@ def test_every_fault_is_a_row_of_nan_for_its_round_and_nothing_more(
         dtype:round=3,worker=2
         dtype:round=3,worker=5
         raise:round=4,worker=4      # its process has worker 5 too
-        delay:round=5,worker=7,seconds=4
+        delay:round=5,worker=7,seconds=5
         stale:round=6,worker=0
         kill:round=8,worker=2
         kill:round=9,server=1
     """
-    with make("ray", data, processes=4, deadline=1.5, faults=script, lr=0.1) as trainer:
+    with make("ray", data, processes=4, deadline=3, faults=script, lr=0.1) as trainer:
         assert sum(node["Alive"] for node in ray.nodes()) == 3
         rounds = list(trainer.rounds(5))
         cluster = trainer.cluster
@@ -162,7 +162,7 @@ def test_every_fault_is_a_row_of_nan_for_its_round_and_nothing_more(
     assert "worker 1 sent shape" in told(rounds, 2)
     assert "worker 5 sent float64 where float32 was due" in told(rounds, 3)
     assert "workers 4 to 5 raised InjectedError: raise:round=4,worker=4" in told(rounds, 4)
-    assert "workers 6 to 7 is late: no row after 1.5 s" in told(rounds, 5)
+    assert "workers 6 to 7 is late: no row after 3.0 s" in told(rounds, 5)
     assert "worker 0 sent its last row once more" in told(rounds, 6)
     assert "workers 2 to 3 died, and is started again" in told(rounds, 8)
     assert "server 1 died: restored from its checkpoint" in told(rounds, 9)
