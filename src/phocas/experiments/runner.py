@@ -139,7 +139,7 @@ class _Run:
         """Start anew, or go on from the checkpoint of an earlier attempt."""
         path = self._path
         if earlier is None:
-            path.unlink(missing_ok=True)
+            discard_checkpoint(path)
             self.id = self.results.begin(self.config, versions(), host())
             self._evaluations.append((0, self.trainer.evaluate()))
             return
