@@ -263,6 +263,15 @@ def test_pipelines_equal_their_twins(rule: Rule) -> None:
     assert_close(rule(rows), reference(rule, rows), doubles(rows), "float32", 300)
 
 
+@pytest.mark.parametrize("i", range(5))
+def test_an_infinite_row_makes_its_bucket_infinite(i: int) -> None:
+    rows = np.arange(15.0).reshape(5, 3)
+    rows[i] = [np.inf, -np.inf, 1e9]
+    for text in ("bucketing:size=2|median", "bucketing:size=2|trimmed-mean:b=1"):
+        rule = phocas.parse_rule(text)
+        np.testing.assert_allclose(rule(rows), reference(rule, rows))
+
+
 @pytest.mark.parametrize("m", [40, 130, 200])
 @pytest.mark.parametrize(
     "text",
