@@ -1,0 +1,123 @@
+"""What ranks say to one another: shards of columns, and results of shards.
+
+Everything travels as plain numbers, never as pickled objects: a rank may lie, but only in values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from phocas.rules.measures import Partial
+from phocas.sharding import shard_bounds
+
+# torch 2.13 renamed it and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_FLOATS: dict[int, type[np.floating]] = {4: np.float32, 8: np.float64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """A rank's view of one bucket of a step, which begins at column ``start`` of the gradient.
+
+    ``columns`` has, by shard, all m rows of the shards that this rank holds.
+    """
+
+    flat: torch.Tensor
+    start: int
+    bounds: list[tuple[int, int]]
+    columns: dict[int, torch.Tensor]
+
+    def width(self, shard: int) -> int:
+        """Return how many columns of the bucket a shard has."""
+        begin, end = self.bounds[shard]
+        return end - begin
+
+
+class Wire:
+    """The collectives of one process group, which belongs to one thread."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.m = dist.get_world_size(group)
+
+    def scatter(self, flat: torch.Tensor, start: int, shifts: Sequence[int] = (0,)) -> Bucket:
+        """Give shard s of every rank's values to the ranks s + shift."""
+        bounds = shard_bounds(flat.numel(), self.m)
+        bucket = Bucket(flat, start, bounds, {})
+        for shift in shifts:
+            shard = (self.rank - shift) % self.m
+            order = [bounds[(rank - shift) % self.m] for rank in range(self.m)]
+            sent = torch.cat([flat[begin:end] for begin, end in order]) if shift else flat
+            columns = flat.new_empty(self.m, bucket.width(shard))
+            arriving = [bucket.width(shard)] * self.m
+            leaving = [end - begin for begin, end in order]
+            dist.all_to_all_single(columns.view(-1), sent, arriving, leaving, group=self.group)
+            bucket.columns[shard] = columns
+        return bucket
+
+    def gather(
+        self, message: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Return every rank's bytes, in the order of ranks; sizes are asked for if not known."""
+        if sizes is None:
+            own = torch.tensor([message.numel()], device=self.device)
+            everyone = own.new_empty(self.m)
+            _all_gather(everyone, own, group=self.group)
+            sizes = everyone.tolist()
+        # Whole words, so that what is inside can be read in place as numbers of any width.
+        longest = -(-max(sizes) // 8) * 8
+        padded = torch.empty(longest, dtype=torch.uint8, device=self.device)
+        padded[: message.numel()] = message
+        arrived = padded.new_empty(self.m * longest)
+        _all_gather(arrived, padded, group=self.group)
+        return [arrived[i * longest : i * longest + size] for i, size in enumerate(sizes)]
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return one rank's tensor; the others give one of its shape."""
+        tensor = tensor.clone()
+        dist.broadcast(tensor, dist.get_global_rank(self.group, rank), group=self.group)
+        return tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def pack(partials: Sequence[Partial]) -> torch.Tensor:
+    """Write measurements as bytes: how many pieces, three numbers for each, and their values."""
+    m = partials[0].m
+    whole = [(True, first, sums) for part in partials for first, sums in part.sums]
+    edges = [(False, start, values) for part in partials for start, values in part.edges]
+    index = [m, len(whole) + len(edges)]
+    for is_sum, place, values in whole + edges:
+        index += [int(is_sum), place, *values.shape, values.itemsize]
+    header = np.array(index, np.int64).tobytes()
+    content = [values.tobytes() for _, _, values in whole + edges]
+    return torch.frombuffer(bytearray(b"".join([header, *content])), dtype=torch.uint8)
+
+
+def unpack(message: torch.Tensor) -> Partial:
+    """Read measurements; bytes that are none raise ValueError."""
+    content = message.cpu().numpy().tobytes()
+    m, pieces = np.frombuffer(content, np.int64, 2).tolist()
+    index = np.frombuffer(content, np.int64, 5 * pieces, 16).reshape(pieces, 5).tolist()
+    place = 16 + 40 * pieces
+    sums: list[tuple[int, NDArray[np.floating]]] = []
+    edges: list[tuple[int, NDArray[np.floating]]] = []
+    for is_sum, number, rows, width, itemsize in index:
+        if itemsize not in _FLOATS or rows < 0 or width < 0:
+            raise ValueError(f"numbers must be of 4 or 8 bytes: got {itemsize} ({rows} x {width})")
+        values = np.frombuffer(content, _FLOATS[itemsize], rows * width, place)
+        place += rows * width * itemsize
+        (sums if is_sum else edges).append((number, values.reshape(rows, width)))
+    return Partial(m, tuple(sums), tuple(edges))
