@@ -159,7 +159,7 @@ def protect(
             "rule": str(rule),
             "verify": bool(verify),
             "seed": seed,
-            "parameters": [[parameter.numel(), str(parameter.dtype)] for parameter in parameters],
+            "parameters": sum(parameter.numel() for parameter in parameters),
         },
     )
     guard = Guard(rule, wire, verify=verify, seed=seed)
@@ -242,10 +242,10 @@ def _check_same(wire: Wire, settings: dict[str, Any]) -> None:
     for rank, message in enumerate(said):
         theirs = json.loads(message.cpu().numpy().tobytes())
         for key, value in settings.items():
-            if theirs[key] != value:
+            if theirs.get(key) != value:
                 raise ValueError(
                     f"all ranks must be protected alike: rank {wire.rank} has {key} {value!r},"
-                    f" rank {rank} has {theirs[key]!r}"
+                    f" rank {rank} has {theirs.get(key)!r}"
                 )
 
 

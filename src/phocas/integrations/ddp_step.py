@@ -109,4 +109,4 @@ def _read(rank: int, message: torch.Tensor) -> Partial:
     try:
         return unpack(message)
     except ValueError as error:
-        raise ValueError(f"rank {rank} sent measurements that cannot be read: {error}") from None
+        raise ValueError(f"rank {rank}: {error}") from None

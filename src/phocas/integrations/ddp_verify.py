@@ -97,7 +97,7 @@ def _settled(
 
 def digest(message: torch.Tensor) -> torch.Tensor:
     """Return a digest of bytes, as bytes."""
-    content = memoryview(message.contiguous().cpu().numpy())
+    content = message.contiguous().cpu().numpy().data
     value = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 

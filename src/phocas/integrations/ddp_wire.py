@@ -5,6 +5,8 @@ Everything travels as plain numbers, never as pickled objects: a rank may lie, b
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,7 +92,8 @@ class Wire:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # A tensor of at most one value may say any stride, but view wants to read 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def pack(partials: Sequence[Partial]) -> torch.Tensor:
@@ -101,7 +104,7 @@ def pack(partials: Sequence[Partial]) -> torch.Tensor:
     index = [m, len(whole) + len(edges)]
     for is_sum, place, values in whole + edges:
         index += [int(is_sum), place, *values.shape, values.itemsize]
-    header = np.array(index, np.int64).tobytes()
+    header = np.array(index, np.uint64).tobytes()
     content = [values.tobytes() for _, _, values in whole + edges]
     return torch.frombuffer(bytearray(b"".join([header, *content])), dtype=torch.uint8)
 
@@ -109,15 +112,19 @@ def pack(partials: Sequence[Partial]) -> torch.Tensor:
 def unpack(message: torch.Tensor) -> Partial:
     """Read measurements; bytes that are none raise ValueError."""
     content = message.cpu().numpy().tobytes()
-    m, pieces = np.frombuffer(content, np.int64, 2).tolist()
-    index = np.frombuffer(content, np.int64, 5 * pieces, 16).reshape(pieces, 5).tolist()
-    place = 16 + 40 * pieces
     sums: list[tuple[int, NDArray[np.floating]]] = []
     edges: list[tuple[int, NDArray[np.floating]]] = []
-    for is_sum, number, rows, width, itemsize in index:
-        if itemsize not in _FLOATS or rows < 0 or width < 0:
-            raise ValueError(f"numbers must be of 4 or 8 bytes: got {itemsize} ({rows} x {width})")
-        values = np.frombuffer(content, _FLOATS[itemsize], rows * width, place)
-        place += rows * width * itemsize
-        (sums if is_sum else edges).append((number, values.reshape(rows, width)))
+    try:
+        m, pieces = struct.unpack_from("=2Q", content)
+        place = 16 + 40 * pieces
+        for i in range(pieces):
+            is_sum, number, *shape, itemsize = struct.unpack_from("=5Q", content, 16 + 40 * i)
+            values = np.frombuffer(content, _FLOATS[itemsize], math.prod(shape), place)
+            place += values.nbytes
+            (sums if is_sum else edges).append((number, values.reshape(shape)))
+        whole = place == len(content)
+    except (struct.error, KeyError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise ValueError(f"measurements must be whole: got {len(content)} bytes that are not")
     return Partial(m, tuple(sums), tuple(edges))
