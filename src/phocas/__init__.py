@@ -8,6 +8,7 @@ array([ 3., 30.])
 array([ 1.5, 40. ])
 """
 
+from phocas import attacks
 from phocas.kernels import get_num_threads, set_num_threads
 from phocas.rules import (
     CGE,
@@ -65,6 +66,7 @@ __all__ = [
     "TrimmedMean",
     "__version__",
     "aggregate",
+    "attacks",
     "get_num_threads",
     "parse_rule",
     "set_num_threads",

@@ -137,7 +137,30 @@ def positive(owner: str, parameter: str, value: object) -> float:
     return number
 
 
-def normalise(value: Spec, **fields: object) -> None:
+def number(owner: str, parameter: str, value: object) -> float:
+    """Return any number as ``float``, NaN and inf too, refusing what is not a number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{owner} needs a number {parameter}: got {value!r}")
+    return float(value)
+
+
+def probability(owner: str, parameter: str, value: object) -> float:
+    """Return a probability as ``float``, refusing what lies outside [0, 1]."""
+    share = number(owner, parameter, value)
+    if not 0 <= share <= 1:
+        raise ValueError(f"{owner} needs 0 <= {parameter} <= 1: got {parameter}={share}")
+    return share
+
+
+def one_of(owner: str, parameter: str, value: str, options: Iterable[str]) -> str:
+    """Return one of the listed words, refusing all others by name."""
+    words = list(options)
+    if value not in words:
+        raise ValueError(unknown(f"{parameter} of {owner}", value, words, plural="it may be"))
+    return value
+
+
+def normalise(value: Spec, /, **fields: object) -> None:
     """Store checked fields in a frozen dataclass, from its ``__post_init__``."""
     for name, content in fields.items():
         object.__setattr__(value, name, content)

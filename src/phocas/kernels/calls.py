@@ -156,7 +156,7 @@ def mix_reduce(
         counts += np.sum(tallies, axis=0)
 
 
-def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.floating]:
+def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
     """Return the sums of squared differences of whole granules: (granules, padded pairs)."""
     m = len(rows)
     side = distances.block_rows(host())
@@ -165,15 +165,15 @@ def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.floating]:
     return _granule_sums(rows, granule, "pairs", wide, width)
 
 
-def square_sums(rows: Rows, granule: int) -> NDArray[np.floating]:
+def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
     """Return the sums of squares of whole granules: (granules, padded rows)."""
     side = distances.block_rows(host())
     return _granule_sums(rows, granule, "norms", True, -(-len(rows) // side) * side)
 
 
-def pair_matrix(sums: NDArray[np.floating], m: int) -> NDArray[np.float64]:
+def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
     """Return the symmetric m x m matrix that a vector of padded pairs stands for."""
-    matrix = sums[_pair_places(m)].astype(np.float64, copy=False)
+    matrix = sums[_pair_places(m)]
     matrix[np.arange(m), np.arange(m)] = 0.0
     return matrix
 
@@ -191,14 +191,13 @@ def _pair_places(m: int) -> NDArray[np.int64]:
 
 def _granule_sums(
     rows: Rows, granule: int, name: str, wide: bool, width: int
-) -> NDArray[np.floating]:
+) -> NDArray[np.float64]:
     m = len(rows)
     side = distances.block_rows(host())
     blocks = -(-m // side)
     number = rows.columns // granule
-    kind = np.dtype(np.float64) if wide else compute_dtype(rows.element)
     addresses = np.resize(rows.addresses, blocks * side)  # the padding repeats rows
-    out = np.empty((number, width), kind)
+    out = np.empty((number, width))
     words = _words(addresses, out, blocks, 0, granule, distances.tile_columns(m))
     size = distances.scratch_words(host(), m)
     local = [aligned((size,), np.dtype(np.uint64)) for _ in range(POOL.size())]

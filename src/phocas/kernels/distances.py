@@ -47,8 +47,8 @@ def pairs_module(target: Target, element: Element) -> str:
     """Write the kernel of pairwise sums over a range of granules.
 
     args are (rows, out, blocks, first column, granule columns, tile columns). ``rows`` is padded to
-    whole blocks. ``out`` gets, for each granule and each pair of blocks I <= J, the sums of block
-    I's rows against block J's; of a block with itself, those of rows i < j.
+    whole blocks. ``out`` gets, as doubles, for each granule and each pair of blocks I <= J, the
+    sums of block I's rows against block J's; of a block with itself, those of rows i < j.
     """
     side = block_rows(target)
     f = Function(target, element, LANES[element.compute])
@@ -101,15 +101,17 @@ def _tiles(f: Function, blocks: str, size: int, out: str) -> Iterator[tuple[str,
         begin = f.op(f"add i64 {first}, {f.op(f'mul i64 {outer.index}, {granule}')}")
         with f.loop(begin, f.op(f"add i64 {begin}, {granule}"), tile) as inner:
             yield inner.index, f.op(f"add i64 {inner.index}, {tile}")
-        sums = f.at(out, f.op(f"mul i64 {outer.index}, {width}"), f.scalar)
+        sums = f.at(out, f.op(f"mul i64 {outer.index}, {width}"), "double")
         with f.loop("0", blocks) as each:
             total = _reduce(f, [f.load_vector(place) for place in _slots(f, each.index, size)])
             kind, mask = f"<{size} x {f.scalar}>", f"<{size} x i1>"
             lost = f.op(f"fcmp uno {kind} {total}, {total}")
             infinite = f"splat ({f.scalar} {constant(float('inf'), f.scalar)})"
             total = f.op(f"select {mask} {lost}, {kind} {infinite}, {kind} {total}")
-            where = f.at(sums, f.op(f"mul i64 {each.index}, {size}"), f.scalar)
-            f.line(f"  store {kind} {total}, ptr {where}, align {f.element.compute_bits // 8}")
+            if f.scalar == "float":
+                total = f.op(f"fpext {kind} {total} to <{size} x double>")
+            where = f.at(sums, f.op(f"mul i64 {each.index}, {size}"), "double")
+            f.line(f"  store <{size} x double> {total}, ptr {where}, align 8")
 
 
 def _slots(f: Function, block: str, size: int) -> list[str]:

@@ -26,7 +26,7 @@ class Partial:
     """What is known of some columns: sums by granule number, and single columns by their place."""
 
     m: int
-    sums: tuple[tuple[int, NDArray[np.floating]], ...] = ()
+    sums: tuple[tuple[int, Floats], ...] = ()
     edges: tuple[tuple[int, NDArray[np.floating]], ...] = ()
 
     def __add__(self, other: Partial) -> Partial:
@@ -61,7 +61,7 @@ def _measure(request: Request, start: int, rows: Rows) -> Partial:
     last = max(first, (start + rows.columns) // granule)
     head = min(rows.columns, first * granule - start)
     tail = max(head, min(rows.columns, last * granule - start))
-    sums: tuple[tuple[int, NDArray[np.floating]], ...] = ()
+    sums: tuple[tuple[int, Floats], ...] = ()
     if tail > head:
         sums = ((first, _sums(request, rows.shifted(head, tail), granule)),)
     edges = tuple(
@@ -96,9 +96,16 @@ def total(request: Request, partials: Iterable[Partial]) -> Floats:
     if not whole:
         width = (m, m) if isinstance(request, Distances) else (m,)
         return np.zeros(width)
-    ordered = np.concatenate([whole[number] for number in sorted(whole)])
-    added = ordered.sum(axis=0, dtype=np.float64)
+    added = _in_order([whole[number] for number in sorted(whole)])
     return kernels.pair_matrix(added, m) if isinstance(request, Distances) else added[:m]
+
+
+def _in_order(blocks: list[Floats]) -> Floats:
+    """Add all rows of the blocks one after the other, as if they were one block."""
+    total = blocks[0].sum(axis=0)
+    for block in blocks[1:]:
+        total = np.concatenate([total[None], block]).sum(axis=0)
+    return np.asarray(total)
 
 
 def _complete(
@@ -117,7 +124,7 @@ def _complete(
     return joined
 
 
-def _sums(request: Request, rows: Rows, granule: int) -> NDArray[np.floating]:
+def _sums(request: Request, rows: Rows, granule: int) -> Floats:
     if isinstance(request, Norms):
         return kernels.square_sums(rows, granule)
     return kernels.pair_sums(rows, granule, request.wide)

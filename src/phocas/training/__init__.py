@@ -1,1 +1,27 @@
-"""Byzantine-resilient training: parameter server, workers, models and data."""
+"""Parameter servers and workers: training in which some values lie.
+
+The names below load torch when they are first used, so that ``import phocas.training`` stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phocas.training.server import ParameterServer
+    from phocas.training.trainer import Round, Trainer
+
+__all__ = ["ParameterServer", "Round", "Trainer"]
+
+_HOMES = {"ParameterServer": "server", "Round": "trainer", "Trainer": "trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

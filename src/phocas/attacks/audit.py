@@ -1,0 +1,275 @@
+"""Run every attack against a rule, and say whether the rule keeps what it promises.
+
+The yardstick is the honest spread, sqrt(V). V is the sum over columns of the variance of the honest
+values, the paper's E|G - g|^2, so one spread is how far an honest worker's own row lies from the
+honest mean, in the root mean square. An honest value is a cell that the attack did not touch.
+
+A rule *holds* against an attack if the root mean square distance of its result from the honest
+mean, over the rounds, is within the paper's bound sqrt(Delta) where there is one, and within
+``LIMIT`` spreads where there is none. Otherwise, or if a result is not finite, it *breaks*.
+
+A rule *promises* to hold for at most b bad values a column if it reduces each column on its own,
+and for at most b bad rows if it compares rows. An attack that does more than that is tried and
+shown, but whatever comes of it breaks no promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phocas.attacks.base import Attack, attack_rng
+from phocas.attacks.field import Constant, InnerProduct, SignFlip
+from phocas.attacks.geometry import Mimic, MinMax, MinSum
+from phocas.attacks.machine import Crash, RandomCells, Straggler, Stuck
+from phocas.attacks.memory import host_array, is_tensor, kind_of
+from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
+from phocas.attacks.touched import Touched
+from phocas.attacks.worst import ALittleIsEnough, WorstCase
+from phocas.rules import (
+    NNM,
+    AdaptiveClipping,
+    Krum,
+    Mean,
+    Median,
+    Phocas,
+    Pipeline,
+    Rule,
+    TrimmedMean,
+)
+from phocas.specs import count, positive
+from phocas.theory import delta_krum, delta_phocas, delta_trimmed_mean
+
+LIMIT = 2.0
+"""Honest spreads within which a rule without a bound in the paper must stay."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one attack did to a rule; distances are in honest spreads."""
+
+    attack: str
+    rows: int
+    per_column: int
+    distance: float
+    inner_product: float
+    bound: float | None
+    promised: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether the result stayed within the bound, or within LIMIT where there is none."""
+        return self.distance <= (LIMIT if self.bound is None else self.bound)
+
+    @property
+    def broken_promise(self) -> bool:
+        """Whether the rule broke under an attack that it promises to survive."""
+        return self.promised and not self.holds
+
+    @property
+    def verdict(self) -> str:
+        """Put it into words."""
+        if self.holds:
+            return "holds"
+        return "BROKEN PROMISE" if self.promised else "breaks"
+
+
+def audit(
+    rule: Rule,
+    rows: Any = None,
+    *,
+    workers: int = 20,
+    byzantine: int = 6,
+    dimensions: int = 20_000,
+    attacks: Iterable[Attack] | None = None,
+    rounds: int = 3,
+    signal: float = 1.0,
+    seed: int = 0,
+) -> list[Finding]:
+    """Try attacks by ``byzantine`` workers against a rule; all of them unless some are given.
+
+    Args:
+        rule: the rule to be tried.
+        rows: an (m, d) matrix of honest gradients; drawn for each round if there is none.
+        workers: m, if the matrix is drawn.
+        byzantine: q, the number of workers (or of values a column) that go wrong.
+        dimensions: d, if the matrix is drawn.
+        attacks: what to try.
+        rounds: how many rounds to average over.
+        signal: the length of the true gradient in honest spreads, if the matrix is drawn.
+        seed: of the matrices and of the attacks.
+    """
+    q = count("audit", "byzantine", byzantine)
+    count("audit", "rounds", rounds, 1)
+    matrices = _Matrices(rows, workers, dimensions, positive("audit", "signal", signal), seed)
+    m, d = matrices.shape
+    if 2 * q >= m:
+        raise ValueError(
+            f"audit needs an honest majority, 2 * byzantine < workers: got byzantine={q} with"
+            f" {m} workers, the largest is {(m - 1) // 2}"
+        )
+    rule.check(m)
+    chosen = suite(rule, m, d, q, matrices.dtype) if attacks is None else list(attacks)
+    for attack in chosen:
+        attack.check(m, d, matrices.dtype)
+    return [_try(rule, attack, matrices, rounds, seed) for attack in chosen]
+
+
+def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
+    """List every attack on a matrix, fitted to its size and dtype.
+
+    Where d is small, the gambler's server is given a larger share and his probability is raised,
+    so that about five values of each worker are hit, as in the paper's networks. LabelFlip is not
+    among them: it acts on data, before there is a matrix.
+    """
+    kind = kind_of(dtype)
+    servers = max(1, min(20, d // 500))
+    gamble = min(0.05, max(0.0005, 5 * servers / d))
+    attacks: list[Attack] = [
+        Gaussian(q),
+        Omniscient(q),
+        BitFlip(columns=min(1000, d), bits=kind.paper_bits()),
+        Gambler(servers=servers, probability=gamble),
+        SignFlip(q),
+        SignFlip(q, scale=100.0),
+        InnerProduct(q),
+        InnerProduct(q, epsilon=100.0),
+        ALittleIsEnough(q),
+        ALittleIsEnough(q, against=rule),
+        Mimic(q),
+        MinMax(q),
+        MinSum(q),
+        Constant(q, 0.0),
+        Constant(q, math.nan),
+        Constant(q, math.inf),
+        Crash(worker=0),
+        Straggler(q),
+        Stuck(worker=0, bits=(kind.bits - 1,)),
+        RandomCells(rate=0.001),
+        WorstCase(rule, q),
+        WorstCase(rule, q, objective="descent"),
+    ]
+    if not rule.columnwise and q * d >= m:
+        attacks.append(WorstCase(rule, q, model="cells"))
+    return attacks
+
+
+def promise(rule: Rule, m: int) -> int:
+    """Return how many bad values a column, or bad rows, a rule promises to survive."""
+    if isinstance(rule, Mean):
+        return 0
+    if isinstance(rule, Pipeline):
+        told = [stage.b for stage in rule.stages if isinstance(stage, (NNM, AdaptiveClipping))]
+        return min([promise(rule.rule, m), *told])
+    limit = (m - 1) // 2
+    return min(limit, getattr(rule, "b", limit))
+
+
+def bound(rule: Rule, m: int, touched: Touched) -> float | None:
+    """Return the paper's bound sqrt(Delta / V) on the distance, where the paper has one.
+
+    The median is the trimmed mean with the largest b. Krum's bound is that for the b it is told,
+    whose neighbours it counts.
+    """
+    q = touched.most_per_column
+    if isinstance(rule, Krum):
+        return math.sqrt(delta_krum(m, rule.b)) if len(touched.rows) <= rule.b else None
+    if isinstance(rule, (TrimmedMean, Median)):
+        b = (m - 1) // 2 if isinstance(rule, Median) else rule.b
+        return math.sqrt(delta_trimmed_mean(m, q, b)) if q <= b else None
+    if isinstance(rule, Phocas):
+        return math.sqrt(delta_phocas(m, q, rule.b)) if q <= rule.b else None
+    return None
+
+
+class _Matrices:
+    """The honest matrix of each round: the saved one, or a fresh draw around one gradient."""
+
+    def __init__(self, rows: Any, m: int, d: int, signal: float, seed: int) -> None:
+        self.rows = rows
+        if rows is None:
+            self.shape = count("audit", "workers", m, 1), count("audit", "dimensions", d, 1)
+            self.dtype: Any = np.float32
+            direction = np.random.default_rng([seed, 1]).normal(size=d)
+            self.gradient = direction * (signal * math.sqrt(d) / np.linalg.norm(direction))
+            self.seed = seed
+        else:
+            if not is_tensor(rows) and not isinstance(rows, np.ndarray):
+                raise TypeError(f"audit needs an array or a tensor: got {type(rows).__name__}")
+            if len(rows.shape) != 2:
+                raise ValueError(
+                    f"audit needs an (m, d) matrix, row i from worker i: got shape {rows.shape}"
+                )
+            self.shape, self.dtype = tuple(rows.shape), rows.dtype
+            kind_of(rows.dtype)
+            if not np.isfinite(host_array(rows)).all():
+                raise ValueError("audit needs honest rows, all finite: got NaN or inf among them")
+
+    def honest(self, t: int) -> Any:
+        """Return a fresh copy of the rows of round t."""
+        if self.rows is None:
+            noise = np.random.default_rng([self.seed, 2, t]).normal(size=self.shape)
+            return (self.gradient + noise).astype(np.float32)
+        return self.rows.clone() if is_tensor(self.rows) else self.rows.copy()
+
+    def previous(self, t: int) -> Any:
+        """Return the rows of the round before; for a saved matrix those of the worker next door."""
+        if self.rows is None:
+            return self.honest(t - 1)
+        order = [*range(1, self.shape[0]), 0]
+        return self.rows[order]
+
+
+def _try(rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int) -> Finding:
+    squares, inner, most_rows, most_per_column = [], [], 0, 0
+    bounds: list[float | None] = []
+    m = matrices.shape[0]
+    for t in range(1, rounds + 1):
+        G = matrices.honest(t)
+        before = host_array(G)
+        previous = matrices.previous(t) if attack.needs_previous else None
+        touched = attack.corrupt(G, rng=attack_rng(seed, t), round=t, previous=previous)
+        result = host_array(rule(G, rng=np.random.default_rng([seed, 3, t])))
+        mean, variance = honest_statistics(before, touched)
+        with np.errstate(all="ignore"):
+            squares.append(_ratio(float(np.square(result - mean).sum()), variance))
+            inner.append(float(np.multiply(result, mean).sum()))
+        bounds.append(bound(rule, m, touched))
+        most_rows = max(most_rows, len(touched.rows))
+        most_per_column = max(most_per_column, touched.most_per_column)
+    worst = most_per_column if rule.columnwise else most_rows
+    known = [value for value in bounds if value is not None]
+    return Finding(
+        attack=str(attack),
+        rows=most_rows,
+        per_column=most_per_column,
+        distance=math.sqrt(np.mean(squares)),
+        inner_product=float(np.mean(inner)),
+        bound=max(known) if len(known) == rounds else None,
+        promised=worst <= promise(rule, m),
+    )
+
+
+def _ratio(square: float, variance: float) -> float:
+    if math.isnan(square):
+        return math.inf
+    if variance == 0:
+        return 0.0 if square == 0 else math.inf
+    return square / variance
+
+
+def honest_statistics(rows: np.ndarray, touched: Touched) -> tuple[np.ndarray, float]:
+    """Return the mean of the untouched cells of each column, and V, the sum of their variances.
+
+    A column without an untouched cell counts with all its values as they were before.
+    """
+    honest = ~touched.mask()
+    honest[:, ~honest.any(axis=0)] = True
+    size = honest.sum(axis=0)
+    mean = np.where(honest, rows, 0).sum(axis=0) / size
+    squares = np.where(honest, np.square(rows - mean), 0).sum(axis=0)
+    return mean, float((squares / np.maximum(size - 1, 1)).sum())

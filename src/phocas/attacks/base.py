@@ -1,0 +1,241 @@
+"""What every attack is: a frozen value that corrupts a matrix in place and says what it touched.
+
+Randomness comes from the generator that is passed in, and from nothing else. An engine passes
+``attack_rng(seed, round)``, so that the same seed, round and attack give the same corruption
+wherever the round runs. A server that holds some of the columns passes the same generator, its
+slice of the matrix, and where the slice lies: the cells come out as if the whole matrix had been
+corrupted at once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+
+from phocas.attacks.blocks import column_blocks, run, sum_rows
+from phocas.attacks.memory import Matrix, kind_of
+from phocas.attacks.touched import Touched
+from phocas.specs import Spec, count, normalise, one_of
+
+Who = Literal["fixed", "resampled"]
+_STREAM = 0xA77AC  # keeps these streams apart from others that are drawn from the same seed
+
+
+def attack_rng(seed: int, round: int) -> np.random.Generator:  # noqa: A002 - the field's word
+    """Return the generator of one round: a function of the seed and the round alone.
+
+    >>> bool(attack_rng(7, 3).integers(100) == attack_rng(7, 3).integers(100))
+    True
+    """
+    key = (_STREAM, count("attack_rng", "round", round))
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """What an attacker sees of a round: some or all columns, and what came the round before."""
+
+    G: Any
+    matrix: Matrix
+    rng: np.random.Generator
+    round: int
+    previous: Matrix | None
+    start: int
+    d: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of what is seen here."""
+        return self.matrix.m, self.matrix.d
+
+    def touched(self, rows: np.ndarray) -> Touched:
+        """Say that whole rows were touched."""
+        return Touched(self.shape, whole_rows=rows)
+
+    def cells_here(self, rows: np.ndarray, columns: np.ndarray) -> Touched:
+        """Keep those cells of the whole matrix that lie here, as touched."""
+        if self.matrix.d < self.d:
+            here = (columns >= self.start) & (columns < self.start + self.matrix.d)
+            rows, columns = rows[here], columns[here] - self.start
+        return Touched(self.shape, cell_rows=rows, cell_columns=columns)
+
+
+class Attack(Spec):
+    """One way in which the matrix of a round goes wrong."""
+
+    needs_previous: ClassVar[bool] = False
+    """Whether ``corrupt`` wants the rows of the round before, as the workers computed them."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a server can corrupt its own columns without seeing the others'."""
+        return True
+
+    def check(
+        self,
+        m: int,
+        d: int | None = None,
+        dtype: Any = None,
+        servers: int | None = None,
+    ) -> None:
+        """Raise if this attack is impossible on m workers, d columns, a dtype, that many servers.
+
+        What is not known yet is left out, and is checked when the attack runs.
+        """
+        count(self.name, "m", m, 1)
+        if d is not None:
+            count(self.name, "d", d)
+        if servers is not None:
+            count(self.name, "servers", servers, 1)
+        if dtype is not None:
+            kind_of(dtype)
+
+    def corrupt(
+        self,
+        G: Any,
+        *,
+        rng: np.random.Generator,
+        round: int = 0,  # noqa: A002 - the field's word
+        previous: Any = None,
+        start: int = 0,
+        d: int | None = None,
+    ) -> Touched:
+        """Corrupt an (m, d) array or CPU tensor in place and return which cells were touched.
+
+        Args:
+            G: the gradients; row i is worker i.
+            rng: the randomness of this round, ``attack_rng(seed, round)`` in an engine.
+            round: the number of the round, from 0.
+            previous: the uncorrupted rows of the round before, if the attack ``needs_previous``.
+            start: the first column of G within the whole matrix, if G is a server's slice of it.
+            d: the columns of the whole matrix, if G is a slice.
+        """
+        matrix = Matrix(G)
+        whole = matrix.d if d is None else count(self.name, "d", d)
+        start = count(self.name, "start", start)
+        if start + matrix.d > whole:
+            raise ValueError(
+                f"{self.name} needs start + columns <= d: got {start} + {matrix.d} with d={whole}"
+            )
+        if matrix.d < whole and not self.sharded:
+            raise ValueError(
+                f"{self} needs the whole matrix: got {matrix.d} of {whole} columns, from {start}"
+            )
+        self.check(matrix.m, whole, matrix.kind.name)
+        before = None if previous is None else Matrix(previous)
+        if before is not None and before.words.shape != matrix.words.shape:
+            raise ValueError(
+                f"{self.name} needs the previous rows in the same shape: got"
+                f" {before.words.shape} with {matrix.words.shape}"
+            )
+        number = count(self.name, "round", round)
+        with np.errstate(all="ignore"):  # inf and NaN are an attacker's daily bread
+            return self._corrupt(Scene(G, matrix, rng, number, before, start, whole))
+
+    def corrupt_labels(
+        self,
+        labels: Any,
+        num_classes: int,
+        *,
+        rng: np.random.Generator,
+        round: int = 0,  # noqa: A002 - the field's word
+    ) -> Touched:
+        """Corrupt the (m, n) labels of a round in place, before the gradients; most do not."""
+        del num_classes, rng, round
+        return Touched(tuple(labels.shape))
+
+    @abstractmethod
+    def _corrupt(self, scene: Scene) -> Touched: ...
+
+
+class RowAttack(Attack):
+    """An attack by q workers, who own their whole rows.
+
+    ``who="fixed"``: workers 0 to q - 1, every round. ``who="resampled"``: q workers drawn anew from
+    the round's generator, before anything else is drawn.
+    """
+
+    q: int
+    who: Who
+    needs_honest: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        normalise(self, q=count(self.name, "q", self.q))
+        one_of(self.name, "who", self.who, get_args(Who))
+
+    def check(
+        self,
+        m: int,
+        d: int | None = None,
+        dtype: Any = None,
+        servers: int | None = None,
+    ) -> None:
+        """Raise unless q <= m (q < m where the lie is made from honest rows)."""
+        super().check(m, d, dtype, servers)
+        limit = m - 1 if self.needs_honest else m
+        if self.q > limit:
+            sign = "q < m, to leave an honest row" if self.needs_honest else "q <= m"
+            raise ValueError(
+                f"{self.name} needs {sign}: got q={self.q} with m={m} workers,"
+                f" the largest q is {limit}"
+            )
+
+    def chosen(self, m: int, rng: np.random.Generator) -> np.ndarray:
+        """Return the Byzantine workers of a round in ascending order."""
+        if self.who == "fixed":
+            return np.arange(self.q)
+        return np.sort(rng.choice(m, self.q, replace=False))
+
+    @abstractmethod
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Write the lies of these workers, at least one, into their rows."""
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        rows = self.chosen(scene.matrix.m, scene.rng)
+        if self.q:
+            self.fill(scene, rows)
+        return scene.touched(rows)
+
+
+class HonestRows:
+    """The rows that are left honest, read a block of columns at a time."""
+
+    def __init__(self, matrix: Matrix, bad: np.ndarray) -> None:
+        self.matrix = matrix
+        q = len(bad)
+        self.workers = np.setdiff1d(np.arange(matrix.m), bad)
+        self.count = matrix.m - q
+        fixed = q == 0 or bad[-1] == q - 1
+        self.rows: Any = slice(q, None) if fixed else self.workers  # a slice is read without a copy
+
+    def read(self, columns: slice = slice(None)) -> np.ndarray:
+        """Return the (honest, columns) block to compute with; not to be written to."""
+        return self.matrix.read(self.rows, columns)
+
+    def mean(self) -> np.ndarray:
+        """Return the mean of the honest rows, in float64."""
+        mean: np.ndarray = sum_rows(self.read().astype(np.float64)) / self.count
+        return mean
+
+
+class ColumnLie(RowAttack):
+    """All q rows become one vector, each value made from the honest values of its column."""
+
+    needs_honest = True
+
+    @abstractmethod
+    def lie(self, honest: np.ndarray, m: int) -> np.ndarray:
+        """Return the lie for a block of columns from the honest rows of that block."""
+
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Write the lie, a block of columns at a time."""
+        matrix = scene.matrix
+        honest = HonestRows(matrix, rows)
+
+        def work(columns: slice) -> None:
+            matrix.write(rows, self.lie(honest.read(columns), matrix.m), columns)
+
+        run(work, column_blocks(matrix.d))

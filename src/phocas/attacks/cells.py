@@ -1,0 +1,86 @@
+"""Drawing single cells, in time proportional to the cells drawn, and the bits within them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from phocas.attacks.memory import Kind, kind_of
+from phocas.specs import count
+
+
+def bernoulli(rng: np.random.Generator, size: int, probability: float) -> np.ndarray:
+    """Return which of ``size`` independent trials succeed, in ascending order.
+
+    The gaps between successes are geometric, so the work is proportional to the successes alone.
+
+    >>> bernoulli(np.random.default_rng(0), 4, 1.0).tolist()
+    [0, 1, 2, 3]
+    """
+    if probability == 0 or size == 0:
+        return np.empty(0, np.int64)
+    expected = size * probability
+    batch = int(expected + 6 * math.sqrt(expected)) + 16
+    found = []
+    last = -1
+    while last < size:
+        # A gap beyond the end is cut there, so that sums of gaps cannot overflow.
+        gaps = np.minimum(rng.geometric(probability, batch), size + 1)
+        places = last + np.cumsum(gaps)
+        found.append(places)
+        last = int(places[-1])
+    places = found[0] if len(found) == 1 else np.concatenate(found)
+    return places[: np.searchsorted(places, size)]
+
+
+def rows_and_columns(places: np.ndarray, m: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split ascending places in an (m, width) matrix; quicker than a division for each.
+
+    >>> rows_and_columns(np.array([0, 5, 6]), 3, 4)
+    (array([0, 1, 1]), array([0, 1, 2]))
+    """
+    ends = np.searchsorted(places, np.arange(m + 1) * width)
+    rows = np.repeat(np.arange(m), np.diff(ends))
+    return rows, places - rows * width
+
+
+def distinct(rng: np.random.Generator, m: int, take: int, times: int) -> np.ndarray:
+    """Draw ``take`` different numbers below m, ``times`` times over, as a (take, times) array.
+
+    Floyd's algorithm: each draw that repeats an earlier one takes the newest number instead.
+    """
+    chosen = np.empty((take, times), np.int64)
+    for step, newest in enumerate(range(m - take, m)):
+        chosen[step] = rng.integers(newest + 1, size=times)
+        if step:
+            chosen[step, (chosen[:step] == chosen[step]).any(axis=0)] = newest
+    return chosen
+
+
+def read_bits(owner: str, bits: Iterable[int]) -> tuple[int, ...]:
+    """Return bit numbers as a tuple, refusing what no format has, and repetitions."""
+    numbers = tuple(count(owner, "bit", bit, 1) for bit in bits)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{owner} needs each bit once: got bits={numbers}")
+    check_bits(owner, numbers, "float64")
+    return numbers
+
+
+def check_bits(owner: str, bits: tuple[int, ...], dtype: Any) -> None:
+    """Raise if the dtype has not got these bits."""
+    if dtype is None:
+        return
+    kind = kind_of(dtype)
+    if max(bits, default=1) > kind.bits:
+        raise ValueError(
+            f"{owner} needs bits in 1..{kind.bits} for {kind.name}: got bits={bits};"
+            f" those that play the paper's part there are {kind.paper_bits()}"
+        )
+
+
+def bit_mask(bits: tuple[int, ...], kind: Kind) -> Any:
+    """Return a word of that format with these bits set; bit 1 is the least significant."""
+    return kind.word.type(sum(1 << (bit - 1) for bit in bits))

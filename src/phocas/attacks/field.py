@@ -1,0 +1,134 @@
+"""The attacks that the field tests its rules with: liars who own their whole rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from phocas.attacks.base import ColumnLie, RowAttack, Scene, Who
+from phocas.attacks.blocks import column_blocks, run, sum_rows
+from phocas.attacks.memory import is_tensor
+from phocas.attacks.touched import Touched
+from phocas.specs import count, normalise, number
+
+
+@dataclass(frozen=True)
+class SignFlip(RowAttack):
+    """q workers send their own gradient times - scale."""
+
+    name: ClassVar[str] = "sign-flip"
+    q: int
+    scale: float = 1.0
+    who: Who = "fixed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        normalise(self, scale=number(self.name, "scale", self.scale))
+
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Turn each row round."""
+        matrix = scene.matrix
+        factor = matrix.kind.work.type(-self.scale)
+
+        def work(columns: slice) -> None:
+            for row in rows:
+                part = matrix.in_place(row, columns)
+                if part is None:
+                    matrix.write([row], matrix.read(row, columns) * factor, columns)
+                else:
+                    part *= factor
+
+        run(work, column_blocks(matrix.d))
+
+
+@dataclass(frozen=True)
+class InnerProduct(ColumnLie):
+    """q rows of - epsilon times the honest mean: inner-product manipulation.
+
+    Xie, Koyejo, Gupta, "Fall of Empires", UAI 2019.
+    """
+
+    name: ClassVar[str] = "inner-product"
+    aliases: ClassVar[tuple[str, ...]] = ("ipm", "empire")
+    q: int
+    epsilon: float = 0.1
+    who: Who = "fixed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        normalise(self, epsilon=number(self.name, "epsilon", self.epsilon))
+
+    def lie(self, honest: np.ndarray, m: int) -> np.ndarray:
+        """Return - epsilon * mean of the honest values."""
+        del m
+        total = sum_rows(honest)
+        total *= total.dtype.type(-self.epsilon / len(honest))
+        return total
+
+
+@dataclass(frozen=True)
+class Constant(RowAttack):
+    """q rows of one value: zeros, NaN, inf or any number."""
+
+    name: ClassVar[str] = "constant"
+    q: int
+    value: float = 0.0
+    who: Who = "fixed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value = number(self.name, "value", self.value)
+        # One NaN object for all, so that two attacks that send NaN compare equal.
+        normalise(self, value=math.nan if math.isnan(value) else value)
+
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Write the value everywhere."""
+        scene.matrix.write(rows, np.array(self.value))
+
+
+@dataclass(frozen=True)
+class LabelFlip(RowAttack):
+    """q workers learn from labels turned round: y becomes num_classes - 1 - y.
+
+    This attack acts on the data, through ``corrupt_labels``, and leaves the matrix alone.
+    """
+
+    name: ClassVar[str] = "label-flip"
+    q: int
+    who: Who = "fixed"
+
+    def corrupt_labels(
+        self,
+        labels: Any,
+        num_classes: int,
+        *,
+        rng: np.random.Generator,
+        round: int = 0,  # noqa: A002 - the field's word
+    ) -> Touched:
+        """Turn the labels of q workers round, in place, in an (m, n) array or CPU tensor."""
+        del round
+        classes = count(self.name, "num_classes", num_classes, 1)
+        view = labels.detach().numpy() if is_tensor(labels) else labels
+        if view.ndim != 2 or view.dtype.kind not in "iu":
+            raise ValueError(
+                f"{self.name} needs an (m, n) matrix of integer labels, row i of worker i:"
+                f" got shape {view.shape} of {view.dtype}"
+            )
+        self.check(view.shape[0])
+        if view.size and not (view.min() >= 0 and view.max() < classes):
+            raise ValueError(
+                f"{self.name} needs labels in 0..{classes - 1}:"
+                f" got labels from {view.min()} to {view.max()}"
+            )
+        rows = self.chosen(view.shape[0], rng)
+        view[rows] = classes - 1 - view[rows]
+        return Touched(view.shape, whole_rows=rows)
+
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Leave the matrix alone."""
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        return Touched(scene.shape)

@@ -1,0 +1,156 @@
+"""The faults that operators meet: nobody lies, and the matrix is wrong all the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from phocas.attacks.base import Attack, RowAttack, Scene, Who
+from phocas.attacks.cells import bernoulli, bit_mask, check_bits, read_bits, rows_and_columns
+from phocas.attacks.touched import Touched
+from phocas.specs import count, normalise, probability
+
+
+class OneWorker(Attack):
+    """A fault of one worker."""
+
+    worker: int
+
+    def __post_init__(self) -> None:
+        normalise(self, worker=count(self.name, "worker", self.worker))
+
+    def check(
+        self,
+        m: int,
+        d: int | None = None,
+        dtype: Any = None,
+        servers: int | None = None,
+    ) -> None:
+        """Raise unless that worker exists."""
+        super().check(m, d, dtype, servers)
+        if self.worker >= m:
+            raise ValueError(
+                f"{self.name} needs worker < m: got worker={self.worker} with m={m} workers,"
+                f" the largest is {m - 1}"
+            )
+
+
+@dataclass(frozen=True)
+class Crash(OneWorker):
+    """A worker's row never comes, from a round on: NaN."""
+
+    name: ClassVar[str] = "crash"
+    worker: int
+    round: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        normalise(self, round=count(self.name, "round", self.round))
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        if scene.round < self.round:
+            return Touched(scene.shape)
+        rows = np.array([self.worker])
+        scene.matrix.write(rows, np.array(math.nan))
+        return scene.touched(rows)
+
+
+@dataclass(frozen=True)
+class Straggler(RowAttack):
+    """q workers are a round late: their rows of the round before come again.
+
+    Before there is a round before, nothing has come: NaN.
+    """
+
+    name: ClassVar[str] = "straggler"
+    needs_previous = True
+    q: int
+    who: Who = "fixed"
+
+    def fill(self, scene: Scene, rows: np.ndarray) -> None:
+        """Copy the bits of the rows of the round before."""
+        if scene.previous is not None:
+            if scene.previous.kind != scene.matrix.kind:
+                raise TypeError(
+                    f"{self.name} needs the previous rows in {scene.matrix.kind.name}:"
+                    f" got {scene.previous.kind.name}"
+                )
+            scene.matrix.copy_rows(rows, scene.previous.words)
+        elif scene.round == 0:
+            scene.matrix.write(rows, np.array(math.nan))
+        else:
+            raise ValueError(
+                f"{self.name} needs previous, the rows of the round before: got none in round"
+                f" {scene.round}"
+            )
+
+
+@dataclass(frozen=True)
+class Stuck(OneWorker):
+    """Bits (1 is the least significant) of one column of one worker are stuck at 1 or 0."""
+
+    name: ClassVar[str] = "stuck"
+    worker: int
+    column: int = 0
+    bits: tuple[int, ...] = (31,)
+    at: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        normalise(
+            self,
+            column=count(self.name, "column", self.column),
+            bits=read_bits(self.name, self.bits),
+            at=count(self.name, "at", self.at),
+        )
+        if self.at not in (0, 1):
+            raise ValueError(f"{self.name} needs at = 0 or 1: got at={self.at}")
+
+    def check(
+        self,
+        m: int,
+        d: int | None = None,
+        dtype: Any = None,
+        servers: int | None = None,
+    ) -> None:
+        """Raise unless the worker and the column exist and the dtype has those bits."""
+        super().check(m, d, dtype, servers)
+        if d is not None and self.column >= d:
+            raise ValueError(f"{self.name} needs column < d: got column={self.column} with d={d}")
+        check_bits(self.name, self.bits, dtype)
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        touched = scene.cells_here(np.array([self.worker]), np.array([self.column]))
+        mask = bit_mask(self.bits, scene.matrix.kind)
+        scene.matrix.change_bits(
+            touched.cell_rows,
+            touched.cell_columns,
+            lambda word: word | mask if self.at else word & ~mask,
+        )
+        return touched
+
+
+@dataclass(frozen=True)
+class RandomCells(Attack):
+    """Each cell is, with a probability, overwritten with random bits, NaN and inf among them."""
+
+    name: ClassVar[str] = "random-cells"
+    rate: float
+
+    def __post_init__(self) -> None:
+        normalise(self, rate=probability(self.name, "rate", self.rate))
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        kind = scene.matrix.kind
+        hits = bernoulli(scene.rng, scene.matrix.m * scene.d, self.rate)
+        noise = scene.rng.integers(1 << kind.bits, size=len(hits), dtype=kind.word)
+        rows, columns = rows_and_columns(hits, scene.matrix.m, scene.d)
+        if scene.matrix.d < scene.d:
+            here = (columns >= scene.start) & (columns < scene.start + scene.matrix.d)
+            rows, columns, noise = rows[here], columns[here], noise[here]
+        touched = scene.cells_here(rows, columns)
+        scene.matrix.change_bits(touched.cell_rows, touched.cell_columns, lambda _: noise)
+        return touched

@@ -1,0 +1,346 @@
+"""Results in SQLite: runs, rounds, evaluations, and whose values were dropped.
+
+The file is in WAL mode, so that it can be read while several processes write to it, and survives
+any of them being killed. Every write is one transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from phocas.experiments.config import RunConfig
+    from phocas.training.trainer import Evaluation, Round
+
+SCHEMA_VERSION = 1
+PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
+Status = Literal["running", "complete", "interrupted", "stopped", "failed"]
+
+_SCHEMA = f"""
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY,
+    identity TEXT NOT NULL,               -- digest of all that the result depends on
+    name TEXT,
+    dataset TEXT NOT NULL, model TEXT NOT NULL, rule TEXT NOT NULL, attack TEXT,
+    seed INTEGER NOT NULL, rounds INTEGER NOT NULL,
+    config TEXT NOT NULL,                 -- JSON, as do versions, host and suspects
+    versions TEXT NOT NULL,
+    host TEXT NOT NULL,
+    started TEXT NOT NULL,
+    updated TEXT NOT NULL,
+    status TEXT NOT NULL
+        CHECK (status IN ('running', 'complete', 'interrupted', 'stopped', 'failed')),
+    message TEXT,
+    rounds_done INTEGER NOT NULL DEFAULT 0,
+    final_accuracy REAL, best_accuracy REAL, final_top3 REAL, best_top3 REAL,
+    ms_per_round REAL,                    -- the median round, without evaluations
+    nonfinite_rounds INTEGER NOT NULL DEFAULT 0,
+    skipped_rounds INTEGER NOT NULL DEFAULT 0,
+    suspects TEXT NOT NULL DEFAULT '[]'
+) STRICT;
+CREATE INDEX runs_identity ON runs (identity);
+CREATE TABLE rounds (
+    run INTEGER NOT NULL REFERENCES runs (id),
+    round INTEGER NOT NULL,               -- from 1: so many rounds have been run
+    loss REAL, lr REAL NOT NULL,          -- not-a-number is NULL here
+    action TEXT NOT NULL, finite INTEGER NOT NULL,
+    gradient_norm REAL, honest_distance REAL,
+    expected_dropped REAL NOT NULL, touched INTEGER NOT NULL,
+    {", ".join(f"{phase}_ms REAL NOT NULL" for phase in PHASES)},
+    PRIMARY KEY (run, round)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE evaluations (
+    run INTEGER NOT NULL REFERENCES runs (id),
+    round INTEGER NOT NULL,
+    loss REAL, top1 REAL NOT NULL, top3 REAL NOT NULL, seconds REAL NOT NULL,
+    PRIMARY KEY (run, round)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE dropped (                    -- mean share since the evaluation before
+    run INTEGER NOT NULL REFERENCES runs (id),
+    round INTEGER NOT NULL, worker INTEGER NOT NULL, share REAL NOT NULL,
+    PRIMARY KEY (run, round, worker)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE dropped_by_server (          -- in the round of the last evaluation
+    run INTEGER NOT NULL REFERENCES runs (id),
+    server INTEGER NOT NULL, worker INTEGER NOT NULL, round INTEGER NOT NULL, share REAL NOT NULL,
+    PRIMARY KEY (run, server, worker)
+) STRICT, WITHOUT ROWID;
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run as the results file has it."""
+
+    id: int
+    identity: str
+    name: str | None
+    dataset: str
+    model: str
+    rule: str
+    attack: str | None
+    seed: int
+    rounds: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    host: dict[str, Any]
+    started: str
+    updated: str
+    status: Status
+    message: str | None
+    rounds_done: int
+    final_accuracy: float | None
+    best_accuracy: float | None
+    final_top3: float | None
+    best_top3: float | None
+    ms_per_round: float | None
+    nonfinite_rounds: int
+    skipped_rounds: int
+    suspects: tuple[int, ...]
+
+
+class Results:
+    """A results file, made if it is not there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, Results(Path(folder) / "r.sqlite") as results:
+    ...     results.runs()
+    []
+    """
+
+    def __init__(self, path: Path, *, must_exist: bool = False) -> None:
+        self.path = Path(path)
+        if must_exist and not self.path.exists():
+            raise FileNotFoundError(f"there is no results file {self.path}")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
+        self._connection.row_factory = sqlite3.Row
+        try:
+            self._open()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _open(self) -> None:
+        try:
+            self._retry("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            with self.transaction():
+                (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+                (tables,) = self._connection.execute(
+                    "SELECT count(*) FROM sqlite_master"
+                ).fetchone()
+                if version == 0 and tables == 0:
+                    for statement in _SCHEMA.split(";"):
+                        self._connection.execute(statement)
+                    version = SCHEMA_VERSION
+        except sqlite3.DatabaseError as error:
+            if "not a database" not in str(error):
+                raise
+            raise ValueError(f"{self.path} is no results file: {error}") from None
+        if version != SCHEMA_VERSION:
+            raise ValueError(
+                f"{self.path} has schema version {version}, this phocas reads {SCHEMA_VERSION}"
+            )
+
+    def _retry(self, statement: str) -> None:
+        """Run a statement that SQLite refuses at once, not after its timeout, at a lock."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self._connection.execute(statement)
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Write all of a block, or nothing."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    def begin(self, config: RunConfig, versions: Mapping[str, str], host: Mapping[str, Any]) -> int:
+        """Add a run and return its number."""
+        now = _now()
+        with self.transaction():
+            cursor = self._connection.execute(
+                "INSERT INTO runs (identity, name, dataset, model, rule, attack, seed, rounds,"
+                " config, versions, host, started, updated, status)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'running')",
+                (
+                    config.identity(),
+                    config.name,
+                    config.dataset,
+                    config.model,
+                    config.rule,
+                    config.attack,
+                    config.seed,
+                    config.rounds,
+                    config.model_dump_json(),
+                    json.dumps(versions),
+                    json.dumps(host),
+                    now,
+                    now,
+                ),
+            )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def rewind(self, run: int, rounds_done: int) -> None:
+        """Forget what a run wrote after its checkpoint; it will be written again."""
+        with self.transaction():
+            for table in ("rounds", "evaluations", "dropped"):
+                self._connection.execute(
+                    f"DELETE FROM {table} WHERE run = ? AND round > ?",  # noqa: S608
+                    (run, rounds_done),
+                )
+            self._connection.execute(
+                "UPDATE runs SET status = 'running', message = NULL, rounds_done = ?, updated = ?"
+                " WHERE id = ?",
+                (rounds_done, _now(), run),
+            )
+
+    def record(
+        self,
+        run: int,
+        rounds: Sequence[Round],
+        evaluations: Iterable[tuple[int, Evaluation]] = (),
+        dropped: Iterable[tuple[int, Sequence[float]]] = (),
+    ) -> None:
+        """Add rounds, evaluations by round, and each worker's mean dropped share by round."""
+        with self.transaction():
+            self._connection.executemany(
+                f"INSERT INTO rounds VALUES ({', '.join('?' * (10 + len(PHASES)))})",  # noqa: S608
+                [
+                    (
+                        run,
+                        done.number,
+                        done.loss,
+                        done.lr,
+                        done.action,
+                        done.finite,
+                        done.gradient_norm,
+                        done.honest_distance,
+                        done.expected_dropped,
+                        done.touched,
+                        *(done.seconds.get(phase, 0.0) * 1e3 for phase in PHASES),
+                    )
+                    for done in rounds
+                ],
+            )
+            self._connection.executemany(
+                "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?)",
+                [(run, at, e.loss, e.top1, e.top3, e.seconds) for at, e in evaluations],
+            )
+            self._connection.executemany(
+                "INSERT INTO dropped VALUES (?, ?, ?, ?)",
+                [(run, at, i, share) for at, shares in dropped for i, share in enumerate(shares)],
+            )
+            detailed = [done for done in rounds if done.by_server is not None]
+            for done in detailed[-1:]:
+                assert done.by_server is not None
+                self._connection.executemany(
+                    "INSERT OR REPLACE INTO dropped_by_server VALUES (?, ?, ?, ?, ?)",
+                    [
+                        (run, server, worker, done.number, float(share))
+                        for server, shares in enumerate(done.by_server)
+                        for worker, share in enumerate(shares)
+                    ],
+                )
+            if rounds:
+                self._connection.execute(
+                    "UPDATE runs SET rounds_done = ?, updated = ?, suspects = ? WHERE id = ?",
+                    (rounds[-1].number, _now(), json.dumps(rounds[-1].suspects), run),
+                )
+                self._summarise(run)
+
+    def _summarise(self, run: int) -> None:
+        total = " + ".join(f"{phase}_ms" for phase in PHASES)
+        last = "FROM evaluations WHERE run = ?1 ORDER BY round DESC LIMIT 1"
+        self._connection.execute(
+            f"""
+            UPDATE runs SET
+                final_accuracy = (SELECT top1 {last}),
+                final_top3 = (SELECT top3 {last}),
+                best_accuracy = (SELECT max(top1) FROM evaluations WHERE run = ?1),
+                best_top3 = (SELECT max(top3) FROM evaluations WHERE run = ?1),
+                nonfinite_rounds = (SELECT count(*) FROM rounds WHERE run = ?1 AND NOT finite),
+                skipped_rounds =
+                    (SELECT count(*) FROM rounds WHERE run = ?1 AND action != 'applied'),
+                ms_per_round =
+                    (SELECT {total} FROM rounds WHERE run = ?1 ORDER BY 1
+                     LIMIT 1 OFFSET (SELECT (count(*) - 1) / 2 FROM rounds WHERE run = ?1))
+            WHERE id = ?1
+            """,  # noqa: S608 - made of constants
+            (run,),
+        )
+
+    def end(self, run: int, status: Status, message: str | None = None) -> None:
+        """Say how a run ended."""
+        with self.transaction():
+            self._summarise(run)
+            self._connection.execute(
+                "UPDATE runs SET status = ?, message = ?, updated = ? WHERE id = ?",
+                (status, message, _now(), run),
+            )
+
+    def run(self, run: int) -> RunRecord:
+        """Return one run."""
+        rows = self._connection.execute("SELECT * FROM runs WHERE id = ?", (run,)).fetchall()
+        if not rows:
+            raise ValueError(f"there is no run {run} in {self.path}")
+        return _record(rows[0])
+
+    def runs(self, identity: str | None = None) -> list[RunRecord]:
+        """Return all runs, or those of one configuration, the oldest first."""
+        rows = self._connection.execute(
+            "SELECT * FROM runs WHERE ? IS NULL OR identity = ? ORDER BY id", (identity, identity)
+        )
+        return [_record(row) for row in rows]
+
+    def table(self, name: str, run: int) -> list[dict[str, Any]]:
+        """Return the rows of one run in rounds, evaluations, dropped or dropped_by_server."""
+        if name not in ("rounds", "evaluations", "dropped", "dropped_by_server"):
+            raise ValueError(f"there is no table {name!r} in the results")
+        rows = self._connection.execute(f"SELECT * FROM {name} WHERE run = ?", (run,))  # noqa: S608
+        return [dict(row) for row in rows]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _record(row: sqlite3.Row) -> RunRecord:
+    values = dict(row)
+    for key in ("config", "versions", "host"):
+        values[key] = json.loads(values[key])
+    values["suspects"] = tuple(json.loads(values["suspects"]))
+    return RunRecord(**values)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

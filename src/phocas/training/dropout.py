@@ -1,0 +1,54 @@
+"""Dropout whose masks depend on the seed, the round and the worker, and on nothing else."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from torch import nn
+
+_STREAM = 0xD0
+
+
+def worker_generator(seed: int, round: int, worker: int) -> torch.Generator:  # noqa: A002
+    """Return the generator of one worker in one round."""
+    words = np.random.SeedSequence((_STREAM, seed, round, worker)).generate_state(2)
+    return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
+
+
+def fill_mask(mask: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
+    """Fill with 0 (probability p) or 1 / (1 - p)."""
+    return mask.bernoulli_(1 - p, generator=generator).div_(1 - p)
+
+
+class Noise(threading.local):
+    """The generator that the dropout layers of the current thread draw from."""
+
+    generator: torch.Generator | None = None
+
+
+class SeededDropout(nn.Module):
+    """nn.Dropout with the generator of its thread instead of the one generator of the process."""
+
+    def __init__(self, p: float, noise: Noise) -> None:
+        super().__init__()
+        self.p = p
+        self.noise = noise
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Zero each value with probability p and scale the others by 1 / (1 - p)."""
+        if self.noise.generator is None:
+            raise RuntimeError("the dropout layers of a worker need its generator: none was set")
+        # Contiguous whatever the layout of the values, so that the layout does not choose the mask.
+        mask = torch.empty(values.shape, dtype=values.dtype)
+        return values * fill_mask(mask, self.p, self.noise.generator)
+
+
+def seed_dropout(module: nn.Module, noise: Noise) -> None:
+    """Put SeededDropout in the place of every nn.Dropout inside a module."""
+    for name, child in module.named_children():
+        if type(child) is nn.Dropout:
+            setattr(module, name, SeededDropout(child.p, noise) if child.p else nn.Identity())
+        else:
+            seed_dropout(child, noise)

@@ -1,0 +1,52 @@
+"""The parameters of a model as one vector of d columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+
+class FlatParameters:
+    """One vector that holds the trainable parameters; the model's own tensors become views of it.
+
+    Column j of the gradient matrix belongs to ``vector[j]``, in ``model.parameters()``'s order.
+
+    >>> model = torch.nn.Linear(3, 2)
+    >>> flat = FlatParameters(model)
+    >>> _ = flat.vector.fill_(7)
+    >>> model.bias
+    Parameter containing:
+    tensor([7., 7.], requires_grad=True)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors = [tensor for tensor in model.parameters() if tensor.requires_grad]
+        if not self.tensors:
+            raise ValueError(
+                "a model needs at least one parameter that requires a gradient: got none"
+            )
+        dtypes = {tensor.dtype for tensor in self.tensors}
+        if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+            raise TypeError(
+                "a model's parameters must all be float32 or all float64:"
+                f" got {', '.join(sorted(map(str, dtypes)))}"
+            )
+        self.shapes = [tensor.shape for tensor in self.tensors]
+        self.size = sum(tensor.numel() for tensor in self.tensors)
+        self.vector = torch.empty(self.size, dtype=self.tensors[0].dtype)
+        for tensor, view in zip(self.tensors, self.views(self.vector), strict=True):
+            view.copy_(tensor.detach())
+            tensor.data = view
+
+    def views(self, vector: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Cut a vector of d values into views of the parameters' shapes."""
+        offset = 0
+        for shape in self.shapes:
+            yield vector[offset : offset + shape.numel()].view(shape)
+            offset += shape.numel()

@@ -1,0 +1,104 @@
+"""Learning rates that change with the round: a factor of the first one, from the round alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phocas.specs import Spec, Table, count, normalise, positive
+
+
+class Schedule(Spec):
+    """A function from the round (from 0) to a factor of the learning rate.
+
+    It keeps no state, so that a resumed run needs nothing but its round.
+    """
+
+    def __call__(self, round: int) -> float:  # noqa: A002
+        """Return the factor of a round."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """Keep the learning rate, as the paper does."""
+
+    name: ClassVar[str] = "constant"
+
+    def __call__(self, round: int) -> float:  # noqa: A002, ARG002
+        """Return 1."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Step(Schedule):
+    """Multiply the learning rate by a factor after every so many rounds.
+
+    >>> [Step(every=2, factor=0.5)(t) for t in range(5)]
+    [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+
+    every: int
+    factor: float = 0.1
+
+    name: ClassVar[str] = "step"
+
+    def __post_init__(self) -> None:
+        normalise(
+            self,
+            every=count("step", "every", self.every, minimum=1),
+            factor=positive("step", "factor", self.factor),
+        )
+
+    def __call__(self, round: int) -> float:  # noqa: A002
+        """Return factor ** (round // every)."""
+        return float(self.factor ** (round // self.every))
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Go down to zero along half a cosine over so many rounds, and stay there.
+
+    >>> [round(Cosine(rounds=4)(t), 3) for t in range(6)]
+    [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
+    """
+
+    rounds: int
+
+    name: ClassVar[str] = "cosine"
+
+    def __post_init__(self) -> None:
+        normalise(self, rounds=count("cosine", "rounds", self.rounds, minimum=1))
+
+    def __call__(self, round: int) -> float:  # noqa: A002
+        """Return (1 + cos(pi * round / rounds)) / 2."""
+        return (1 + math.cos(math.pi * min(round / self.rounds, 1.0))) / 2
+
+
+@dataclass(frozen=True)
+class Inverse(Schedule):
+    """Divide the learning rate by (1 + round / scale) ** power.
+
+    >>> [round(Inverse(scale=10)(t), 3) for t in (0, 10, 30)]
+    [1.0, 0.5, 0.25]
+    """
+
+    scale: float = 100.0
+    power: float = 1.0
+
+    name: ClassVar[str] = "inverse"
+
+    def __post_init__(self) -> None:
+        normalise(
+            self,
+            scale=positive("inverse", "scale", self.scale),
+            power=positive("inverse", "power", self.power),
+        )
+
+    def __call__(self, round: int) -> float:  # noqa: A002
+        """Return (1 + round / scale) ** -power."""
+        return float((1 + round / self.scale) ** -self.power)
+
+
+SCHEDULES: Table[Schedule] = Table("schedule", [Constant, Step, Cosine, Inverse])

@@ -1,0 +1,168 @@
+"""The parameter server: s servers, each with its own range of the columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from phocas.sharding import shard_bounds
+from phocas.specs import count, unknown
+from phocas.training.parameters import FlatParameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from phocas.rules import Rule
+
+OnNonfinite = Literal["skip", "stop", "apply"]
+Action = Literal["applied", "skipped", "stopped"]
+
+
+class NonfiniteError(ArithmeticError):
+    """A rule was given more lies than it survives, and the policy is to stop."""
+
+
+@dataclass(frozen=True, eq=False)
+class Aggregate:
+    """What the servers made of the rows of one round."""
+
+    value: torch.Tensor
+    dropped: npt.NDArray[np.float64]
+    """For each worker, the share of its values that did not enter."""
+    expected: float
+    """The share that an honest worker expects to lose."""
+    by_server: npt.NDArray[np.float64]
+    """The same shares within each server's columns, (s, m)."""
+    finite: bool
+
+
+class ParameterServer:
+    """Collect the rows of m workers, reduce them by a rule, and step: s servers share the columns.
+
+    The rows are one (m, d) matrix. Write into ``rows`` or call :meth:`push`; a worker that did not
+    push by the time of :meth:`step` is a row of NaN, which the rule survives like any other lie.
+    The result does not depend on the number of servers: column-wise rules never look beside a
+    column, and what the others measure over all columns is added up before it is used.
+
+    >>> import phocas
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> _ = torch.nn.init.zeros_(model.weight)
+    >>> server = ParameterServer(model, num_workers=5, rule=phocas.Median(), lr=0.5)
+    >>> for worker, value in enumerate([2.0, 2.0, 2.0, 1e30]):
+    ...     server.push(worker, torch.tensor([value]))
+    >>> server.step().finite, server.vector.tolist()  # worker 3 lies, worker 4 is late
+    (True, [-1.0])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | FlatParameters,
+        *,
+        num_workers: int,
+        rule: Rule,
+        num_servers: int = 1,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        lr: float = 0.1,
+        optimizer_options: Mapping[str, Any] | None = None,
+        on_nonfinite: OnNonfinite = "skip",
+    ) -> None:
+        self.parameters = model if isinstance(model, FlatParameters) else FlatParameters(model)
+        self.num_workers = count("ParameterServer", "num_workers", num_workers, minimum=1)
+        self.num_servers = count("ParameterServer", "num_servers", num_servers, minimum=1)
+        d = self.parameters.size
+        if self.num_servers > d:
+            raise ValueError(
+                f"each server needs a column: got {num_servers} servers for d={d} parameters"
+            )
+        if on_nonfinite not in get_args(OnNonfinite):
+            raise ValueError(
+                unknown("on_nonfinite", on_nonfinite, get_args(OnNonfinite), "policies")
+            )
+        rule.check(self.num_workers)
+        self.rule = rule
+        self.on_nonfinite: OnNonfinite = on_nonfinite
+        self.bounds = [slice(*bounds) for bounds in shard_bounds(d, self.num_servers)]
+        self.rows = torch.empty(self.num_workers, d, dtype=self.parameters.vector.dtype)
+        self.gradient = torch.zeros(d, dtype=self.parameters.vector.dtype)
+        self._gradients = list(self.parameters.views(self.gradient))
+        self.optimizer = optimizer(self.parameters.tensors, lr=lr, **(optimizer_options or {}))
+        self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._arrived: set[int] | None = None
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """The published parameters: d values that the model's tensors are views of."""
+        return self.parameters.vector
+
+    def pull(self) -> torch.Tensor:
+        """Return a copy of the parameters, as a worker receives them."""
+        return self.vector.clone()
+
+    def push(self, worker: int, gradient: torch.Tensor | npt.NDArray[np.floating]) -> None:
+        """Receive the gradient of one worker; the others stay missing until they push."""
+        if not 0 <= worker < self.num_workers:
+            raise ValueError(f"workers are 0 to {self.num_workers - 1}: got worker {worker}")
+        values = torch.as_tensor(gradient)
+        if values.shape != self.rows.shape[1:]:
+            raise ValueError(
+                f"worker {worker} must push d={self.rows.shape[1]} values:"
+                f" got shape {tuple(values.shape)}"
+            )
+        self.rows[worker].copy_(values)
+        self._arrived = (self._arrived or set()) | {worker}
+
+    def aggregate(
+        self, *, rng: np.random.Generator | None = None, by_server: bool = True
+    ) -> Aggregate:
+        """Reduce the rows to one vector and say whose values were left out.
+
+        ``by_server=False`` leaves the split over the servers out of the account, which is quicker.
+        """
+        if self._arrived is not None:
+            for worker in set(range(self.num_workers)) - self._arrived:
+                self.rows[worker].fill_(float("nan"))
+        rows = self.rows.numpy()
+        s = self.num_servers
+        if by_server and s > 1 and self.rule.columnwise:
+            parts = [self.rule.explain(rows[:, bounds]) for bounds in self.bounds]
+            value = np.concatenate([part.value for part in parts])
+            shares = np.stack([part.dropped for part in parts])
+            widths = np.array([bounds.stop - bounds.start for bounds in self.bounds])
+            dropped = widths @ shares / widths.sum()
+            expected = parts[0].expected
+        else:
+            whole = self.rule.explain(rows, rng=rng)
+            value, dropped, expected = whole.value, whole.dropped, whole.expected
+            shares = np.broadcast_to(dropped, (s, self.num_workers))
+        gradient = torch.from_numpy(value)
+        return Aggregate(gradient, dropped, float(expected), shares, bool(np.isfinite(value).all()))
+
+    def update(self, aggregate: Aggregate, factor: float = 1.0) -> Action:
+        """Take an optimiser step along an aggregate, unless the policy forbids it."""
+        self._arrived = None if self._arrived is None else set()
+        if not aggregate.finite and self.on_nonfinite != "apply":
+            return "skipped" if self.on_nonfinite == "skip" else "stopped"
+        self.gradient.copy_(aggregate.value)
+        for tensor, view in zip(self.parameters.tensors, self._gradients, strict=True):
+            tensor.grad = view
+        for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = lr * factor
+        self.optimizer.step()
+        return "applied"
+
+    def step(self, *, rng: np.random.Generator | None = None, factor: float = 1.0) -> Aggregate:
+        """Aggregate and update; raise where the policy is to stop."""
+        aggregate = self.aggregate(rng=rng)
+        if self.update(aggregate, factor) == "stopped":
+            bad = int((~torch.isfinite(aggregate.value)).sum())
+            raise NonfiniteError(
+                f"{self.rule} gave {bad} values that are not finite, of {aggregate.value.numel()}:"
+                " more lies in a column than it survives"
+            )
+        return aggregate

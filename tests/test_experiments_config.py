@@ -1,0 +1,134 @@
+"""Configurations: what is wrong is refused before anything runs, and the key is named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phocas.experiments.config import ConfigError, RunConfig, expand_grid, make_config, read_toml
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workres": 20}, "my.toml: unknown key 'workres'; did you mean 'workers'?"),
+        ({"rule": "phoca:b=8"}, "my.toml: rule: unknown rule 'phoca'; did you mean 'phocas'?"),
+        ({"rule": "phocas:b=10"}, "my.toml: rule: .*b=10.*the largest b is 9"),
+        ({"rule": "krum:b=9"}, "my.toml: rule: .*2b \\+ 2 < m.*b=9.*the largest b is 8"),
+        ({"rule": "phocas:b=8", "workers": 12}, "my.toml: rule: .*b=8 with m=12"),
+        ({"rule": "phocas:q=8"}, "my.toml: rule: unknown parameter of phocas 'q'"),
+        ({"rule": 8}, "my.toml: rule: input should be a valid string: got 8"),
+        ({"attack": "gambler:server=20"}, "my.toml: attack: gambler needs server < servers"),
+        ({"attack": "gambler:server=7", "servers": 5}, "my.toml: attack: gambler needs server"),
+        ({"attack": "gaussian:q=21"}, "my.toml: attack: gaussian needs q <= m: got q=21 with m=20"),
+        ({"attack": "gausian"}, "my.toml: attack: unknown attack 'gausian'; did you mean"),
+        ({"workers": 0}, "my.toml: workers: .*greater than or equal to 1: got 0"),
+        ({"workers": 20.5}, "my.toml: workers: .*integer"),
+        ({"workers": True}, "my.toml: workers: .*integer"),
+        ({"workers": "20"}, "my.toml: workers: .*integer"),
+        ({"lr": 0}, "my.toml: lr: .*greater than 0"),
+        ({"lr": float("nan")}, "my.toml: lr: "),
+        ({"lr": float("inf")}, "my.toml: lr: .*finite"),
+        ({"worker_momentum": 1}, "my.toml: worker_momentum: .*less than 1"),
+        ({"model": "mpl"}, "my.toml: model: unknown model 'mpl'; did you mean 'mlp'"),
+        ({"dataset": "mnits"}, "my.toml: dataset: unknown dataset 'mnits'; did you mean 'mnist'"),
+        ({"split": "dirichlet"}, "my.toml: split: dirichlet needs alpha"),
+        ({"schedule": "cos"}, "my.toml: schedule: unknown schedule"),
+        ({"optimizer": "sdg"}, "my.toml: optimizer: unknown optimizer 'sdg'; did you mean 'sgd'"),
+        ({"on_nonfinite": "ignore"}, "my.toml: on_nonfinite: .*'skip', 'stop' or 'apply'"),
+        ({"reduction": "max"}, "my.toml: reduction: "),
+        ({"engine": "spark"}, "my.toml: engine: unknown engine 'spark'"),
+        ({"rounds": 0, "seed": -1}, "rounds.*\n.*seed"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_its_key(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(values, "my.toml")
+
+
+def test_the_defaults_are_the_papers() -> None:
+    config = make_config({})
+    paper = ("mnist", "mlp", 20, 20, 500, 32, 0.1, "mean", "sgd")
+    found = (
+        config.dataset,
+        config.model,
+        config.workers,
+        config.servers,
+        config.rounds,
+        config.batch_size,
+        config.lr,
+        config.reduction,
+        config.optimizer,
+    )
+    assert found == paper
+
+
+def test_the_same_run_in_other_words_has_the_same_identity() -> None:
+    first = make_config({"rule": "trmean:b=08", "attack": "none", "lr": 1, "results": "a.sqlite"})
+    second = make_config({"rule": "Trimmed_Mean: b=8", "lr": 1.0, "threads": 2, "name": "mine"})
+    assert first.identity() == second.identity()
+    for values in ({"seed": 1}, {"rule": "mean"}, {"attack": "gambler"}, {"rounds": 499}):
+        assert make_config(values).identity() != make_config({}).identity()
+
+
+def test_the_gambler_sits_among_the_servers_that_there_are() -> None:
+    assert make_config({"attack": "gambler", "servers": 4}).attack == "gambler:servers=4"
+    with pytest.raises(ConfigError, match="attack: gambler needs the number of servers"):
+        make_config({"attack": "gambler:servers=20", "servers": 4})
+
+
+def test_keys_may_be_spelt_with_dashes() -> None:
+    assert make_config({"batch-size": 7}).batch_size == 7
+
+
+def test_broken_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no configuration file .*none\.toml"):
+        read_toml(tmp_path / "none.toml")
+    path = tmp_path / "broken.toml"
+    path.write_text("rounds = = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml is no TOML: .*line 1"):
+        read_toml(path)
+
+
+def test_grids_are_products() -> None:
+    runs = expand_grid(
+        {
+            "rounds": 7,
+            "grid": [
+                {"rule": ["mean", "phocas:b=8"], "seed": [0, 1, 2]},
+                {"rule": "krum:b=6", "attack": ["gaussian:q=6", "none"]},
+                {"rule": ["mean"], "seed": [2]},  # there already
+            ],
+        },
+        "grid.toml",
+    )
+    assert [(run.rule, run.attack, run.seed) for run in runs] == [
+        ("mean", None, 0),
+        ("mean", None, 1),
+        ("mean", None, 2),
+        ("phocas:b=8", None, 0),
+        ("phocas:b=8", None, 1),
+        ("phocas:b=8", None, 2),
+        ("krum:b=6", "gaussian:q=6", 0),
+        ("krum:b=6", None, 0),
+    ]
+    assert {run.rounds for run in runs} == {7}
+    assert len(expand_grid({"seed": 3}, "grid.toml")) == 1
+
+
+def test_one_impossible_run_refuses_the_grid() -> None:
+    with pytest.raises(ConfigError, match=r"grid.toml: rule: .*b=10"):
+        expand_grid({"grid": {"rule": ["mean", "phocas:b=10"]}}, "grid.toml")
+    with pytest.raises(ConfigError, match=r"grid\.seed must have at least one value"):
+        expand_grid({"grid": {"seed": []}}, "grid.toml")
+    with pytest.raises(ConfigError, match="unknown key 'sed'; did you mean 'seed'"):
+        expand_grid({"grid": {"sed": [1]}}, "grid.toml")
+
+
+def test_a_configuration_survives_the_results_file() -> None:
+    config = make_config({"optimizer_options": {"momentum": 0.9}, "attack": "gambler"})
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config

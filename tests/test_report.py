@@ -1,0 +1,50 @@
+"""The demo and its figure, tables, and plain progress."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phocas.cli import main
+from phocas.report.figures import Curve, accuracy_figure
+from phocas.report.tables import listing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_demo_writes_a_table_and_a_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["phocas", "demo", "--dataset", "synthetic:train=300,test=100", "--rounds", "12"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output, progress = capsys.readouterr()
+    assert not ended.value.code, progress
+    for rule in ("mean", "krum:b=8", "multi-krum:b=8", "trimmed-mean:b=8", "phocas:b=8"):
+        assert rule in output
+    assert "[6/6]" in progress
+    figure = tmp_path / "phocas-demo" / "accuracy.png"
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert figure.stat().st_size > 10_000
+
+
+def test_a_figure_draws_every_curve(tmp_path: Path) -> None:
+    few = tmp_path / "few.png"
+    many = tmp_path / "many.png"
+    curve = Curve("one", [0, 10, 20], [0.1, 0.5, 0.9])
+    accuracy_figure([curve], few, title="t")
+    accuracy_figure([curve, Curve("two", [0, 20], [0.1, 0.2])], many, title="t")
+    assert few.read_bytes() != many.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("workers", "text"),
+    [((), ""), ((4,), "4"), ((0, 1), "0, 1"), ((0, 1, 2), "0-2"), ((1, 3, 4, 5, 9), "1, 3-5, 9")],
+)
+def test_worker_numbers_are_written_short(workers: tuple[int, ...], text: str) -> None:
+    assert listing(workers) == text
