@@ -271,11 +271,10 @@ def with_patched(place: Any, name: str, value: Any, run: Callable[[], Any]) -> A
 def lying_aggregator(rank: int) -> Any:
     """Let the liar add a little to the shard that it aggregates."""
 
-    def gather(wire: Wire, message: torch.Tensor, sizes: Any = None) -> Any:
+    def gather(wire: Wire, parts: Any, sizes: Any = None) -> Any:
         if rank == LIAR and sizes is not None:
-            message = message.clone()
-            message[8 * WORLD] ^= 1
-        return honest(wire, message, sizes)
+            parts[1][0] ^= 1
+        return honest(wire, parts, sizes)
 
     honest = Wire.gather
     return with_patched(Wire, "gather", gather, lambda: failing(rank, "phocas:b=1"))
@@ -301,8 +300,8 @@ def lying_measurer(rank: int) -> Any:
 def lying_checker(rank: int) -> Any:
     """Let the liar blame the rank before it."""
 
-    def digest(message: torch.Tensor) -> torch.Tensor:
-        value = honest(message)
+    def digest(parts: Any) -> torch.Tensor:
+        value = honest(parts)
         if rank == LIAR and not lied:
             lied.append(True)
             value[0] ^= 1
@@ -317,10 +316,10 @@ def lying_checker(rank: int) -> Any:
 def two_versions(rank: int) -> Any:
     """Let the liar send one gradient to the aggregators and another to the checkers."""
 
-    def scatter(wire: Wire, flat: torch.Tensor, start: int, shifts: Any) -> Bucket:
-        bucket = honest(wire, flat, start, shifts[:1])
+    def scatter(wire: Wire, flat: torch.Tensor, start: int, shifts: Any, place: int = 0) -> Bucket:
+        bucket = honest(wire, flat, start, shifts[:1], place)
         other = flat + 1 if rank == LIAR else flat
-        bucket.columns.update(honest(wire, other, start, shifts[1:]).columns)
+        bucket.columns.update(honest(wire, other, start, shifts[1:], place).columns)
         return bucket
 
     honest = Wire.scatter

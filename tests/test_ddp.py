@@ -223,14 +223,12 @@ def test_a_rank_that_dies_raises_on_the_others(ranks: Scene) -> None:
 
 def test_measurements_survive_the_wire() -> None:
     rng = np.random.default_rng(0)
-    sums = ((3, rng.normal(size=(2, 6)).astype(np.float32)),)
-    edges = ((7, rng.normal(size=(4, 5))), (9000, np.full((4, 1), np.nan)))
+    sums = ((3, rng.normal(size=(2, 6))),)
+    edges = ((7, rng.normal(size=(4, 5)).astype(np.float32)), (9000, np.full((4, 1), np.nan)))
     original = Partial(4, sums, edges)
     again = unpack(pack([Partial(4, sums, edges[:1]), Partial(4, (), edges[1:])]))
     assert again.m == 4
-    for sent, got in zip(
-        original.sums + original.edges, again.sums + again.edges, strict=True
-    ):
+    for sent, got in zip(original.sums + original.edges, again.sums + again.edges, strict=True):
         assert sent[0] == got[0]
         assert sent[1].dtype == got[1].dtype
         np.testing.assert_array_equal(sent[1], got[1])
@@ -240,14 +238,14 @@ def test_measurements_survive_the_wire() -> None:
     ("position", "value"), [(8, -1), (8, 99), (32, -6), (40, 1 << 62), (48, 3)]
 )
 def test_measurements_that_are_none_are_refused(position: int, value: int) -> None:
-    message = pack([Partial(4, ((0, np.ones((2, 6), np.float32)),))])
+    message = pack([Partial(4, ((0, np.ones((2, 6))),))])
     message[position : position + 8].view(torch.int64)[0] = value
     with pytest.raises(ValueError, match="measurements must be whole"):
         unpack(message)
 
 
 def test_measurements_that_break_off_or_go_on_are_refused() -> None:
-    message = pack([Partial(4, ((0, np.ones((2, 6), np.float32)),))])
+    message = pack([Partial(4, ((0, np.ones((2, 6))),))])
     for broken in (message[:-1], message[:12], torch.cat([message, message[:1]])):
         with pytest.raises(ValueError, match="measurements must be whole"):
             unpack(broken)

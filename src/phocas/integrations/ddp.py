@@ -238,7 +238,7 @@ def _check_gradients(
 def _check_same(wire: Wire, settings: dict[str, Any]) -> None:
     """Compare what ranks were told, so that a difference is an error and not a hang."""
     text = bytearray(json.dumps(settings).encode())
-    said = wire.gather(torch.frombuffer(text, dtype=torch.uint8).to(wire.device))
+    said = wire.gather([torch.frombuffer(text, dtype=torch.uint8)])
     for rank, message in enumerate(said):
         theirs = json.loads(message.cpu().numpy().tobytes())
         for key, value in settings.items():

@@ -43,7 +43,7 @@ class Aggregator:
 
     def take(self, flat: torch.Tensor, *, last: bool) -> list[torch.Tensor]:
         """Take a bucket; return the buckets that now hold the aggregate, in the order taken."""
-        bucket = self.wire.scatter(flat, self.columns, self.shifts)
+        bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
         self.columns += flat.numel()
         if self.evaluation.request is None:
             self._finish(bucket)
@@ -65,16 +65,15 @@ class Aggregator:
     def _decide(self) -> list[torch.Tensor]:
         """Answer what the rule asks about whole rows, then finish all buckets."""
 
-        def compute(shard: int, columns: Sequence[torch.Tensor]) -> torch.Tensor:
+        def compute(shard: int, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             # What was measured while the buckets came is not measured again.
             known = self.measured.pop(shard, None)
-            return pack(
-                known
-                or [
+            if known is None:
+                known = [
                     self._measure(shard, bucket, part)
                     for bucket, part in zip(self.waiting, columns, strict=True)
                 ]
-            )
+            return [pack(known)]
 
         while self.evaluation.request is not None:
             messages = agree(self.wire, self.waiting, compute)
@@ -86,14 +85,14 @@ class Aggregator:
     def _finish(self, bucket: Bucket) -> None:
         """Aggregate the own shard of a bucket, and put everyone's in the place of its values."""
 
-        def compute(shard: int, columns: Sequence[torch.Tensor]) -> torch.Tensor:
+        def compute(shard: int, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             rows = columns[0]
             if self.rule.columnwise and rows.device.type != "cpu":
                 result = self.rule.explain(rows)
             else:
                 result = self.evaluation.explain(rows.cpu())
             lost = torch.from_numpy(result.dropped * bucket.width(shard))
-            return torch.cat([as_bytes(part).to(self.wire.device) for part in (lost, result.value)])
+            return [as_bytes(lost), as_bytes(result.value)]
 
         m = self.wire.m
         item = bucket.flat.element_size()

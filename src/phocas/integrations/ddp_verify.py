@@ -12,7 +12,7 @@ from phocas.integrations.ddp_wire import Bucket, Wire, as_bytes
 
 DIGEST_BYTES = 16
 
-Compute: TypeAlias = Callable[[int, Sequence[torch.Tensor]], torch.Tensor]
+Compute: TypeAlias = Callable[[int, Sequence[torch.Tensor]], list[torch.Tensor]]
 """Works out the bytes of a shard from its columns, one tensor of m rows for each bucket."""
 
 
@@ -38,18 +38,17 @@ def agree(
     compares what came of each shard with the digest from the rank that checks it, and so sees the
     same verdict.
     """
-    body = compute(wire.rank, [bucket.columns[wire.rank] for bucket in buckets]).to(wire.device)
+    body = compute(wire.rank, [bucket.columns[wire.rank] for bucket in buckets])
     before = (wire.rank - 1) % wire.m
     if before not in buckets[0].columns:
         return wire.gather(body, sizes)
     again = compute(before, [bucket.columns[before] for bucket in buckets])
-    message = torch.cat([body, digest(again).to(wire.device)])
     longer = None if sizes is None else [size + DIGEST_BYTES for size in sizes]
-    messages = wire.gather(message, longer)
+    messages = wire.gather([*body, digest(again)], longer)
     bodies = [message[:-DIGEST_BYTES] for message in messages]
     for shard, got in enumerate(bodies):
         claims = {
-            shard: digest(got),
+            shard: digest([got]),
             checker(shard, wire.m): messages[checker(shard, wire.m)][-DIGEST_BYTES:].cpu(),
         }
         if not torch.equal(*claims.values()):
@@ -95,11 +94,12 @@ def _settled(
     )
 
 
-def digest(message: torch.Tensor) -> torch.Tensor:
-    """Return a digest of bytes, as bytes."""
-    content = message.contiguous().cpu().numpy().data
-    value = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
-    return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+def digest(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a digest of bytes that lie one after the other, as bytes."""
+    value = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        value.update(part.cpu().numpy().data)
+    return torch.frombuffer(bytearray(value.digest()), dtype=torch.uint8)
 
 
 def _hex(value: torch.Tensor) -> str:

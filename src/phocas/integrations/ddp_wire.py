@@ -43,23 +43,46 @@ class Bucket:
 
 
 class Wire:
-    """The collectives of one process group, which belongs to one thread."""
+    """The collectives of one process group, which belongs to one thread.
+
+    What arrives lies in memory that the next call of the same kind uses again. (Given back and
+    taken anew in every step, it grew to five times as much between glibc's heaps.)
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
         self.m = dist.get_world_size(group)
+        self._rooms: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
-    def scatter(self, flat: torch.Tensor, start: int, shifts: Sequence[int] = (0,)) -> Bucket:
-        """Give shard s of every rank's values to the ranks s + shift."""
+    def _room(self, name: str, number: int, size: int, device: torch.device) -> torch.Tensor:
+        """Return memory of a purpose, for so many bytes."""
+        key = (name, number, device)
+        if key not in self._rooms or self._rooms[key].numel() < size:
+            self._rooms[key] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._rooms[key][:size]
+
+    def scatter(
+        self, flat: torch.Tensor, start: int, shifts: Sequence[int], place: int = 0
+    ) -> Bucket:
+        """Give shard s of every rank's values to the ranks s + shift.
+
+        Buckets that are wanted at the same time must have different places.
+        """
+        item = flat.element_size()
         bounds = shard_bounds(flat.numel(), self.m)
         bucket = Bucket(flat, start, bounds, {})
         for shift in shifts:
             shard = (self.rank - shift) % self.m
             order = [bounds[(rank - shift) % self.m] for rank in range(self.m)]
-            sent = torch.cat([flat[begin:end] for begin, end in order]) if shift else flat
-            columns = flat.new_empty(self.m, bucket.width(shard))
+            sent = flat
+            if shift:
+                sent = self._room("sent", 0, flat.numel() * item, flat.device).view(flat.dtype)
+                torch.cat([flat[begin:end] for begin, end in order], out=sent)
+            size = self.m * bucket.width(shard) * item
+            room = self._room("columns", place * self.m + shift, size, flat.device)
+            columns = room.view(flat.dtype).view(self.m, -1 if size else 0)
             arriving = [bucket.width(shard)] * self.m
             leaving = [end - begin for begin, end in order]
             dist.all_to_all_single(columns.view(-1), sent, arriving, leaving, group=self.group)
@@ -67,19 +90,20 @@ class Wire:
         return bucket
 
     def gather(
-        self, message: torch.Tensor, sizes: Sequence[int] | None = None
+        self, parts: Sequence[torch.Tensor], sizes: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
         """Return every rank's bytes, in the order of ranks; sizes are asked for if not known."""
+        length = sum(part.numel() for part in parts)
         if sizes is None:
-            own = torch.tensor([message.numel()], device=self.device)
+            own = torch.tensor([length], device=self.device)
             everyone = own.new_empty(self.m)
             _all_gather(everyone, own, group=self.group)
             sizes = everyone.tolist()
         # Whole words, so that what is inside can be read in place as numbers of any width.
         longest = -(-max(sizes) // 8) * 8
-        padded = torch.empty(longest, dtype=torch.uint8, device=self.device)
-        padded[: message.numel()] = message
-        arrived = padded.new_empty(self.m * longest)
+        padded = self._room("padded", 0, longest, self.device)
+        torch.cat([part.to(self.device) for part in parts], out=padded[:length])
+        arrived = self._room("arrived", 0, self.m * longest, self.device)
         _all_gather(arrived, padded, group=self.group)
         return [arrived[i * longest : i * longest + size] for i, size in enumerate(sizes)]
 
@@ -112,7 +136,7 @@ def pack(partials: Sequence[Partial]) -> torch.Tensor:
 def unpack(message: torch.Tensor) -> Partial:
     """Read measurements; bytes that are none raise ValueError."""
     content = message.cpu().numpy().tobytes()
-    sums: list[tuple[int, NDArray[np.floating]]] = []
+    sums: list[tuple[int, NDArray[np.float64]]] = []
     edges: list[tuple[int, NDArray[np.floating]]] = []
     try:
         m, pieces = struct.unpack_from("=2Q", content)
@@ -121,7 +145,10 @@ def unpack(message: torch.Tensor) -> Partial:
             is_sum, number, *shape, itemsize = struct.unpack_from("=5Q", content, 16 + 40 * i)
             values = np.frombuffer(content, _FLOATS[itemsize], math.prod(shape), place)
             place += values.nbytes
-            (sums if is_sum else edges).append((number, values.reshape(shape)))
+            if is_sum:
+                sums.append((number, values.reshape(shape).astype(np.float64)))
+            else:
+                edges.append((number, values.reshape(shape)))
         whole = place == len(content)
     except (struct.error, KeyError, ValueError, OverflowError):
         whole = False
