@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,8 +17,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import phocas
+from phocas.integrations.ddp import protect
 from phocas.integrations.ddp_wire import pack, unpack
 from phocas.rules.measures import Partial
 
@@ -219,6 +225,29 @@ def test_a_rank_that_dies_raises_on_the_others(ranks: Scene) -> None:
     for result in results:
         assert result["seconds"] < DEATH_TIMEOUT / 2
         assert "closed" in result["said"] or "reset" in result["said"]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_world_of_one_and_a_guard_that_ends_with_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        module = torch.nn.Linear(3, 2)
+        model = DistributedDataParallel(module)
+        guard = weakref.ref(protect(model, "mean", verify))
+        inputs = torch.tensor([[1.0, 2.0, 3.0]])
+        model(inputs).sum().backward()  # type: ignore[no-untyped-call]
+        assert module.weight.grad is not None
+        assert module.weight.grad.tolist() == [[1.0, 2.0, 3.0]] * 2
+        assert guard() is not None
+        del model
+        gc.collect()
+        assert guard() is None
+        assert "phocas-ddp" not in [thread.name for thread in threading.enumerate()]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_measurements_survive_the_wire() -> None:

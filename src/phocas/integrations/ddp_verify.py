@@ -39,9 +39,9 @@ def agree(
     same verdict.
     """
     body = compute(wire.rank, [bucket.columns[wire.rank] for bucket in buckets])
-    before = (wire.rank - 1) % wire.m
-    if before not in buckets[0].columns:
+    if len(buckets[0].columns) == 1:
         return wire.gather(body, sizes)
+    before = (wire.rank - 1) % wire.m
     again = compute(before, [bucket.columns[before] for bucket in buckets])
     longer = None if sizes is None else [size + DIGEST_BYTES for size in sizes]
     messages = wire.gather([*body, digest(again)], longer)
