@@ -1,0 +1,1 @@
+"""Glue to other people's training loops: the rules inside torch's DistributedDataParallel."""
