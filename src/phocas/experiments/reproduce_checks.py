@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from phocas.experiments.reproduce_outcomes import Outcomes
-from phocas.experiments.reproduce_verdicts import Check, difference, interval
+from phocas.experiments.reproduce_verdicts import Check, Interval, contrast, difference, interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,9 +54,7 @@ def against(
     return checks
 
 
-def every(
-    parts: Iterable[Predicate],
-) -> Predicate:
+def every(parts: Iterable[Predicate]) -> Predicate:
     """Want all of several things."""
     kept = tuple(parts)
     return lambda outcomes: [check for part in kept for check in part(outcomes)]
@@ -87,14 +85,12 @@ def gap_narrows(label: str) -> Predicate:
 
     def checks(outcomes: Outcomes) -> list[Check]:
         sizes = sorted({case.case.config.batch_size for case in outcomes.figure("batch-size")})
-        gaps = []
-        for size in (sizes[0], sizes[-1]):
-            mean = outcomes.get("batch-size", "Mean", batch_size=size)
-            rule = outcomes.get("batch-size", label, batch_size=size)
-            gaps.append(difference(mean, rule, "average"))
-        shared = min(map(len, gaps))
+        parts = []
+        for sign, size in ((1, sizes[0]), (-1, sizes[-1])):
+            parts.append((sign, outcomes.get("batch-size", "Mean", batch_size=size)))
+            parts.append((-sign, outcomes.get("batch-size", label, batch_size=size)))
         what = f"gap of {label} to Mean at batch {sizes[0]} less that at {sizes[-1]}"
-        return [Check(what, interval(gaps[0][:shared] - gaps[1][:shared]), at_least=0.0)]
+        return [Check(what, interval(contrast(parts, "average")), at_least=0.0)]
 
     return checks
 
@@ -138,15 +134,18 @@ def insensitive(label: str) -> Predicate:
 
 def survival_is_likelier(outcomes: Outcomes) -> list[Check]:
     """Want more repeats to survive the gambler with column-wise rules."""
-    baseline = outcomes.baseline("gambler")
-    alive = {}
-    for label in ("Phocas", "Trmean", "Krum", "Multi-Krum"):
-        kept = difference(outcomes.get("gambler", label), baseline, "final") > -BAD
-        alive[label] = kept.astype(np.float64)
+    bar = outcomes.baseline("gambler").final.mean() - BAD
+
+    def lead(ours: str, theirs: str) -> Interval:
+        cases = [outcomes.get("gambler", label) for label in (ours, theirs)]
+        alive = [dict(zip(case.seeds, case.final > bar, strict=True)) for case in cases]
+        seeds = [seed for seed in alive[0] if seed in alive[1]]
+        return interval([float(alive[0][seed]) - float(alive[1][seed]) for seed in seeds])
+
     return [
         Check(
             f"share of repeats that survive, {ours} - {theirs}",
-            interval(alive[ours] - alive[theirs]),
+            lead(ours, theirs),
             at_least=np.nextafter(0.0, 1.0),
         )
         for ours in ("Phocas", "Trmean")
@@ -192,12 +191,10 @@ def best_of(figure: str) -> Predicate:
 
 
 def reason_is_b(outcomes: Outcomes) -> list[Check]:
-    """Compare the lead of Trmean at b=8 with that at the smallest b that both survive with."""
-    leads = {}
-    for b in (8, 4):
-        trmean = outcomes.get("gambler-b", "Trmean", b=b)
-        phocas = outcomes.get("gambler-b", "Phocas", b=b)
-        leads[b] = difference(trmean, phocas, "best")
-    shared = min(map(len, leads.values()))
+    """Compare the lead of Trmean at b=8 with that at b=4, which both survive with."""
+    parts = []
+    for sign, b in ((1, 8), (-1, 4)):
+        parts.append((sign, outcomes.get("gambler-b", "Trmean", b=b)))
+        parts.append((-sign, outcomes.get("gambler-b", "Phocas", b=b)))
     what = "lead of Trmean over Phocas at b=8 less that at b=4, best"
-    return [Check(what, interval(leads[8][:shared] - leads[4][:shared]), at_least=0.0)]
+    return [Check(what, interval(contrast(parts, "best")), at_least=0.0)]
