@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.conftest import (
 
 import phocas
 from phocas import CenteredClipping, GeometricMedian, MeaMed, Phocas, Rule
+from phocas.rules.cliques import smallest_diameter
 from phocas.rules.reference import reference
 
 KINDS = ("normal", "grid", "equal", "offset", "huge", "small", "signs", "wide")
@@ -261,6 +263,21 @@ def test_pipelines_equal_their_twins(rule: Rule) -> None:
     rng = np.random.default_rng(3)
     rows = stored(rng.normal(size=(11, 60)), "float32")
     assert_close(rule(rows), reference(rule, rows), doubles(rows), "float32", 300)
+
+
+@given(seed=SEEDS, m=st.integers(1, 9), levels=st.sampled_from([2, 4, 50]))
+def test_the_first_set_of_smallest_diameter(seed: int, m: int, levels: int) -> None:
+    """For any symmetric matrix, with many ties and with infinite distances."""
+    squared = np.random.default_rng(seed).integers(0, levels, size=(m, m)).astype(np.float64)
+    squared[squared == levels - 1] = np.inf
+    squared = np.maximum(squared, squared.T)
+    np.fill_diagonal(squared, 0)
+    for size in range(1, m + 1):
+        wanted = min(
+            combinations(range(m), size),
+            key=lambda members: squared[np.ix_(members, members)].max(),
+        )
+        assert smallest_diameter(squared, size) == list(wanted)
 
 
 @pytest.mark.parametrize("i", range(5))
