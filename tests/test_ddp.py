@@ -238,7 +238,7 @@ def test_a_world_of_one_and_a_guard_that_ends_with_its_model(
         model = DistributedDataParallel(module)
         guard = weakref.ref(protect(model, "mean", verify))
         inputs = torch.tensor([[1.0, 2.0, 3.0]])
-        model(inputs).sum().backward()  # type: ignore[no-untyped-call]
+        model(inputs).sum().backward()
         assert module.weight.grad is not None
         assert module.weight.grad.tolist() == [[1.0, 2.0, 3.0]] * 2
         assert guard() is not None

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from phocas.training import Trainer
-from phocas.training.checkpoints import load_checkpoint, save_checkpoint, write_atomically
+from phocas.training.atomic import write_atomically
+from phocas.training.checkpoints import discard_checkpoint, load_checkpoint, save_checkpoint
 from phocas.training.data import Dataset, load
 from phocas.training.models import build_model
 from phocas.training.schedules import Cosine
@@ -112,7 +113,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
     code = """
 import sys
 from pathlib import Path
-from phocas.training.checkpoints import write_atomically
+from phocas.training.atomic import write_atomically
 path, number = Path(sys.argv[1]), 0
 while True:
     write_atomically(path, bytes([number % 256]) * 5_000_000)
@@ -132,3 +133,13 @@ while True:
         content = path.read_bytes()
         assert len(content) == 5_000_000
         assert len(set(content)) == 1
+
+
+def test_a_checkpoint_goes_with_what_a_killed_writer_left(tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    half = tmp_path / "run.safetensors.4711.tmp"
+    other = tmp_path / "other.safetensors.4711.tmp"
+    for file in (path, half, other):
+        file.write_bytes(b"x")
+    discard_checkpoint(path)
+    assert sorted(tmp_path.iterdir()) == [other]

@@ -109,8 +109,9 @@ def build(cls: type[S], arguments: Mapping[str, str]) -> S:
 def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None) -> str:
     """Word the error for a name that is not known: the nearest match and the whole list."""
     names = list(known)
-    close = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    keys = {_key(name): name for name in names}
+    close = difflib.get_close_matches(_key(got), keys, n=1, cutoff=0.5)
+    hint = f"; did you mean {keys[close[0]]!r}?" if close else ";"
     listing = ", ".join(names) if names else "none"
     return f"unknown {kind} {got!r}{hint} {plural or kind + 's'}: {listing}"
 

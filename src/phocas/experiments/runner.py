@@ -16,7 +16,12 @@ from torch.nn import functional
 from phocas import engines
 from phocas.experiments.claims import checkpoint_path, claim
 from phocas.experiments.results import Results, RunRecord, Status
-from phocas.training.checkpoints import load_checkpoint, save_checkpoint, save_model
+from phocas.training.checkpoints import (
+    discard_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    save_model,
+)
 from phocas.training.data import load, parse_split
 from phocas.training.lanes import available_cores
 from phocas.training.models import build_model
@@ -95,7 +100,7 @@ def execute(
                 save_model(model_file, trainer)
             results.end(run.id, status, message)
             if status in ("complete", "stopped"):
-                checkpoint_path(config.results, config.identity()).unlink(missing_ok=True)
+                discard_checkpoint(checkpoint_path(config.results, config.identity()))
             return results.run(run.id)
 
 
@@ -134,7 +139,7 @@ class _Run:
         """Start anew, or go on from the checkpoint of an earlier attempt."""
         path = self._path
         if earlier is None:
-            path.unlink(missing_ok=True)
+            discard_checkpoint(path)
             self.id = self.results.begin(self.config, versions(), host())
             self._evaluations.append((0, self.trainer.evaluate()))
             return

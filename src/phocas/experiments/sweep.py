@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -152,7 +153,8 @@ class _Worker:
 
 def _serve(pipe: connection.Connection, stop: Event, parent: int) -> None:
     """Run what comes through the pipe until it closes; stop soon when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    for number in (signal.SIGINT, signal.SIGTERM):  # a whole group gets them: the parent decides
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
     def should_stop() -> bool:
@@ -161,13 +163,11 @@ def _serve(pipe: connection.Connection, stop: Event, parent: int) -> None:
     while True:
         try:
             index, values = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
-        try:
-            ended = _run_one(pipe, index, RunConfig(**values), should_stop)
-        except BrokenPipeError:
-            return
-        pipe.send(ended)
+        ended = _run_one(pipe, index, RunConfig(**values), should_stop)
+        with suppress(OSError):
+            pipe.send(ended)
 
 
 def _run_one(
@@ -180,11 +180,11 @@ def _run_one(
         nonlocal last, accuracy
         if evaluation is not None:
             accuracy = evaluation.top1
-        if time.monotonic() - last >= NEWS_SECONDS and os.getppid() == parent:
+        if time.monotonic() - last >= NEWS_SECONDS:
             last = time.monotonic()
-            pipe.send(News(index, done.number, done.loss, accuracy, done.suspects))
+            with suppress(OSError):  # the parent is gone, and should_stop knows it
+                pipe.send(News(index, done.number, done.loss, accuracy, done.suspects))
 
-    parent = os.getppid()
     try:
         record = execute(
             config.model_copy(update={"threads": 1}),

@@ -47,7 +47,9 @@ class Rows:
 class SparseMix:
     """A k x m matrix of weights as its nonzero entries, row by row.
 
-    If the weights of every row add up to one, ``centre`` is the row that has most of them: around a
+    If the weights of every row add up to one, it is mixed around a row of ``centres``: that of the
+    group of each of the m rows, and then of each of the k mixes. Mixes of rows that nobody else
+    has are groups of their own; otherwise the centre is the row that most of them have. Around a
     far row of small weight, the near ones would be lost to rounding.
     """
 
@@ -55,20 +57,40 @@ class SparseMix:
     indices: NDArray[np.int64]
     weights: NDArray[np.float64]
     mode: int
-    centre: int
+    centres: NDArray[np.intp]
+    groups: NDArray[np.int64]
 
     @staticmethod
     def of(matrix: NDArray[np.float64]) -> SparseMix:
         """Return the nonzero entries of each row."""
+        k, m = matrix.shape
         rows, indices = np.nonzero(matrix)
         weights = matrix[rows, indices]
-        starts = np.searchsorted(rows, np.arange(len(matrix) + 1))
+        starts = np.searchsorted(rows, np.arange(k + 1))
         mode = mixing.PLAIN
         if np.all(np.abs(matrix.sum(axis=1) - 1) < 1e-12):
             even = len(weights) > 0 and weights.min() == weights.max()
             mode = mixing.UNIFORM if even else mixing.CONVEX
-        centre = int(np.argmax(np.abs(matrix).sum(axis=0))) if mode != mixing.PLAIN else 0
-        return SparseMix(starts, np.append(indices, 0), weights, mode, centre)
+        centres, groups = np.zeros(1, np.intp), np.zeros(m + k, np.int64)
+        if mode != mixing.PLAIN:
+            sharing = np.bincount(indices, minlength=m)
+            heaviest = np.abs(matrix)
+            if sharing.max() == 1:
+                centres = heaviest.argmax(axis=1)
+                groups[indices], groups[m:] = rows, np.arange(k)
+            else:
+                most = np.where(sharing == sharing.max(), heaviest.sum(axis=0), -1)
+                centres = np.array([most.argmax()])
+        return SparseMix(starts, np.append(indices, 0), weights, mode, centres, groups)
+
+    def scales(self) -> tuple[float, float]:
+        """Return what distances are scaled by, so that no sum overflows, and their sums then."""
+        if self.mode == mixing.PLAIN:
+            return 1.0, 1.0
+        if self.mode == mixing.CONVEX:
+            return 0.5, 2.0
+        scale = columns.scale_for(int(self.starts[1]))
+        return scale, float(self.weights[0]) / scale
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -77,7 +99,8 @@ class SparseMix:
 @lru_cache(maxsize=64)
 def _identity(m: int) -> SparseMix:
     everyone = np.arange(m + 1)
-    return SparseMix(everyone, everyone, np.ones(m), mixing.PLAIN, 0)
+    groups = np.zeros(2 * m, np.int64)
+    return SparseMix(everyone, everyone, np.ones(m), mixing.PLAIN, np.zeros(1, np.intp), groups)
 
 
 def half_supported(element: str) -> bool:
@@ -104,9 +127,10 @@ def reduce(rows: Rows, window: Window, out: int, counts: NDArray[np.int64] | Non
 
 
 def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
-    """Write the mixed rows to ``out``, a (k, columns) array of computed values."""
+    """Write the mixed rows to ``out``, a (k, columns) array of computed values or of doubles."""
     weights = mix.weights.astype(out.dtype)
     table = _row_table(out)
+    centres = rows.addresses[mix.centres[mix.groups[len(rows) :]]]
     words = _words(
         rows.addresses,
         table,
@@ -115,9 +139,9 @@ def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
         mix.indices,
         weights,
         mix.mode,
-        int(rows.addresses[mix.centre]),
+        centres,
     )
-    work = _compiled("combine", rows.element)
+    work = _compiled("combine", rows.element, out.dtype == np.float64)
     POOL.run(work, words, [None] * POOL.size(), rows.columns, CHUNK_COLUMNS)
 
 
@@ -136,19 +160,21 @@ def mix_reduce(
     counts: NDArray[np.int64] | None = None,
 ) -> None:
     """Mix the rows and average a window of every column, a tile at a time."""
-    m, k = len(rows), len(mix)
+    m, k, g = len(rows), len(mix), len(mix.centres)
     kind = compute_dtype(rows.element)
-    tile = max(256, TILE_BYTES // ((m + k) * kind.itemsize) // 256 * 256)
+    tile = max(256, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // 256 * 256)
     inner, rule_words, _alive = _column_kernel(k, kind.name, window, counts is not None)
-    rule = np.array([inner, *rule_words, rows.addresses[mix.centre], m, tile], np.uint64)
+    centres, scales = rows.addresses[mix.centres], np.array(mix.scales(), kind)
+    tiles = _words(centres, m, tile, mix.groups, g, scales)
+    rule = np.concatenate([np.array([inner], np.uint64), rule_words, tiles])
     weights = mix.weights.astype(kind)
     words = _words(rows.addresses, out, k, mix.starts, mix.indices, weights, mix.mode, rule)
     local, tallies, alive = [], [], []
     for _ in range(POOL.size()):
-        scratch = aligned((m + 1 + k, tile), kind)
+        scratch = aligned((m + g + k, tile), kind)
         table = _row_table(scratch)
         tally = np.zeros(k, np.int64)
-        local.append(_words(table, table[m + 1 :], tally))
+        local.append(_words(table, table[m + g :], tally))
         tallies.append(tally)
         alive.append((scratch, table))
     POOL.run(_compiled("fused", rows.element), words, local, rows.columns, CHUNK_COLUMNS)

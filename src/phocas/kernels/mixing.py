@@ -2,12 +2,14 @@
 
 A mix is a sparse matrix in rows of (index, weight): a row that has no weight is never touched, so
 that its NaN stays where it is. Weights that add up to one are applied to the distances to a centre
-row c, as c + sum of w (x - c): equal rows then mix to exactly that row.
+row c, as c + sum of w (x - c): equal rows then mix to exactly that row. Distances are scaled down
+and their sum up again, so that neither overflows. Mixes that share no row have centres of their
+own: a NaN in one must not reach another.
 """
 
 from __future__ import annotations
 
-from phocas.kernels.emit import SIGNATURE, Element, Function, declarations
+from phocas.kernels.emit import SIGNATURE, Element, Function, constant, declarations
 from phocas.kernels.target import Target
 
 UNROLL = 16  # vectors at once: many sums hide the latency of an addition and of a loop
@@ -17,56 +19,62 @@ PLAIN, CONVEX, UNIFORM = range(3)  # modes: weights as they are, that add up to 
 def combine_module(target: Target, element: Element) -> str:
     """Write the kernel of the mix alone.
 
-    args are (rows, out, k, starts, indices, weights, mode, centre). ``out`` is a table of k
-    pointers to rows of computed values, ``centre`` the row to measure from unless mode is plain.
+    args are (rows, out, k, starts, indices, weights, mode, centres). ``out`` is a table of k
+    pointers to rows of computed values, ``centres`` of the rows to measure from unless mode is
+    plain.
     """
     f = Function(target, element)
     rows, out, starts, indices, weights = (f.pointer("%args", i) for i in (0, 1, 3, 4, 5))
     k, mode = f.integer("%args", 2), f.integer("%args", 6)
-    centre = f.pointer("%args", 7)
+    centres = f.pointer("%args", 7)
     around = f.op(f"icmp ne i64 {mode}, {PLAIN}")
+    down, up = (_scale(f, around, factor) for factor in (0.5, 2.0))
     columns = f.op("sub i64 %stop, %start")
     step = f.lanes * UNROLL
     whole = f.op(f"sub i64 %stop, {f.op(f'srem i64 {columns}, {step}')}")
     with f.loop("0", k) as row:
         first, last = _entries(f, starts, row.index)
-        place = f.pointer(out, row.index)
+        place, centre = f.pointer(out, row.index), f.pointer(centres, row.index)
         lanes = f.lanes
         for begin, end, vectors in (("%start", whole, UNROLL), (whole, "%stop", 1)):
             f.set_lanes(lanes if vectors > 1 else 1)
             with f.loop(begin, end, f.lanes * vectors) as loop:
                 offsets = [f.op(f"add i64 {loop.index}, {i * f.lanes}") for i in range(vectors)]
-                centres = [_centre(f, centre, offset, around) for offset in offsets]
+                middles = [_centre(f, centre, offset, around) for offset in offsets]
+                scale, inverse = f.broadcast(down), f.broadcast(up)
+                minus = [f.negate(f.mul(middle, scale)) for middle in middles]
                 with f.loop(first, last) as entry:
                     totals = [entry.carry(f.vector, "zeroinitializer") for _ in offsets]
                     index = f.op(f"load i64, ptr {f.at(indices, entry.index, 'i64')}")
                     weight = f.broadcast(f.scalar_at(weights, entry.index))
                     source = f.pointer(rows, index)
-                    for total, middle, offset in zip(totals, centres, offsets, strict=True):
-                        distance = f.sub(f.load(f.at(source, offset)), middle)
+                    for total, less, offset in zip(totals, minus, offsets, strict=True):
+                        value = f.load(f.at(source, offset))
+                        distance = f.multiply_add(value, scale, less)
                         entry.update(total, f.multiply_add(distance, weight, total))
-                for total, middle, offset in zip(totals, centres, offsets, strict=True):
-                    _put(f, f.add(total, middle), f.at(place, offset, f.scalar))
+                for total, middle, offset in zip(totals, middles, offsets, strict=True):
+                    mixed = f.multiply_add(total, inverse, middle)
+                    _put(f, mixed, f.at(place, offset, f.scalar))
         f.set_lanes(lanes)
-    f.set_lanes(1)
-    scalar = declarations(f).splitlines()
-    f.set_lanes(target.vector_bits // element.compute_bits)
-    extra = "\n".join(line for line in scalar if "llvm.fma" in line)
-    return _finish(f) + extra
+    return _finish(f)
 
 
 def fused_module(target: Target, element: Element) -> str:
     """Write the kernel of a mix and a column kernel, a tile at a time.
 
     args are (rows, out, k, starts, indices, weights, mode, rule). ``rule`` holds the column kernel,
-    its eight args, the centre row, m and the tile's columns; ``local`` holds (table of m scratch
-    rows, table of k scratch rows, counts). Rows are centred into the first, mixed into the second
-    and reduced from there, all in cache. Scratch rows have room for a whole vector more.
+    its eight args, the g centre rows, m, the tile's columns, the groups (which centre each of the m
+    rows and then each of the k mixes has), g and the scales of distances and of their sums.
+    ``local`` holds (table of m + g scratch rows, table of k scratch rows, counts). Rows are centred
+    into the first, mixed into the second and reduced from there, all in cache. Scratch rows have
+    room for a whole vector more.
     """
     f = Function(target, element)
     rows, out, starts, indices, weights, rule = (f.pointer("%args", i) for i in (0, 1, 3, 4, 5, 7))
     k, mode = f.integer("%args", 2), f.integer("%args", 6)
-    centre, m, tile = f.pointer(rule, 9), f.integer(rule, 10), f.integer(rule, 11)
+    centres, m, tile = f.pointer(rule, 9), f.integer(rule, 10), f.integer(rule, 11)
+    groups, g, scales = f.pointer(rule, 12), f.integer(rule, 13), f.pointer(rule, 14)
+    down, up = (f.scalar_at(scales, i) for i in range(2))
     centred, mixed, counts = (f.pointer("%local", i) for i in range(3))
     inner = f.op("alloca [8 x i64], align 8")
     template = f.at(rule, "1", "i64")
@@ -80,45 +88,69 @@ def fused_module(target: Target, element: Element) -> str:
         past = f.op(f"icmp sgt i64 {end}, %stop")
         end = f.op(f"select i1 {past}, i64 %stop, i64 {end}")
         columns = f.op(f"sub i64 {end}, {loop.index}")
-        _centre_tile(f, rows, centre, centred, m, loop.index, columns, around)
+        _copy_centres(f, centres, centred, m, g, loop.index, columns, around)
+        _centre_tile(f, rows, centred, groups, m, loop.index, columns, down)
         with f.loop("0", k) as row:
             first, last = _entries(f, starts, row.index)
             place = f.pointer(mixed, row.index)
-            only = f.broadcast(f.scalar_at(weights, first))
+            middle_row = _middle_row(f, centred, groups, m, f.op(f"add i64 {m}, {row.index}"))
+            inverse = f.broadcast(up)
             with f.loop("0", columns, f.lanes * UNROLL) as step:
                 offsets = [f.op(f"add i64 {step.index}, {i * f.lanes}") for i in range(UNROLL)]
-                sums = _weighted(f, centred, indices, weights, first, last, offsets, uniform, only)
+                sums = _weighted(f, centred, indices, weights, first, last, offsets, uniform)
                 for total, offset in zip(sums, offsets, strict=True):
-                    middle = f.load_vector(f.at(f.pointer(centred, m), offset, f.scalar))
-                    _put(f, f.add(total, middle), f.at(place, offset, f.scalar))
+                    middle = f.load_vector(f.at(middle_row, offset, f.scalar))
+                    value = f.multiply_add(total, inverse, middle)
+                    _put(f, value, f.at(place, offset, f.scalar))
         f.line(f"  store ptr {f.at(out, loop.index, f.scalar)}, ptr {f.at(inner, '1', 'i64')}")
         f.line(f"  call void {work}(ptr {inner}, ptr {counts}, i64 0, i64 {columns})")
     return _finish(f)
 
 
-def _centre_tile(
+def _copy_centres(
     f: Function,
-    rows: str,
-    centre: str,
+    centres: str,
     centred: str,
     m: str,
+    g: str,
     start: str,
     columns: str,
     around: str,
 ) -> None:
-    """Write x - c for every row of a tile, and c itself as row m; zero stands for no centre."""
+    """Copy a tile of the centre rows behind the m scratch rows; zero stands for no centre."""
     lanes = f.lanes
-    rest = f.op(f"srem i64 {columns}, {lanes}")
-    whole = f.op(f"sub i64 {columns}, {rest}")
-    middle_row = f.pointer(centred, m)
-    for begin, end, width in (("0", whole, lanes), (whole, columns, 1)):
-        f.set_lanes(width)
-        with f.loop(begin, end, width) as step:
-            column = f.op(f"add i64 {start}, {step.index}")
-            middle = _centre(f, centre, column, around)
-            _put(f, middle, f.at(middle_row, step.index, f.scalar))
-        with f.loop("0", m) as row:
-            source, place = f.pointer(rows, row.index), f.pointer(centred, row.index)
+    whole = f.op(f"sub i64 {columns}, {f.op(f'srem i64 {columns}, {lanes}')}")
+    with f.loop("0", g) as each:
+        source = f.pointer(centres, each.index)
+        place = f.pointer(centred, f.op(f"add i64 {m}, {each.index}"))
+        for begin, end, width in (("0", whole, lanes), (whole, columns, 1)):
+            f.set_lanes(width)
+            with f.loop(begin, end, width) as step:
+                column = f.op(f"add i64 {start}, {step.index}")
+                middle = _centre(f, source, column, around)
+                _put(f, middle, f.at(place, step.index, f.scalar))
+        f.set_lanes(lanes)
+
+
+def _centre_tile(
+    f: Function,
+    rows: str,
+    centred: str,
+    groups: str,
+    m: str,
+    start: str,
+    columns: str,
+    down: str,
+) -> None:
+    """Write the scaled x - c for every row of a tile."""
+    lanes = f.lanes
+    whole = f.op(f"sub i64 {columns}, {f.op(f'srem i64 {columns}, {lanes}')}")
+    with f.loop("0", m) as row:
+        source, place = f.pointer(rows, row.index), f.pointer(centred, row.index)
+        middle_row = _middle_row(f, centred, groups, m, row.index)
+        for begin, end, width in (("0", whole, lanes), (whole, columns, 1)):
+            f.set_lanes(width)
+            scale = f.broadcast(down)
             with f.loop(begin, end, width) as step:
                 column = f.op(f"add i64 {start}, {step.index}")
                 address = f.at(source, column)
@@ -128,8 +160,15 @@ def _centre_tile(
                 middle = f.op(
                     f"load {f.vector}, ptr {f.at(middle_row, step.index, f.scalar)}, align 4"
                 )
-                _put(f, f.sub(f.load(address), middle), f.at(place, step.index, f.scalar))
-    f.set_lanes(lanes)
+                distance = f.multiply_add(f.load(address), scale, f.negate(f.mul(middle, scale)))
+                _put(f, distance, f.at(place, step.index, f.scalar))
+        f.set_lanes(lanes)
+
+
+def _middle_row(f: Function, centred: str, groups: str, m: str, place: str) -> str:
+    """Return the scratch row of the centre that a row or a mix has."""
+    group = f.op(f"load i64, ptr {f.at(groups, place, 'i64')}")
+    return f.pointer(centred, f.op(f"add i64 {m}, {group}"))
 
 
 def _weighted(
@@ -141,9 +180,8 @@ def _weighted(
     last: str,
     offsets: list[str],
     uniform: str,
-    only: str,
 ) -> list[str]:
-    """Return the weighted sums of centred rows: equal weights are applied once, after the sum."""
+    """Return the weighted sums of centred rows: equal weights are in the scale of the sum."""
     tag = f.name()[1:]
     f.line(f"  br i1 {uniform}, label %same{tag}, label %each{tag}")
     results = []
@@ -160,8 +198,6 @@ def _weighted(
                 entry.update(
                     total, f.add(total, value) if same else f.multiply_add(value, weight, total)
                 )
-        if same:
-            totals = [f.mul(total, only) for total in totals]
         results.append((f.block, totals))
         f.line(f"  br label %join{tag}")
     f.label(f"join{tag}")
@@ -179,9 +215,20 @@ def _entries(f: Function, starts: str, row: str) -> tuple[str, str]:
 
 
 def _centre(f: Function, centre: str, offset: str, around: str) -> str:
-    """Load the centre's values, or zeros: without a centre they are not even multiplied."""
+    """Load the centre's values, or zeros where they are not finite or there is no centre.
+
+    Around -inf, a mix with -inf would be NaN.
+    """
     value = f.load(f.at(centre, offset))
+    finite = f.compare("olt", f.absolute(value), f.splat(float("inf")))
+    value = f.select(finite, value, "zeroinitializer")
     return f.op(f"select i1 {around}, {f.vector} {value}, {f.vector} zeroinitializer")
+
+
+def _scale(f: Function, around: str, factor: float) -> str:
+    """Return a factor for distances; values without a centre stay as they are."""
+    given, one = (constant(value, f.scalar) for value in (factor, 1.0))
+    return f.op(f"select i1 {around}, {f.scalar} {given}, {f.scalar} {one}")
 
 
 def _put(f: Function, value: str, address: str) -> None:
@@ -191,7 +238,12 @@ def _put(f: Function, value: str, address: str) -> None:
 
 def _finish(f: Function) -> str:
     body = "\n".join(f.lines)
+    lanes = f.lanes
+    f.set_lanes(1)
+    single = "\n".join(line for line in declarations(f).splitlines() if "@llvm.f" in line)
+    f.set_lanes(lanes)
     return f"""{declarations(f)}
+{single}
 define void @kernel{SIGNATURE} {{
 entry:
 {body}

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from phocas.kernels.columns import Window, prefetch_bytes, scale_for
+from phocas.kernels.columns import Window, prefetch_bytes, scale_for, within
 from phocas.kernels.emit import Element, Function, module_text
 from phocas.kernels.networks import batcher
 from phocas.kernels.target import Target
@@ -104,7 +104,8 @@ def table_module(target: Target, element: Element, drop: bool, blame: bool) -> s
             total = each.carry(f.vector, "zeroinitializer")
             value = f.load_vector(f.at(tile, each.index, f.vector))
             each.update(total, f.add(total, f.fma(value, scale1, minus)))
-        result = y = f.fma(total, inverse1, pivot)
+        y = f.fma(total, inverse1, pivot)
+        result = within(f, y, pivot, high)
         if drop:
             result, radius, minus_y = _nearest(f, tile, m, trim, b, y, scale2, inverse2)
         f.store(result, f.at(out, loop.index))
@@ -202,16 +203,29 @@ def _nearest(
     """Return the mean of the m - b values nearest to y, the kept radius, and -y, both scaled."""
     minus_y = f.negate(f.mul(y, scale))
     beyond = f.op(f"sub i64 {m}, {b}")
-    with f.loop("0", b) as each:
+    fewer = f.op(f"icmp slt i64 {b}, {beyond}")
+    places = f.op(f"select i1 {fewer}, i64 {b}, i64 {beyond}")
+    # What is kept in any case: the middle, if there is one.
+    smallest = _or(f, fewer, f.at(tile, b, f.vector), float("inf"))
+    largest = _or(f, fewer, f.at(tile, f.op(f"sub i64 {beyond}, 1"), f.vector), float("-inf"))
+    with f.loop("0", places) as each:
         total = each.carry(f.vector, "zeroinitializer")
         radius = each.carry(f.vector, "zeroinitializer")
+        low, high = each.carry(f.vector, smallest), each.carry(f.vector, largest)
         below = f.load_vector(f.at(tile, each.index, f.vector))
-        partner = f.op(f"add i64 {beyond}, {each.index}")
-        above = f.load_vector(f.at(tile, partner, f.vector))
-        down, up = f.fma(below, scale, minus_y), f.fma(above, scale, minus_y)
-        nearer = f.select(f.compare("ole", f.negate(down), up), down, up)
-        each.update(total, f.add(total, nearer))
-        each.update(radius, f.high(radius, f.absolute(nearer)))
+        first = f.fma(below, scale, minus_y)
+        # One turn, or more if b is more than half of m.
+        with f.loop(f.op(f"add i64 {beyond}, {each.index}"), m, beyond) as partner:
+            nearest, value = partner.carry(f.vector, first), partner.carry(f.vector, below)
+            above = f.load_vector(f.at(tile, partner.index, f.vector))
+            other = f.fma(above, scale, minus_y)
+            nearer = f.compare("ole", f.absolute(nearest), f.absolute(other))
+            partner.update(nearest, f.select(nearer, nearest, other))
+            partner.update(value, f.select(nearer, value, above))
+        each.update(low, f.low(low, value))
+        each.update(high, f.high(high, value))
+        each.update(total, f.add(total, nearest))
+        each.update(radius, f.high(radius, f.absolute(nearest)))
     # The centre's own distances to its mean add up to nothing: the middle is what is around it.
     last = f.op(f"sub i64 {m}, {trim}")
     for begin, end in ((b, trim), (last, beyond)):
@@ -225,4 +239,10 @@ def _nearest(
     for edge in (trim, f.op(f"sub i64 {last}, 1")):
         value = f.load_vector(f.at(tile, edge, f.vector))
         radius = f.high(radius, f.absolute(f.fma(value, scale, minus_y)))
-    return f.fma(total, inverse, y), radius, minus_y
+    return within(f, f.fma(total, inverse, y), low, high), radius, minus_y
+
+
+def _or(f: Function, condition: str, address: str, otherwise: float) -> str:
+    """Load a vector if a condition holds."""
+    value = f.load_vector(address)
+    return f.op(f"select i1 {condition}, {f.vector} {value}, {f.vector} {f.splat(otherwise)}")

@@ -94,6 +94,7 @@ class SweepProgress:
         self.configs = configs
         self.console = Console(stderr=True, quiet=quiet)
         self._done = 0
+        self._started = time.monotonic()
         self._tasks: dict[int, TaskID] = {}
         self._bars: Bars | None = None
         if self.console.is_terminal and not quiet:
@@ -115,6 +116,8 @@ class SweepProgress:
             text = f"{config.title()}, seed {config.seed}: {news.status}"
             if news.error:
                 text += f" ({news.error})"
+            if self._bars is None and self._done < len(self.configs):
+                text += f"; {self._left()} left"
             self.console.print(
                 f"[{self._done}/{len(self.configs)}] {text}",
                 highlight=False,
@@ -136,6 +139,12 @@ class SweepProgress:
             if news.suspects:
                 text += f"  suspects {listing(news.suspects)}"
             self._bars.update(self._tasks[news.index], completed=news.round, news=text)
+
+    def _left(self) -> str:
+        """Say how long the rest takes if it goes on as so far."""
+        elapsed = time.monotonic() - self._started
+        seconds = elapsed / self._done * (len(self.configs) - self._done)
+        return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
     def __enter__(self) -> Self:
         if self._bars is not None:

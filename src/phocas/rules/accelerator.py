@@ -35,8 +35,9 @@ class DeviceMatrix:
         result = np.zeros((k, k) if isinstance(request, Distances) else k)
         for tensor in self.tensors:
             for block in _blocks(tensor):
-                rows = _mixed(_computed(block), request.weights)
+                rows = _computed(block)
                 rows = rows.double() if wide and rows.device.type != "mps" else rows
+                rows = _mixed(rows, request.weights)
                 if isinstance(request, Distances):
                     for i in range(k - 1):
                         sums = (rows[i + 1 :] - rows[i]).square().sum(dim=1)
@@ -78,17 +79,20 @@ def window_mean(rows: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch
     # Around a member, as in the kernels: equal values give that value, and nothing overflows.
     y = centre[0] + ((centre / len(centre)) - (centre[:1] / len(centre))).sum(dim=0)
     if not window.drop:
-        return y, (rows < centre[0]) | (rows > centre[-1])
+        return y.clamp(centre[0], centre[-1]), (rows < centre[0]) | (rows > centre[-1])
     b = window.drop
     half_y = y / 2
-    down = half_y - wires[:b] / 2
-    up = wires[m - b :] / 2 - half_y
-    nearer = torch.where(down <= up, -down, up)
-    middle = wires[b : m - b] / 2 - half_y
-    around = torch.cat([middle[: window.trim - b], middle[m - b - window.trim :], nearer])
-    value = y + 2 * (around / (m - b)).sum(dim=0)
-    radius = torch.cat([nearer.abs(), middle.abs()]).amax(dim=0)
-    return value, (rows / 2 - half_y).abs() > radius
+    distances = wires / 2 - half_y
+    # The window has one value of each place modulo m - b, the nearest.
+    kept, chosen = distances[: m - b].clone(), wires[: m - b].clone()
+    for start in range(m - b, m, m - b):
+        others = distances[start : start + m - b]
+        n = len(others)
+        nearer = kept[:n].abs() <= others.abs()
+        kept[:n] = torch.where(nearer, kept[:n], others)
+        chosen[:n] = torch.where(nearer, chosen[:n], wires[start : start + n])
+    value = (y + 2 * (kept / (m - b)).sum(dim=0)).clamp(chosen.amin(dim=0), chosen.amax(dim=0))
+    return value, (rows / 2 - half_y).abs() > kept.abs().amax(dim=0)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -109,6 +113,11 @@ def _mixed(rows: torch.Tensor, weights: Floats | None) -> torch.Tensor:
     bad = ~rows.isfinite()
     mixed = matrix @ rows.masked_fill(bad, 0)
     if bool(bad.any()):
-        reached = (matrix != 0).to(rows.dtype) @ bad.to(rows.dtype)
-        mixed = mixed.masked_fill(reached > 0, torch.nan)
+        touched = (matrix != 0).to(rows.dtype)
+        up, down, lost = (
+            touched @ kind.to(rows.dtype) > 0
+            for kind in (rows == torch.inf, rows == -torch.inf, rows.isnan())
+        )
+        mixed = mixed.masked_fill(up, torch.inf).masked_fill(down, -torch.inf)
+        mixed = mixed.masked_fill(lost | (up & down), torch.nan)
     return mixed

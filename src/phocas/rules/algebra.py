@@ -19,6 +19,10 @@ from phocas.kernels import Window
 
 Floats: TypeAlias = NDArray[np.float64]
 
+# Distances between so many mixes follow from those between rows in less than a second. The work
+# grows with the fourth power of their number: many more are faster measured.
+DERIVED_ROWS = 200
+
 
 @dataclass(frozen=True, slots=True)
 class Distances:
@@ -108,15 +112,19 @@ def of_mixed(squared: Floats, weights: Floats) -> Floats:
     infinite distance counts only where its weight is not zero.
     """
     k = len(weights)
-    differences = weights[:, None, :] - weights[None, :, :]
     finite = np.isfinite(squared)
     safe = np.where(finite, squared, 0.0)
-    result = -0.5 * np.einsum("abi,ij,abj->ab", differences, safe, differences, optimize=True)
-    touched = differences != 0
-    broken = np.einsum("abi,ij,abj->ab", touched, ~finite, touched, optimize=True) > 0
-    result = np.where(broken, np.inf, np.maximum(result, 0.0))
-    result[np.arange(k), np.arange(k)] = 0.0
-    return result
+    infinite = None if finite.all() else (~finite).astype(np.float64)
+    result = np.zeros((k, k))
+    # One row at a time: all differences at once are k * k * m values.
+    for i in range(k - 1):
+        differences = weights[i] - weights[i + 1 :]
+        lengths = np.maximum(-0.5 * ((differences @ safe) * differences).sum(axis=1), 0.0)
+        if infinite is not None:
+            touched = (differences != 0).astype(np.float64)
+            lengths[((touched @ infinite) * touched).any(axis=1)] = np.inf
+        result[i, i + 1 :] = lengths
+    return result + result.T
 
 
 def through(first: Mix, planning: Planning) -> Planning:
@@ -132,7 +140,8 @@ def through(first: Mix, planning: Planning) -> Planning:
         except StopIteration as stop:
             result: Mix = stop.value
             return result.after(first)
-        if isinstance(request, Distances) and request.weights is None and convex:
+        few = len(weights) <= DERIVED_ROWS
+        if isinstance(request, Distances) and request.weights is None and convex and few:
             squared = yield replace(request, weights=None)
             reply = of_mixed(squared, weights)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,15 +105,13 @@ class PreAggregator(Stage):
         """Return how many rows come out."""
         return m
 
-    def __or__(self, following: PreAggregator | Rule) -> Pipeline | Chain:
+    @overload
+    def __or__(self, following: Rule) -> Pipeline: ...
+    @overload
+    def __or__(self, following: PreAggregator | Chain) -> Chain: ...
+    def __or__(self, following: PreAggregator | Chain | Rule) -> Pipeline | Chain:
         """Put the step before another: ``NNM(b=6) | Phocas(b=6)``."""
-        if isinstance(following, Pipeline):
-            return Pipeline((self, *following.stages), following.rule)
-        if isinstance(following, Rule):
-            return Pipeline((self,), following)
-        if isinstance(following, PreAggregator):
-            return Chain((self, following))
-        return NotImplemented
+        return Chain((self,)) | following
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,13 @@ class Chain:
 
     stages: tuple[PreAggregator, ...]
 
-    def __or__(self, following: PreAggregator | Rule) -> Pipeline | Chain:
+    @overload
+    def __or__(self, following: Rule) -> Pipeline: ...
+    @overload
+    def __or__(self, following: PreAggregator | Chain) -> Chain: ...
+    def __or__(self, following: PreAggregator | Chain | Rule) -> Pipeline | Chain:
+        if isinstance(following, Chain):
+            return Chain(self.stages + following.stages)
         if isinstance(following, Pipeline):
             return Pipeline((*self.stages, *following.stages), following.rule)
         if isinstance(following, Rule):

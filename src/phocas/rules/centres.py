@@ -98,7 +98,8 @@ class GeometricMedian(WeighingRule):
         if np.any(shrink < 1):
             drawn = np.diag(shrink)
             drawn[:, centre] += 1 - shrink
-            squared = yield Distances(weights=drawn)
+            wide = not 1e-24 < typical < 1e36 / FAR**2 or bool(np.any(shrink[shrink > 0] < 1e-30))
+            squared = yield Distances(weights=drawn, wide=wide)
         return Mix(self._weiszfeld(squared, shrink, centre, typical)[None, :], fair=1 / m)
 
     def _weiszfeld(self, squared: Floats, shrink: Floats, centre: int, typical: float) -> Floats:
@@ -113,7 +114,10 @@ class GeometricMedian(WeighingRule):
         squared = np.where(np.isfinite(squared), squared, 0.0)
         to_rows = np.diag(stretch)
         to_rows[:, centre] += 1 - stretch
-        weights = present / present.sum()
+        # From among the near rows: on the way back from far ones, a step is no longer than by the
+        # ratio of near to far, and 7 near rows against 6 would need hundreds.
+        near = shrink == 1
+        weights = near / near.sum()
         floor = 1e-12 * np.sqrt(typical)
         previous: Floats | None = None
         for _ in range(self.iterations):

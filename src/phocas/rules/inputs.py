@@ -194,7 +194,11 @@ def _open_mappings(rows: Sequence[Any]) -> Any:
             raise TypeError(f"worker {i} must be a mapping like worker 0: got {type(row).__name__}")
         missing, extra = first.keys() - row.keys(), row.keys() - first.keys()
         if missing or extra:
-            what = f"lacks {min(missing)!r}" if missing else f"has {min(extra)!r} too"
+            what = (
+                f"lacks {min(missing, key=str)!r}"
+                if missing
+                else f"has {min(extra, key=str)!r} too"
+            )
             raise ValueError(f"all workers must have the same keys: worker {i} {what}")
         for key in first:
             _same(row[key], first[key], f"worker {i}, key {key!r}", f"worker 0, key {key!r}")
@@ -294,7 +298,7 @@ def _array(value: Any, place: str) -> tuple[NDArray[Any], str]:
         return np.asarray(raw), name
     if value.layout is not sys.modules["torch"].strided:
         raise TypeError(f"tensors must be dense: {place} is {value.layout}")
-    detached = value.detach()
+    detached = value.detach().resolve_neg()
     if name == "bfloat16":
         return detached.view(sys.modules["torch"].uint16).numpy(), name
     return detached.numpy(), name

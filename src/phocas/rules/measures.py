@@ -18,7 +18,7 @@ from phocas import kernels
 from phocas.kernels import Rows
 from phocas.rules.algebra import Distances, Floats, Norms, Request
 
-MIXED_GRANULES = 16  # mixed rows are made that many granules at a time
+MIXED_GRANULES = 16  # mixed rows are made that many granules at a time, fewer of more rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,13 +41,17 @@ def partial(request: Request, start: int, rows: Rows) -> Partial:
         return _measure(request, start, rows)
     mix = kernels.SparseMix.of(request.weights)
     granule = kernels.granule_columns(len(mix))
+    # Wide in weights as well: what scales 3e38 down to 1e-9 is too small for single precision.
+    wide = isinstance(request, Norms) or request.wide
+    kind = np.dtype(np.float64) if wide else kernels.compute_dtype(rows.element)
+    together = max(2, MIXED_GRANULES * 64 // max(64, len(mix)))
     result = Partial(len(mix))
     begin = 0
     while begin < rows.columns:
         # Blocks end on granules, so that only the outermost columns are edges.
         place = start + begin
-        end = min(rows.columns, (place // granule + MIXED_GRANULES) * granule - start)
-        mixed = np.empty((len(mix), end - begin), kernels.compute_dtype(rows.element))
+        end = min(rows.columns, (place // granule + together) * granule - start)
+        mixed = np.empty((len(mix), end - begin), kind)
         kernels.combine(rows.shifted(begin, end), mix, mixed)
         result += _measure(request, place, rows_of(mixed))
         begin = end
@@ -72,15 +76,22 @@ def _measure(request: Request, start: int, rows: Rows) -> Partial:
     return Partial(m, sums, edges)
 
 
-def total(request: Request, partials: Iterable[Partial]) -> Floats:
-    """Return the m x m squared distances, or the m squared norms, of whole rows."""
+def total(request: Request, partials: Iterable[Partial], columns: int | None = None) -> Floats:
+    """Return the m x m squared distances, or the m squared norms, of whole rows.
+
+    With the number of columns that there should be, columns missing at the end are noticed too.
+    """
     parts = list(partials)
+    if not parts:
+        raise ValueError("there must be at least one partial: got none")
     m = parts[0].m
+    if any(part.m != m for part in parts):
+        raise ValueError(f"partials must be of the same rows: got {sorted({p.m for p in parts})}")
     granule = kernels.granule_columns(m)
-    whole = dict(item for part in parts for item in part.sums)
+    blocks = [item for part in parts for item in part.sums]
     edges = sorted((item for part in parts for item in part.edges), key=lambda item: item[0])
     pieces = sorted(
-        [(first * granule, (first + len(sums)) * granule) for first, sums in whole.items()]
+        [(first * granule, (first + len(sums)) * granule) for first, sums in blocks]
         + [(start, start + values.shape[1]) for start, values in edges]
     )
     expected = 0
@@ -91,6 +102,13 @@ def total(request: Request, partials: Iterable[Partial]) -> Floats:
                 f" {begin} where {expected} was expected"
             )
         expected = end
+    if columns is not None and expected != columns:
+        raise ValueError(
+            f"all {columns} columns must be measured: got none from column {expected} on"
+            if expected < columns
+            else f"there must be {columns} columns: got {expected}"
+        )
+    whole = dict(blocks)
     for number, values in _complete(edges, m, granule).items():
         whole[number] = _sums(request, rows_of(values), granule)
     if not whole:

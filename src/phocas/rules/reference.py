@@ -68,7 +68,7 @@ def _by_column(function: Callable[[Matrix], float], rows: Matrix) -> Matrix:
 
 
 def _mean_rule(_: Mean, rows: Matrix) -> Matrix:
-    return np.asarray(rows.mean(axis=0))
+    return np.asarray((rows / len(rows)).sum(axis=0))
 
 
 def _median(_: Median, rows: Matrix) -> Matrix:

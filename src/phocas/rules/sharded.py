@@ -33,13 +33,22 @@ from phocas.rules.measures import Partial
 class Evaluation:
     """The planning of one aggregation, as seen by one holder of columns.
 
-    Column rules have nothing to ask: their ``request`` is None from the start.
+    Column rules have nothing to ask: their ``request`` is None from the start. With ``d``, the
+    columns of the whole matrix, an answer that lacks the last of them is refused as well.
     """
 
-    def __init__(self, rule: Rule, m: int, rng: np.random.Generator | None = None) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        m: int,
+        rng: np.random.Generator | None = None,
+        *,
+        d: int | None = None,
+    ) -> None:
         rule.check(m)
         self.rule = rule
         self.m = m
+        self.d = d
         self.request: Request | None = None
         self._decision: Decision | None = None
         self._planning = rule.planning(m, rng)
@@ -62,7 +71,7 @@ class Evaluation:
         """Take everyone's partials, in any order; columns must be measured once each."""
         if self.request is None:
             raise ValueError("there is no request to answer: the evaluation is ready to finish")
-        self._advance(measures.total(self.request, partials))
+        self._advance(measures.total(self.request, partials, self.d))
 
     def finish(self, columns: Any) -> Any:
         """Aggregate columns, in the form that they have."""

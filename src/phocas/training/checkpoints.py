@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+
+from phocas.training.atomic import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,30 +60,17 @@ def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> Tensors
     }
 
 
+def discard_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, and what was left of one by a process that was killed while writing."""
+    path.unlink(missing_ok=True)
+    for half in path.parent.glob(f"{path.name}.*.tmp"):
+        half.unlink(missing_ok=True)
+
+
 def save_model(path: Path, trainer: Trainer) -> None:
     """Write the model alone, by the names of its state dict, as safetensors."""
     tensors = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     write_atomically(path, save(tensors))
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put content at a path so that it survives a crash whole, or does not appear."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with half.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
-    if os.name == "posix":  # the rename itself lasts once the folder is on the disk
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _capture(trainer: Trainer) -> tuple[Tensors, dict[str, dict[str, Any]]]:

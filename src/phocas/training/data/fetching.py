@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phocas.specs import unknown
+from phocas.training.atomic import write_atomically
 from phocas.training.data.mirrors import OriginError
-from phocas.training.data.store import DataError, data_folder, locked, problems, repair, replace
+from phocas.training.data.store import DataError, data_folder, locked, problems, repair
 
 if TYPE_CHECKING:
     import os
@@ -75,7 +76,7 @@ def fetch_published(
                     failures.append(f"{origin.kind}: {error}")
                     continue
                 for kept in lacking:
-                    replace(home / kept.name, contents[kept.name])
+                    write_atomically(home / kept.name, contents[kept.name])
                 shutil.rmtree(home / ".partial", ignore_errors=True)
                 problems(home, spec.files)  # remember the digests for the next load
                 return Fetched(home, str(origin), time.perf_counter() - start, tuple(failures))

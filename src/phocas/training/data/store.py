@@ -10,13 +10,14 @@ import os
 import shlex
 import struct
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from phocas.training.atomic import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -117,7 +118,7 @@ def problems(home: Path, files: Sequence[Kept], *, thorough: bool = False) -> di
     if good and good != stamps:
         # A folder that may only be read is no error: the digests are then checked on every load.
         with contextlib.suppress(OSError):
-            replace(home / STAMPS, json.dumps(good, indent=1).encode())
+            write_atomically(home / STAMPS, json.dumps(good, indent=1).encode())
     return found
 
 
@@ -125,21 +126,6 @@ def map_file(home: Path, kept: Kept) -> npt.NDArray[np.uint8]:
     """Map a checked file into memory, read-only, so that processes share its pages."""
     mapped = np.memmap(home / kept.name, np.uint8, "r", len(kept.header), kept.shape)
     return mapped.view(np.ndarray)  # indexing an ndarray skips the subclass's hooks
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all, even after a power cut."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp makes it private, but a data folder may be shared
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager

@@ -1,0 +1,169 @@
+"""``phocas reproduce``: the paper's experiments, its figures, and its claims judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from phocas.experiments.config import RunConfig
+    from phocas.experiments.reproduce import Reproduction
+    from phocas.experiments.sweep import News
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("reproduce")(reproduce)
+
+
+def reproduce(
+    task: Annotated[str, typer.Argument(help="mnist, cifar10, or a task's TOML file.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each run.")] = 10,
+    scale: Annotated[str, typer.Option(help="paper, or small for a laptop.")] = "paper",
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The folder for figures and claims.", show_default="phocas-TASK-SCALE"),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="The file that keeps the results.", show_default="in the output folder"),
+    ] = None,
+    figure: Annotated[
+        list[str] | None, typer.Option(help="Only this figure. Repeatable.", show_default="all")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Runs at a time.", show_default="one a core")
+    ] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Where data sets are kept.", envvar="PHOCAS_DATA", show_default="user cache"
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be run, and check it.")
+    ] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Run nothing; report on what there is.")
+    ] = False,
+) -> None:
+    """Run the paper's experiments, draw its figures, and judge its claims.
+
+    What is complete is not run again: the same command goes on after an interruption, and one with
+    more repeats adds to those that there are.
+    """
+    from phocas.experiments.reproduce import plan
+
+    folder = output or Path(f"phocas-{Path(task).stem}-{scale}")
+    file = results or folder / "results.sqlite"
+    places = {"results": str(file), "data_dir": data_dir}
+    reproduction = plan(task, scale=scale, repeats=repeats, only=tuple(figure or ()), places=places)
+    if dry_run:
+        for config in reproduction.runs():
+            typer.echo(f"{config.name}, seed {config.seed}")
+        typer.echo(f"{len(reproduction.runs())} runs into {file}")
+        return
+    failed: list[str] = []
+    if not report_only:
+        failed = _run(reproduction, file, processes, data_dir)
+    _report(reproduction, file, folder, failed)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _run(
+    reproduction: Reproduction, file: Path, processes: int | None, data_dir: str | None
+) -> list[str]:
+    """Run what is missing; return what failed; leave if interrupted."""
+    from phocas.experiments.sweep import Ended, sweep
+    from phocas.report.progress import SweepProgress, interruptible
+    from phocas.training.data import load
+
+    runs = reproduction.runs()
+    missing = _missing(runs, file)
+    if len(missing) < len(runs):
+        typer.echo(f"{len(runs) - len(missing)} of {len(runs)} runs are there already", err=True)
+    if not missing:
+        return []
+    load(missing[0].dataset, data_dir)  # fetched once, before all runs want it
+    with interruptible() as stop, SweepProgress(missing) as progress:
+        failed: dict[int, str] = {}
+
+        def watch(news: News | Ended) -> None:
+            progress.show(news)
+            if isinstance(news, Ended) and news.status == "failed":
+                failed[news.index] = news.error or "for no reason given"
+
+        records = sweep(missing, processes=processes, watch=watch, should_stop=stop.is_set)
+    left = sum(
+        index not in failed and (record is None or record.status in ("interrupted", "running"))
+        for index, record in enumerate(records)
+    )
+    if left:
+        typer.echo(f"{left} of {len(runs)} runs are not done; the same command goes on", err=True)
+        raise typer.Exit(130)
+    return [
+        f"{missing[index].name}, seed {missing[index].seed}: {reason}"
+        for index, reason in sorted(failed.items())
+    ]
+
+
+def _missing(runs: list[RunConfig], file: Path) -> list[RunConfig]:
+    from phocas.experiments.reproduce_outcomes import ENDED
+    from phocas.experiments.results import Results
+
+    if not file.exists():
+        return runs
+    with Results(file) as results:
+        done = {record.identity for record in results.runs() if record.status in ENDED}
+    return [config for config in runs if config.identity() not in done]
+
+
+def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[str]) -> None:
+    """Draw the figures, judge the claims, and say where all of it is."""
+    import shlex
+    import sys
+
+    from phocas.experiments.reproduce_claims import CLAIMS
+    from phocas.experiments.reproduce_outcomes import MissingError, collect
+    from phocas.experiments.reproduce_verdicts import judge
+    from phocas.report.claims_table import claims_table, markdown
+    from phocas.report.paper_figures import draw
+    from phocas.report.tables import show
+
+    outcomes = collect(reproduction, file)
+    for figure in reproduction.figures:
+        try:
+            draw(figure, outcomes, folder / figure.name)
+        except MissingError as error:
+            typer.echo(f"{error}: not drawn", err=True)
+    findings = [judge(claim, outcomes) for claim in CLAIMS]
+    words = [word for word in sys.argv[1:] if word != "--report-only"]
+    text = markdown(
+        reproduction,
+        outcomes,
+        findings,
+        command=shlex.join(["phocas", *words]),
+        facts=_facts(reproduction, failed),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    claims = folder / "claims.md"
+    claims.write_text(text, "utf-8")
+    show(claims_table(findings))
+    for line in failed:
+        typer.echo(f"failed: {line}", err=True)
+    typer.echo(f"figures and {claims.name} in {folder}, results in {file}")
+
+
+def _facts(reproduction: Reproduction, failed: list[str]) -> list[str]:
+    from phocas.experiments.runner import versions
+
+    runs = reproduction.runs()
+    size = f"{len(runs)} runs of {runs[0].rounds} rounds"
+    return [
+        f"scale {reproduction.scale}, {reproduction.metric} accuracy, {size}",
+        ", ".join(f"{name} {version}" for name, version in versions().items()),
+        *(f"failed and left out: {line}" for line in failed),
+    ]

@@ -1,0 +1,220 @@
+"""The paper's figures: accuracy against rounds or b, one line a rule, a band over the repeats.
+
+Colours are those the colour-blind can tell apart; dashes and markers tell the lines apart in black
+and white.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Canvas
+from PIL import Image
+
+from phocas.experiments.reproduce import BASELINE
+from phocas.report.figures import COLOURS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from phocas.experiments.reproduce import Figure
+    from phocas.experiments.reproduce_outcomes import Outcomes, Repeats
+
+AXES = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
+MARKS = 8  # along a line
+DODGE = 0.05  # between the points of two rules with the same b, which may coincide
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a line is drawn, wherever it appears."""
+
+    colour: str
+    dash: Any
+    marker: str
+
+
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = COLOURS
+STYLES = {
+    BASELINE: Style("#777777", (0, (1, 1.2)), ""),
+    "Mean": Style(BLACK, "-", "x"),
+    "Krum": Style(YELLOW, (0, (5, 1.5, 1, 1.5)), "v"),
+    "Multi-Krum": Style(PINK, (0, (3, 1.5)), "s"),
+    "Trmean": Style(ORANGE, (0, (7, 2)), "^"),
+    "Phocas": Style(BLUE, "-", "o"),
+}
+OTHERS = tuple(
+    Style(colour, dash, marker)
+    for dash, markers in (("-", "oxv^sDP"), ((0, (4, 2)), "d*<>hX+"))
+    for colour, marker in zip(COLOURS, markers, strict=True)
+)
+
+
+def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
+    """Draw a figure as ``stem.png`` and ``stem.svg`` and return their paths."""
+    cases = outcomes.figure(figure.name)
+    canvas = Canvas(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(canvas)
+    metric = AXES[outcomes.reproduction.metric]
+    if figure.axis == "b":
+        _by_b(canvas, figure, cases, metric)
+    elif figure.panel:
+        _by_panel(canvas, figure, cases, metric)
+    else:
+        _by_round(canvas, figure, cases, metric)
+    canvas.suptitle(
+        f"{outcomes.reproduction.title}. {figure.title}\n"
+        f"{_repeats(cases)}; line: mean, band: lowest to highest",
+        x=0.01,
+        ha="left",
+        fontsize=10.5,
+    )
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    _save_png(canvas, paths[0])
+    # Text stays text, and the same results give the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.name}):
+        canvas.savefig(paths[1], metadata={"Date": None})
+    return paths
+
+
+def _save_png(canvas: Canvas, path: Path) -> None:
+    """Write 128 colours, which is all there are: a third of the bytes."""
+    memory = io.BytesIO()
+    canvas.savefig(memory, format="png", dpi=100)
+    with Image.open(memory) as image:
+        image.convert("RGB").quantize(128).save(path, optimize=True)
+
+
+def _repeats(cases: Sequence[Repeats]) -> str:
+    """Say how many repeats are shown, and of which lines some are missing."""
+    wanted = cases[0].wanted
+    short = [case for case in cases if len(case.seeds) < wanted]
+    noun = "repeat" if wanted == 1 else "repeats"
+    if not short:
+        return f"{wanted} {noun}"
+    least = min(len(case.seeds) for case in short)
+    shown = f"{least}" if len(short) == len(cases) else f"{least} to {wanted}"
+    return f"{shown} of {wanted} {noun}: some are missing, see the legend"
+
+
+def _name(case: Repeats) -> str:
+    missing = len(case.seeds) < case.wanted
+    count = f" ({len(case.seeds)} of {case.wanted} repeats)" if missing else ""
+    return case.case.label + count
+
+
+def _line(axes: Axes, case: Repeats, index: int, label: str) -> None:
+    style = _style(case, index)
+    mean = case.accuracy.mean(axis=0)
+    if len(case.seeds) > 1:
+        low, high = case.accuracy.min(axis=0), case.accuracy.max(axis=0)
+        axes.fill_between(case.rounds, low, high, color=style.colour, alpha=0.18, linewidth=0)
+    every = max(1, len(case.rounds) // MARKS)
+    first = index * every // 6  # so that lines which coincide can be told apart
+    axes.plot(
+        case.rounds,
+        mean,
+        color=style.colour,
+        linestyle=style.dash,
+        marker=style.marker,
+        markevery=(first, every),
+        markersize=5,
+        linewidth=1.6,
+        label=label,
+    )
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _legend(canvas: Canvas, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    canvas.legend(
+        handles, labels, loc="outside right center", frameon=False, handlelength=3.5, fontsize=9
+    )
+
+
+def _style(case: Repeats, index: int) -> Style:
+    return STYLES.get(case.case.label, OTHERS[index % len(OTHERS)])
+
+
+def _by_round(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
+    panels = canvas.subplots(1, 2 if figure.zoom else 1, squeeze=False)[0]
+    for axes in panels:
+        for index, case in enumerate(cases):
+            label = f"{_name(case)}  {case.final.mean():.3f}"
+            _line(axes, case, index, label)
+        axes.set_xlabel("round")
+        axes.set_xlim(0, max(case.rounds[-1] for case in cases))
+        _plain(axes)
+    panels[0].set_ylim(0, 1)
+    panels[0].set_ylabel(f"{metric} on the test set")
+    if figure.zoom:
+        panels[1].set_ylim(*figure.zoom)
+        panels[1].set_title("zoomed", fontsize=9, loc="left")
+    _legend(canvas, panels[0])
+
+
+def _by_panel(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
+    values = sorted({case.case.config.batch_size for case in cases})
+    canvas.set_size_inches(12, 3.8)
+    panels = canvas.subplots(1, len(values), sharey=True, squeeze=False)[0]
+    for axes, value in zip(panels, values, strict=True):
+        shown = [case for case in cases if case.case.config.batch_size == value]
+        for index, case in enumerate(shown):
+            _line(axes, case, index, _name(case))
+        axes.set_title(
+            f"batch {value}, learning rate {shown[0].case.config.lr:g}", fontsize=9, loc="left"
+        )
+        axes.set_xlabel("round")
+        if figure.zoom:
+            axes.set_ylim(*figure.zoom)
+        _plain(axes)
+    panels[0].set_ylabel(f"{metric} on the test set")
+    _legend(canvas, panels[0])
+
+
+def _by_b(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
+    canvas.set_size_inches(8, 4)
+    axes = canvas.subplots()
+    by_label: dict[str, list[Repeats]] = {}
+    for case in cases:
+        by_label.setdefault(case.case.label, []).append(case)
+    for index, (label, points) in enumerate(by_label.items()):
+        style = _style(points[0], index)
+        values = [getattr(case, figure.value) for case in points]
+        if points[0].case.b is None:
+            name = f"{_name(points[0])}  {values[0].mean():.3f}"
+            axes.axhline(values[0].mean(), color=style.colour, linestyle=style.dash, label=name)
+            continue
+        b = [(case.case.b or 0) + index * DODGE for case in points]
+        low, high = [v.min() for v in values], [v.max() for v in values]
+        axes.fill_between(b, low, high, color=style.colour, alpha=0.18, linewidth=0)
+        least = min(len(case.seeds) for case in points)
+        short = f" (from {least} of {points[0].wanted})" if least < points[0].wanted else ""
+        axes.plot(
+            b,
+            [v.mean() for v in values],
+            color=style.colour,
+            linestyle=style.dash,
+            marker=style.marker,
+            label=label + short,
+        )
+    axes.set_xlabel("b (q of Krum and Multi-Krum)")
+    when = "at the end" if figure.value == "final" else "greatest on the way"
+    axes.set_ylabel(f"{metric}, {when}")
+    axes.set_ylim(0, 1)
+    _plain(axes)
+    _legend(canvas, axes)
