@@ -36,6 +36,7 @@ from phocas.integrations.ddp_wire import Wire
 from phocas.rules import Rule, parse_rule
 from phocas.specs import count
 from phocas.training.suspicion import Suspicion
+from phocas.training.trainer import tolerated
 
 __all__ = ["AggregatorError", "Guard", "Suspect", "protect"]
 
@@ -76,7 +77,7 @@ class Guard:
     def __init__(self, rule: Rule, wire: Wire, *, verify: bool, seed: int) -> None:
         self.rule = rule
         self._m = wire.m
-        self._suspicion = Suspicion(wire.m, _told(rule, wire.m))
+        self._suspicion = Suspicion(wire.m, tolerated(rule, wire.m))
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._failures: list[Exception] = []
         aggregator = Aggregator(wire, rule, self._suspicion, verify=verify, seed=seed)
@@ -261,9 +262,3 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None
     # Left alone, a new group waits for minutes; there is no public way to ask what another does.
     options = group._get_backend(device).options  # noqa: SLF001
     return getattr(options, "_timeout", None)
-
-
-def _told(rule: Rule, m: int) -> int:
-    """Return how many liars a rule was told of, or the most there can be if it was told nothing."""
-    steps = (*getattr(rule, "stages", ()), getattr(rule, "rule", rule))
-    return max((step.b for step in steps if hasattr(step, "b")), default=(m - 1) // 2)
