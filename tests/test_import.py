@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import phocas
+
 
 def python(code: str, *options: str) -> str:
     done = subprocess.run(
@@ -83,3 +85,13 @@ after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print((after - before) * 1024 - value.nbytes)
 """
     assert int(python(code)) <= 32 << 20
+
+
+def test_rooms_that_need_more_load_when_asked_for() -> None:
+    program = (
+        "import sys, phocas; assert 'torch' not in sys.modules;"
+        "phocas.integrations.ddp.protect; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = phocas.nothing

@@ -49,6 +49,24 @@ def train(
         int | None, typer.Option(help="Rounds between evaluations.", show_default="10")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Cores to use.", show_default="all")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Where rounds run: local, ray.", show_default="local")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="ray: auto or host:port of a cluster.", show_default="none: this machine alone"
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="ray: processes that workers share.", show_default="cores")
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="ray: seconds until a worker is late.", show_default="60")
+    ] = None,
+    faults: Annotated[
+        Path | None, typer.Option(help="ray: a script of what goes wrong, one fault a line.")
+    ] = None,
     data_dir: Annotated[
         str | None,
         typer.Option(
@@ -73,6 +91,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model among workers of whom some may lie."""
+    from phocas.engines import EngineError
     from phocas.experiments.claims import RunTakenError
     from phocas.experiments.config import make_config, read_toml
     from phocas.experiments.runner import execute
@@ -94,6 +113,11 @@ def train(
         "on_nonfinite": on_nonfinite,
         "evaluate_every": evaluate_every,
         "threads": threads,
+        "engine": engine,
+        "address": address,
+        "processes": processes,
+        "deadline": deadline,
+        "faults": None if faults is None else _lines(faults),
         "data_dir": data_dir,
         "results": results,
     }
@@ -113,11 +137,21 @@ def train(
             )
     except RunTakenError as error:
         raise ValueError(str(error)) from None
+    except EngineError as error:
+        typer.echo(f"phocas: {error}", err=True)
+        raise typer.Exit(3) from None
     print_outcome(record, as_json=json_)
     if record.status == "interrupted":
         raise typer.Exit(130)
     if record.status == "stopped":
         raise typer.Exit(3)
+
+
+def _lines(script: Path) -> list[str]:
+    try:
+        return script.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"the faults in {script} cannot be read: {error.strerror}") from None
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

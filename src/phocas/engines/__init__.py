@@ -15,7 +15,11 @@ from phocas.specs import unknown
 if TYPE_CHECKING:
     from phocas.training.trainer import Trainer
 
-ENGINES = {"local": "phocas.engines.local"}
+ENGINES = {"local": "phocas.engines.local", "ray": "phocas.engines.ray"}
+
+
+class EngineError(RuntimeError):
+    """Why an engine could not begin or go on; what was done until then is kept."""
 
 
 def start(engine: str, model: Any, loss: Any, data: Any, **settings: Any) -> Trainer:

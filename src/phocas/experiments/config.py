@@ -22,6 +22,7 @@ from pydantic import (
 
 from phocas.attacks import parse_attack
 from phocas.engines import ENGINES
+from phocas.engines.faults import FaultScript
 from phocas.rules import parse_rule
 from phocas.specs import unknown
 from phocas.training.data import DATASETS, parse_split
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 _PLACES = frozenset(
     {"name", "results", "data_dir", "threads", "checkpoint_rounds", "checkpoint_seconds"}
 )
+
+_RAY_PLACES = frozenset({"address", "processes", "deadline", "server_deadline", "wait_seconds"})
+_RAY_ONLY = _RAY_PLACES | {"on_missing", "missing", "faults"}
 
 
 class ConfigError(ValueError):
@@ -74,7 +78,25 @@ class RunConfig(BaseModel):
         "skip", description="what to do when the aggregate is not finite"
     )
     evaluate_every: int = Field(10, ge=1, description="rounds between evaluations")
-    engine: str = Field("local", description="where rounds run")
+    engine: str = Field("local", description="where rounds run: local, or ray")
+    address: str | None = Field(None, description="ray: auto or host:port; none is this machine")
+    processes: int | None = Field(None, ge=1, description="ray: processes that workers share")
+    deadline: float = Field(
+        60.0, gt=0, allow_inf_nan=False, description="ray: seconds after which a worker is late"
+    )
+    server_deadline: float = Field(
+        120.0, gt=0, allow_inf_nan=False, description="ray: seconds before a server is restored"
+    )
+    on_missing: Literal["wait", "stop"] = Field(
+        "wait", description="ray: what to do when more rows are missing than the rule survives"
+    )
+    missing: int | None = Field(
+        None, ge=0, description="ray: rows that may be missing; none is what the rule survives"
+    )
+    wait_seconds: float = Field(
+        600.0, gt=0, allow_inf_nan=False, description="ray: the longest wait for missing rows"
+    )
+    faults: list[str] = Field(default_factory=list, description="ray: what goes wrong, and when")
     name: str | None = Field(None, description="a name for the run in tables and figures")
     results: str = Field("phocas.sqlite", description="the file that keeps the results")
     data_dir: str | None = Field(None, description="the folder that keeps the data sets")
@@ -82,7 +104,16 @@ class RunConfig(BaseModel):
     checkpoint_rounds: int | None = Field(None, ge=1, description="rounds between checkpoints")
     checkpoint_seconds: float = Field(30.0, ge=0, description="seconds between checkpoints")
 
-    @field_validator("lr", "weight_decay", "worker_momentum", "checkpoint_seconds", mode="before")
+    @field_validator(
+        "lr",
+        "weight_decay",
+        "worker_momentum",
+        "checkpoint_seconds",
+        "deadline",
+        "server_deadline",
+        "wait_seconds",
+        mode="before",
+    )
     @classmethod
     def _whole_numbers_are_numbers(cls, value: Any) -> Any:
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -125,9 +156,22 @@ class RunConfig(BaseModel):
                     raise ValueError(unknown("engine", text, ENGINES))
         return text
 
+    @field_validator("faults")
+    @classmethod
+    def _script(cls, lines: list[str]) -> list[str]:
+        return str(FaultScript.parse(lines)).splitlines()
+
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
         problems = []
+        for name in sorted(_RAY_ONLY):
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if self.engine != "ray" and getattr(self, name) != default:
+                problems.append(f"{name} is a setting of the ray engine: set engine to ray too")
+        try:
+            FaultScript.parse(self.faults).check(self.workers, self.servers)
+        except ValueError as error:
+            problems.append(f"faults: {error}")
         try:
             parse_rule(self.rule).check(self.workers)
         except ValueError as error:
@@ -143,8 +187,13 @@ class RunConfig(BaseModel):
 
     def identity(self) -> str:
         """Return a digest of all that the result depends on: not of names, places and threads."""
-        content = self.model_dump(exclude=set(_PLACES))
+        foreign = _RAY_PLACES if self.engine == "ray" else _RAY_ONLY
+        content = self.model_dump(exclude=set(_PLACES | foreign))
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def engine_settings(self) -> dict[str, Any]:
+        """Return what the engine is told besides the settings of a trainer."""
+        return self.model_dump(include=set(_RAY_ONLY)) if self.engine == "ray" else {}
 
     def title(self) -> str:
         """Return the run's name, or its rule and attack."""

@@ -63,6 +63,7 @@ def build_trainer(config: RunConfig, data: Dataset | None = None) -> Trainer:
         seed=config.seed,
         on_nonfinite=config.on_nonfinite,
         threads=config.threads,
+        **config.engine_settings(),
     )
 
 

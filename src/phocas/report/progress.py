@@ -50,6 +50,10 @@ class Progress:
 
     def show(self, _config: RunConfig, done: Round, evaluation: Evaluation | None) -> None:
         """Take the news of one round."""
+        for line in done.news:
+            self.console.print(
+                f"round {done.number}: {line}", highlight=False, markup=False, soft_wrap=True
+            )
         now = time.monotonic()
         if self._first is None:
             self._first = now, done.number

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from phocas.training.data import Assignment
     from phocas.training.gradients import WorkerGradients
     from phocas.training.samples import Samples
-    from phocas.training.server import Aggregate, ParameterServer
+    from phocas.training.server import Action, Aggregate, ParameterServer
 
 _RULE_STREAM = 0x12E
 
@@ -38,6 +38,10 @@ class Gathered:
     touched: int
     """The number of cells that the attack changed."""
     seconds: dict[str, float]
+    missing: tuple[int, ...] = ()
+    """Workers whose row did not come in time, or came in no usable form: a row of NaN each."""
+    news: tuple[str, ...] = ()
+    """What went wrong with processes and messages, in words."""
 
 
 class Cluster(Protocol):
@@ -45,6 +49,9 @@ class Cluster(Protocol):
 
     def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
         """Run a round (from 0) up to the aggregate; ``honest`` asks for the distance too."""
+
+    def update(self, aggregate: Aggregate, factor: float) -> Action:
+        """Take an optimiser step along the aggregate, unless the policy forbids it."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint must keep of the workers."""
@@ -92,7 +99,7 @@ class LocalCluster:
 
     def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
         """Draw the batches, compute the rows, let the attack at them, and reduce them."""
-        clock = _Clock()
+        clock = Clock()
         indices = batch_indices(
             self.assignment, self.server.num_workers, self.batch_size, self.seed, round
         )
@@ -118,13 +125,17 @@ class LocalCluster:
         touched = self._corrupt(rows, round)
         clock.stop("attack")
 
-        rng = np.random.default_rng((_RULE_STREAM, self.seed, round))
+        rng = rule_rng(self.seed, round)
         aggregate = self.server.aggregate(rng=rng, by_server=by_server)
         clock.stop("aggregate")
 
         distance = None if mean is None else float(torch.dist(aggregate.value, mean))
         clock.stop("metrics")
         return Gathered(aggregate, losses, distance, touched, clock.seconds)
+
+    def update(self, aggregate: Aggregate, factor: float) -> Action:
+        """Let the server step."""
+        return self.server.update(aggregate, factor)
 
     def _corrupt(self, rows: torch.Tensor, round: int) -> int:  # noqa: A002
         if self.attack is None:
@@ -164,7 +175,12 @@ class LocalCluster:
         self.gradients.lanes.close()
 
 
-class _Clock:
+def rule_rng(seed: int, round: int) -> np.random.Generator:  # noqa: A002
+    """Return the randomness of a rule in one round, for every server the same."""
+    return np.random.default_rng((_RULE_STREAM, seed, round))
+
+
+class Clock:
     """Times of the phases of a round, each from the end of the one before."""
 
     def __init__(self) -> None:
@@ -172,6 +188,7 @@ class _Clock:
         self._last = time.perf_counter()
 
     def stop(self, phase: str) -> None:
+        """Give the time since the last phase to this one."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now

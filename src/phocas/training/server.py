@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -91,7 +92,8 @@ class ParameterServer:
         self.rows = torch.empty(self.num_workers, d, dtype=self.parameters.vector.dtype)
         self.gradient = torch.zeros(d, dtype=self.parameters.vector.dtype)
         self._gradients = list(self.parameters.views(self.gradient))
-        self.optimizer = optimizer(self.parameters.tensors, lr=lr, **(optimizer_options or {}))
+        self.make_optimizer = functools.partial(optimizer, lr=lr, **(optimizer_options or {}))
+        self.optimizer = self.make_optimizer(self.parameters.tensors)
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._arrived: set[int] | None = None
 
@@ -143,11 +145,18 @@ class ParameterServer:
         gradient = torch.from_numpy(value)
         return Aggregate(gradient, dropped, float(expected), shares, bool(np.isfinite(value).all()))
 
+    def verdict(self, aggregate: Aggregate) -> Action:
+        """Say what the policy does with an aggregate."""
+        if aggregate.finite or self.on_nonfinite == "apply":
+            return "applied"
+        return "skipped" if self.on_nonfinite == "skip" else "stopped"
+
     def update(self, aggregate: Aggregate, factor: float = 1.0) -> Action:
         """Take an optimiser step along an aggregate, unless the policy forbids it."""
         self._arrived = None if self._arrived is None else set()
-        if not aggregate.finite and self.on_nonfinite != "apply":
-            return "skipped" if self.on_nonfinite == "skip" else "stopped"
+        action = self.verdict(aggregate)
+        if action != "applied":
+            return action
         self.gradient.copy_(aggregate.value)
         for tensor, view in zip(self.parameters.tensors, self._gradients, strict=True):
             tensor.grad = view

@@ -75,6 +75,10 @@ class Round:
     """Workers left out more often than chance allows; see :class:`Suspicion`."""
     seconds: dict[str, float]
     """Times by phase: data, gradients, attack, aggregate, update, metrics."""
+    missing: tuple[int, ...] = ()
+    """Workers whose row did not come in time, or came in no usable form."""
+    news: tuple[str, ...] = ()
+    """What went wrong with processes and messages, in words."""
 
 
 class Trainer:
@@ -197,7 +201,7 @@ class Trainer:
             aggregate = seen.aggregate
             factor = float(self.schedule(round_))
             before = time.perf_counter()
-            action = self.server.update(aggregate, factor)
+            action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
             self.suspicion.update(aggregate.dropped)
@@ -222,6 +226,8 @@ class Trainer:
             touched=seen.touched,
             suspects=self.suspicion.suspects(),
             seconds=seconds,
+            missing=seen.missing,
+            news=seen.news,
         )
 
     def evaluate(self) -> Evaluation:

@@ -1,0 +1,111 @@
+"""Time rounds on Ray against the gradients and one copy of the matrix through the object store.
+
+    python benchmarks/ray_rounds.py [--rounds 12] [--servers 4] [--workers 20] [--json]
+
+For each model (the paper's CNN, and a dense one whose gradients cost next to nothing) one engine is
+started on this machine. A round costs its wall time; the baseline is the time of the slowest worker
+process on its gradients, plus one ``ray.put`` of the m x d matrix, timed between the rounds. All
+are taken in turns in one run, and the best of each counts.
+"""
+
+# ruff: noqa: INP001 - a script
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.nn import functional
+
+import phocas
+from phocas import engines
+from phocas.engines.ray_cluster import RayCluster
+from phocas.training.data import load
+from phocas.training.models import build_model
+
+TARGET = 1.3
+
+
+def models() -> dict[str, tuple[Any, Any]]:
+    """Return models of about 2.4 million parameters, with their data."""
+    pictures = load("synthetic:train=2000,test=100,side=32,channels=3")
+    dense = nn.Sequential(nn.Flatten(), nn.Linear(3072, 760), nn.ReLU(), nn.Linear(760, 10))
+    return {
+        "cnn": (build_model("cnn", pictures.shape, 10, 0), pictures),
+        "dense": (dense, pictures),
+    }
+
+
+def measure(name: str, model: Any, data: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Run rounds, and the copies between them."""
+    with engines.start(
+        "ray",
+        model,
+        functional.cross_entropy,
+        data,
+        num_workers=options.workers,
+        num_servers=options.servers,
+        batch_size=16,
+        rule=phocas.Phocas(b=options.workers * 2 // 5),
+        lr=0.01,
+        processes=options.processes,
+    ) as trainer:
+        cluster = trainer.cluster
+        if not isinstance(cluster, RayCluster):
+            raise TypeError(f"expected the ray engine's cluster: got {type(cluster).__name__}")
+        d = trainer.server.parameters.size
+        matrix = np.ones((options.workers, d), np.float32)
+        found: dict[str, list[float]] = {"round": [], "gradients": [], "copy": []}
+        phases: dict[str, list[float]] = {}
+        for _ in range(options.rounds + 1):
+            start = time.perf_counter()
+            done = trainer.step(detailed=False)
+            found["round"].append(time.perf_counter() - start)
+            found["gradients"].append(cluster.compute_seconds)
+            start = time.perf_counter()
+            reference = cluster.session.ray.put(matrix)
+            found["copy"].append(time.perf_counter() - start)
+            del reference
+            for phase, seconds in done.seconds.items():
+                phases.setdefault(phase, []).append(seconds)
+    best = {key: min(values[1:]) for key, values in found.items()}
+    return {
+        "model": name,
+        "d": d,
+        "processes": len(cluster.hosts.hosts),
+        **{f"{key}_ms": 1e3 * value for key, value in best.items()},
+        "ratio": best["round"] / (best["gradients"] + best["copy"]),
+        "phases_ms": {phase: 1e3 * min(values[1:]) for phase, values in phases.items()},
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--workers", type=int, default=20)
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=None)
+    parser.add_argument("--models", nargs="*", default=["cnn", "dense"])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    known = models()
+    results = [measure(name, *known[name], options) for name in options.models]
+    if options.json:
+        print(json.dumps(results, indent=2))
+        return
+    for result in results:
+        print(
+            "{model}: d={d}, {processes} worker processes: round {round_ms:.0f} ms, gradients"
+            " {gradients_ms:.0f} ms, copy {copy_ms:.0f} ms, ratio {ratio:.2f}".format(**result)
+            + f" (wanted: at most {TARGET})"
+        )
+        print("   ", ", ".join(f"{key} {ms:.0f} ms" for key, ms in result["phases_ms"].items()))
+
+
+if __name__ == "__main__":
+    main()

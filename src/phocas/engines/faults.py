@@ -1,0 +1,313 @@
+"""Faults on demand: what goes wrong with which worker or server in which round.
+
+A script has one fault a line, and comments after ``#``; rounds count from 1, as in all output:
+
+    kill:round=7,worker=3            # SIGKILL in mid-round
+    delay:round=9,worker=2,seconds=5
+    nan:round=12,worker=0
+    kill:round=15,server=1
+
+``kill``, ``hang``, ``delay`` and ``raise`` hit the process: all workers that live in it share the
+fate of the one that is named. The others change a row on its way to the servers. Every fault
+strikes once: a worker that is asked again for the same round is well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from phocas.specs import Spec, Table, count, normalise, positive
+
+_STREAM = 0xFA017
+
+
+class InjectedError(RuntimeError):
+    """What a worker raises when a script says so."""
+
+
+@dataclass(frozen=True)
+class Fault(Spec):
+    """One thing that goes wrong: in a round (from 1), with a worker or with a server."""
+
+    round: int
+    worker: int | None = None
+    server: int | None = None
+
+    def __post_init__(self) -> None:
+        normalise(self, round=count(self.name, "round", self.round, 1))
+        if (self.worker is None) == (self.server is None):
+            raise ValueError(f"{self.name} needs a worker or a server, and not both: got {self}")
+        for who in ("worker", "server"):
+            if getattr(self, who) is not None:
+                normalise(self, **{who: count(self.name, who, getattr(self, who))})
+
+
+class ProcessFault(Fault):
+    """A fault of a whole process, at the start of its work in a round."""
+
+    @abstractmethod
+    def strike(self) -> None:
+        """Do it to this process."""
+
+
+class RowFault(Fault):
+    """A fault of one worker's row, a server's slice of it at a time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.worker is None:
+            raise ValueError(f"{self.name} changes a worker's row: got server={self.server}")
+
+    @abstractmethod
+    def change(
+        self, values: npt.NDArray[np.floating], before: npt.NDArray[np.floating] | None, start: int
+    ) -> Any:
+        """Return what is sent in the place of values that begin at column ``start``."""
+
+
+@dataclass(frozen=True)
+class Kill(ProcessFault):
+    """End the process with SIGKILL."""
+
+    name: ClassVar[str] = "kill"
+
+    def strike(self) -> None:
+        """Die without a word."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Hang(ProcessFault):
+    """Never answer, and never end."""
+
+    name: ClassVar[str] = "hang"
+
+    def strike(self) -> None:
+        """Wait for what never comes."""
+        threading.Event().wait()
+
+
+@dataclass(frozen=True)
+class Delay(ProcessFault):
+    """Begin so many seconds late."""
+
+    seconds: float = 1.0
+
+    name: ClassVar[str] = "delay"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        normalise(self, seconds=positive(self.name, "seconds", self.seconds))
+
+    def strike(self) -> None:
+        """Sleep."""
+        time.sleep(self.seconds)
+
+
+@dataclass(frozen=True)
+class Raise(ProcessFault):
+    """Raise an exception where the gradient is computed; for workers alone."""
+
+    name: ClassVar[str] = "raise"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.worker is None:
+            raise ValueError("raise is a worker's fault; a server that fails is a kill")
+
+    def strike(self) -> None:
+        """Raise."""
+        raise InjectedError(str(self))
+
+
+@dataclass(frozen=True)
+class NaN(RowFault):
+    """Send NaN in every place."""
+
+    name: ClassVar[str] = "nan"
+
+    def change(
+        self,
+        values: npt.NDArray[np.floating],
+        before: npt.NDArray[np.floating] | None,  # noqa: ARG002
+        start: int,  # noqa: ARG002
+    ) -> Any:
+        """Return NaN."""
+        return np.full_like(values, np.nan)
+
+
+@dataclass(frozen=True)
+class Corrupt(RowFault):
+    """Send random values of a scale, a function of the worker, the round and the column."""
+
+    scale: float = 1e3
+
+    name: ClassVar[str] = "corrupt"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        normalise(self, scale=positive(self.name, "scale", self.scale))
+
+    def change(
+        self,
+        values: npt.NDArray[np.floating],
+        before: npt.NDArray[np.floating] | None,  # noqa: ARG002
+        start: int,
+    ) -> Any:
+        """Return noise."""
+        rng = np.random.default_rng((_STREAM, self.round, self.worker or 0, start))
+        return (self.scale * rng.standard_normal(values.shape)).astype(values.dtype)
+
+
+@dataclass(frozen=True)
+class WrongShape(RowFault):
+    """Send one value too few to every server."""
+
+    name: ClassVar[str] = "shape"
+
+    def change(
+        self,
+        values: npt.NDArray[np.floating],
+        before: npt.NDArray[np.floating] | None,  # noqa: ARG002
+        start: int,  # noqa: ARG002
+    ) -> Any:
+        """Leave the last value out."""
+        return values[:-1]
+
+
+@dataclass(frozen=True)
+class WrongType(RowFault):
+    """Send half the precision, or twice."""
+
+    name: ClassVar[str] = "dtype"
+
+    def change(
+        self,
+        values: npt.NDArray[np.floating],
+        before: npt.NDArray[np.floating] | None,  # noqa: ARG002
+        start: int,  # noqa: ARG002
+    ) -> Any:
+        """Return float64 for float32, and the reverse."""
+        return values.astype(np.float32 if values.dtype == np.float64 else np.float64)
+
+
+@dataclass(frozen=True)
+class Stale(RowFault):
+    """Send the row of the round before once more."""
+
+    name: ClassVar[str] = "stale"
+
+    def change(
+        self,
+        values: npt.NDArray[np.floating],
+        before: npt.NDArray[np.floating] | None,
+        start: int,  # noqa: ARG002
+    ) -> Any:
+        """Return what was sent the round before, or zeros in the first one."""
+        return np.zeros_like(values) if before is None else before
+
+
+def strike(faults: Iterable[Fault]) -> None:
+    """Do to this process what the script says."""
+    for fault in faults:
+        if isinstance(fault, ProcessFault):
+            fault.strike()
+
+
+FAULTS: Table[Fault] = Table(
+    "fault", [Kill, Hang, Delay, Raise, NaN, Corrupt, WrongShape, WrongType, Stale]
+)
+
+
+class FaultScript:
+    """The faults of a run, by worker or server and round; each is handed out once.
+
+    >>> script = FaultScript.parse("kill:round=7,worker=3  # in mid-round")
+    >>> script.take(7, workers=range(2, 4))
+    [Kill(round=7, worker=3, server=None)]
+    >>> script.take(7, workers=range(2, 4))
+    []
+    """
+
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self.faults = list(faults)
+        self._waiting = list(self.faults)
+
+    @classmethod
+    def parse(cls, text: str | Sequence[str]) -> FaultScript:
+        """Read a script; an error says in which line it stops making sense."""
+        lines = text.splitlines() if isinstance(text, str) else text
+        faults = []
+        for number, line in enumerate(lines, 1):
+            content = line.partition("#")[0].strip()
+            if content:
+                try:
+                    faults.append(FAULTS.parse(content))
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"line {number}: {error}") from None
+        return cls(faults)
+
+    def check(self, num_workers: int, num_servers: int) -> None:
+        """Refuse faults of workers and servers that are not there."""
+        for fault in self.faults:
+            for who, number, limit in (
+                ("worker", fault.worker, num_workers),
+                ("server", fault.server, num_servers),
+            ):
+                if number is not None and number >= limit:
+                    raise ValueError(f"{who}s are 0 to {limit - 1}: got {fault}")
+
+    def take(
+        self,
+        round: int,  # noqa: A002
+        *,
+        workers: Iterable[int] = (),
+        server: int | None = None,
+    ) -> list[Fault]:
+        """Return what strikes in a round (from 1), and do not return it again."""
+        who = set(workers)
+        found = [
+            fault
+            for fault in self._waiting
+            if fault.round == round
+            and (fault.worker in who if fault.worker is not None else fault.server == server)
+        ]
+        self._waiting = [fault for fault in self._waiting if fault not in found]
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.faults))
+
+
+def random_script(
+    rng: np.random.Generator,
+    *,
+    rounds: int,
+    num_workers: int,
+    most: int,
+    kinds: Sequence[str] = ("delay", "raise", "nan", "corrupt", "shape", "dtype", "stale"),
+    seconds: float = 1.0,
+) -> FaultScript:
+    """Draw a script with 0 to ``most`` faults a round, each of a different worker."""
+    unknown_kinds = [kind for kind in kinds if kind not in FAULTS]
+    if unknown_kinds:
+        FAULTS.parse(unknown_kinds[0])
+    faults: list[Fault] = []
+    for number in range(1, count("random_script", "rounds", rounds) + 1):
+        struck = rng.permutation(num_workers)[: rng.integers(0, most + 1)]
+        for worker in struck.tolist():
+            kind = FAULTS[kinds[int(rng.integers(len(kinds)))]]
+            faults.append(
+                Delay(number, worker, seconds=seconds) if kind is Delay else kind(number, worker)
+            )
+    return FaultScript(faults)

@@ -1,0 +1,403 @@
+"""Workers and servers as actors on a Ray cluster: the rows of a round, and the step along them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
+
+from phocas.engines import EngineError
+from phocas.engines.faults import Fault, FaultScript, Stale
+from phocas.engines.ray_hosts import Harvest, Host, Hosts, OnMissing, survives
+from phocas.engines.ray_servers import Servers
+from phocas.engines.ray_shard import Answer, Shard, ShardJob, check_optimizer, piece_shapes
+from phocas.engines.ray_worker import Source, WorkerJob, WorkerProcess, without_test
+from phocas.sharding import shard_bounds
+from phocas.specs import count, positive, unknown
+from phocas.training.cluster import Clock, Gathered
+from phocas.training.gradients import Looped, Merged
+from phocas.training.server import Action, Aggregate
+
+if TYPE_CHECKING:
+    from phocas.engines.ray_session import Session
+    from phocas.training.trainer import Trainer
+
+_START_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """How a Ray engine treats its processes."""
+
+    processes: int | None = None
+    """Worker processes; by default one a core, or several until one death is survived."""
+    deadline: float = 60.0
+    """Seconds after which a worker is late, and its row one of NaN."""
+    server_deadline: float = 120.0
+    """Seconds after which a server that does not answer is replaced."""
+    on_missing: OnMissing = "wait"
+    """What to do when more rows are missing than are allowed: wait for them, or stop the run."""
+    missing: int | None = None
+    """The rows that may be missing in a round; by default what the rule survives."""
+    wait_seconds: float = 600.0
+    """How long to wait before the run stops all the same."""
+    faults: FaultScript = field(default_factory=FaultScript)
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "server_deadline", "wait_seconds"):
+            positive("the ray engine", name, getattr(self, name))
+        for name, minimum in (("processes", 1), ("missing", 0)):
+            if getattr(self, name) is not None:
+                count("the ray engine", name, getattr(self, name), minimum)
+        if self.on_missing not in get_args(OnMissing):
+            raise ValueError(
+                unknown("on_missing", self.on_missing, get_args(OnMissing), "policies")
+            )
+
+
+class RayCluster:
+    """The cluster of a trainer, on Ray."""
+
+    def __init__(self, trainer: Trainer, session: Session, settings: RaySettings) -> None:
+        self.trainer = trainer
+        self.session = session
+        self._ray = session.ray
+        server = trainer.server
+        m, s = server.num_workers, server.num_servers
+        settings.faults.check(m, s)
+        attack = trainer.attack
+        if attack is not None:
+            dtype = str(server.rows.dtype).removeprefix("torch.")
+            attack.check(m, server.parameters.size, dtype, s)
+            if s > 1 and not attack.sharded:
+                raise ValueError(
+                    f"{attack} looks at all columns, and a server holds only its own: run it on"
+                    " the local engine, or with one server"
+                )
+        check_optimizer(server)
+        self.allowed = survives(trainer.rule, m)
+        if settings.missing is not None:
+            if settings.missing > self.allowed:
+                raise ValueError(
+                    f"{trainer.rule} with m={m} workers survives at most {self.allowed} missing"
+                    f" rows: got missing={settings.missing}"
+                )
+            self.allowed = settings.missing
+        self._script = settings.faults
+        self._previous: list[Source] | None = None
+        self._values: list[Any] = []
+        self._states: list[dict[str, np.ndarray]] = [{} for _ in range(s)]
+        self._buffers = _changing_buffers(trainer)
+        self._shard_jobs = self._make_shard_jobs()
+        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+        self._shard_class = self._ray.remote(**options)(Shard)
+        # Ray starts dead workers again by itself; a call that died is not made again by it.
+        self._worker_class = self._ray.remote(**options, max_restarts=-1)(WorkerProcess)
+        self.servers = Servers(
+            [self._make_shard(number) for number in range(s)],
+            self._make_shard,
+            lambda round_, number: self._script.take(round_, server=number),
+            deadline=settings.server_deadline,
+        )
+        self.compute_seconds = 0.0
+        """What the slowest process spent on its gradients in the last round."""
+        self._parameters: list[Any] = []
+        self._publish()
+        self.hosts = Hosts(
+            self._make_hosts(settings),
+            self._ask,
+            lambda round_, workers: self._script.take(round_, workers=workers),
+            allowed=self.allowed,
+            deadline=settings.deadline,
+            on_missing=settings.on_missing,
+            wait_seconds=settings.wait_seconds,
+        )
+        self._wait_until_ready()
+
+    # -- making ------------------------------------------------------------------------------------
+
+    def _make_shard_jobs(self) -> list[ShardJob]:
+        trainer, server = self.trainer, self.trainer.server
+        threads = max(1, self.session.cores // server.num_servers)
+        return [
+            ShardJob(
+                rule=trainer.rule,
+                num_workers=server.num_workers,
+                start=bounds.start,
+                d=server.parameters.size,
+                shapes=piece_shapes(server.parameters.shapes, bounds),
+                optimizer=server.make_optimizer,
+                lr=trainer.lr,
+                seed=trainer.seed,
+                attack=trainer.attack,
+                threads=threads,
+            )
+            for bounds in server.bounds
+        ]
+
+    def _make_shard(self, number: int) -> Any:
+        """Start a server from its checkpoint: its columns as they are here, and its state."""
+        server = self.trainer.server
+        columns = server.vector.numpy()[server.bounds[number]]
+        return self._shard_class.remote(self._shard_jobs[number], columns, self._states[number])
+
+    def _make_hosts(self, settings: RaySettings) -> list[Host]:
+        trainer = self.trainer
+        m = trainer.server.num_workers
+        kind = type(trainer.gradients)
+        path = "merged" if kind is Merged else "looped" if kind is Looped else "vectorised"
+        self._job = self._ray.put(  # kept: a worker that is started again reads it once more
+            WorkerJob(
+                model=trainer.model,
+                loss=trainer.loss,
+                samples=without_test(trainer.samples),
+                assignment=trainer.assignment,
+                num_workers=m,
+                bounds=trainer.server.bounds,
+                batch_size=trainer.batch_size,
+                seed=trainer.seed,
+                reduction=trainer.gradients.reduction,
+                path=path,
+                attack=trainer.attack,
+                momentum=trainer.worker_momentum,
+                keeps_rows=any(isinstance(fault, Stale) for fault in self._script.faults),
+            )
+        )
+        cores = self.session.cores
+        enough = math.ceil(m / self.allowed) if self.allowed else 1
+        processes = settings.processes or cores * math.ceil(enough / cores)
+        return [
+            Host(self._worker_class.remote(first, last), first, last)
+            for first, last in shard_bounds(m, min(m, processes))
+        ]
+
+    def _wait_until_ready(self) -> None:
+        """Let every process come up before the first deadline runs; errors in them come out."""
+        begun = [host.actor.prepare.remote([self._job]) for host in self.hosts.hosts]
+        begun += [actor.pid.remote() for actor in self.servers.actors]
+        try:
+            self._ray.get(begun, timeout=_START_SECONDS)
+        except self._ray.exceptions.RayError as error:
+            raise EngineError(
+                f"the processes of {len(self.hosts.hosts)} workers and"
+                f" {len(self.servers.actors)} servers did not start: {error}"
+            ) from error
+
+    # -- a round -----------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Put the trainer's copy of the parameters where workers can pull it."""
+        vector = self.trainer.server.vector.numpy()
+        self._parameters = [self._ray.put(vector[part]) for part in self.trainer.server.bounds]
+
+    def _ask(self, actor: Any, round: int, faults: list[Fault]) -> list[Any]:  # noqa: A002
+        call = actor.gradients.options(num_returns=len(self.servers.actors) + 1)
+        references: list[Any] = call.remote(
+            [self._job], round, self._parameters, self._buffers, faults
+        )
+        return references
+
+    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
+        """Ask the workers, wait for them until the deadline, and have the servers reduce."""
+        del by_server  # every server counts what it drops, whether or not it is asked for
+        clock = Clock()
+        harvest = self.hosts.begin(round)
+        missing, answers = self._reduce(harvest, clock, honest=honest)
+        aggregate = self._aggregate(answers)
+        repeated = set.intersection(*(answer.repeated for answer in answers))
+        harvest.news += [f"worker {i} sent its last row once more" for i in sorted(repeated)]
+        harvest.news += self.servers.news
+        self.servers.news.clear()
+        if self.trainer.attack is not None and self.trainer.attack.needs_previous:
+            self._previous = list(harvest.sources.values())
+        clock.stop("aggregate")
+        distance = None
+        means = [answer.honest for answer in answers]
+        if honest and all(mean is not None for mean in means):
+            mean = torch.from_numpy(np.concatenate(means))  # type: ignore[arg-type]
+            distance = float(torch.dist(aggregate.value, mean))
+        losses = self._losses(harvest, missing)
+        self.compute_seconds = max(report.seconds for report in harvest.reports.values())
+        self._take_buffers(harvest)
+        clock.stop("metrics")
+        return Gathered(
+            aggregate,
+            losses,
+            distance,
+            sum(answer.touched for answer in answers),
+            clock.seconds,
+            tuple(sorted(missing)),
+            tuple(harvest.news),
+        )
+
+    def _reduce(
+        self, harvest: Harvest, clock: Clock, *, honest: bool
+    ) -> tuple[set[int], list[Answer]]:
+        """Collect rows and reduce them, until no column lacks more of them than is allowed."""
+        while True:
+            self.hosts.collect(harvest)
+            clock.stop("gradients")
+            absent = harvest.missing(self.hosts.hosts)
+            sources = list(harvest.sources.values())
+            self.servers.begin()
+            arguments = [
+                (harvest.round, number, sources, self._previous, honest)
+                for number in range(len(self.servers.actors))
+            ]
+            references = self.servers.call("aggregate", arguments, harvest.round)
+            while True:
+                answers: list[Answer] = self._ray.get([both[1] for both in references])
+                if answers[0].partial is None:
+                    break
+                partials = [answer.partial for answer in answers]
+                references = self.servers.call("answer", [(partials,)] * len(answers))
+            self._values = [both[0] for both in references]
+            bad: dict[int, str] = {}
+            for answer in answers:
+                for worker, problem in answer.problems.items():
+                    bad.setdefault(worker, problem)
+            harvest.news += [f"worker {worker} {text}" for worker, text in sorted(bad.items())]
+            missing = absent | set(bad)
+            if max(len(absent | set(answer.problems)) for answer in answers) <= self.allowed:
+                return missing, answers
+            self.hosts.lack(harvest, missing)
+            self.hosts.discard(harvest, missing)
+            self._publish()  # in case it was these values that were lost
+
+    def _aggregate(self, answers: Sequence[Answer]) -> Aggregate:
+        values = np.concatenate(self._ray.get(self._values))
+        shares = np.stack([np.asarray(answer.dropped) for answer in answers])
+        widths = np.array([part.stop - part.start for part in self.trainer.server.bounds])
+        return Aggregate(
+            torch.from_numpy(values),
+            widths @ shares / widths.sum(),
+            answers[0].expected,
+            shares,
+            all(answer.finite for answer in answers),
+        )
+
+    def _losses(self, harvest: Harvest, missing: set[int]) -> np.ndarray:
+        """Return the losses of the workers whose rows came, in their order."""
+        found = [
+            harvest.reports[host].losses[worker - host.first]
+            for host in self.hosts.hosts
+            if host in harvest.reports
+            for worker in host.workers
+            if worker not in missing
+        ]
+        return np.asarray(found, self.trainer.server.vector.numpy().dtype)
+
+    def _take_buffers(self, harvest: Harvest) -> None:
+        """Take the median of what the workers made of the model's buffers, as local workers do."""
+        if self._buffers is None:
+            return
+        sent = [
+            buffers
+            for host in self.hosts.hosts
+            if host in harvest.reports
+            for buffers in harvest.reports[host].buffers
+        ]
+        for name, buffer in self.trainer.model.named_buffers():
+            values = [torch.from_numpy(np.array(buffers[name])) for buffers in sent]
+            buffer.copy_(torch.stack(values).median(0).values)
+        self._buffers = _copies(self.trainer)
+
+    def update(self, aggregate: Aggregate, factor: float) -> Action:
+        """Have every server step along its part of the last aggregate, and keep what comes out."""
+        action = self.trainer.server.verdict(aggregate)
+        if action != "applied":
+            return action
+        self.servers.begin()
+        arguments = [([value], factor) for value in self._values]
+        references = self.servers.call("step", arguments)
+        self._parameters = [both[0] for both in references]
+        slices, self._states = (
+            self._ray.get([both[place] for both in references]) for place in (0, 1)
+        )
+        vector = self.trainer.server.vector.numpy()
+        for part, values in zip(self.trainer.server.bounds, slices, strict=True):
+            vector[part] = values
+        return action
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the servers' optimisers, the workers' momentum and, for some attacks, their rows.
+
+        The momentum of a worker that does not answer now is lost, as if it had been started again.
+        """
+        state = {
+            f"server.{number}.{name}": torch.from_numpy(np.array(values))
+            for number, kept in enumerate(self._states)
+            for name, values in kept.items()
+        }
+        rows = self.trainer.server.rows
+        if self.trainer.worker_momentum:
+            velocity = torch.zeros_like(rows)
+            asked = {host.actor.momentum.remote([self._job]): host for host in self.hosts.hosts}
+            ready, _ = self._ray.wait(
+                list(asked), num_returns=len(asked), timeout=self.hosts.deadline
+            )
+            for reference in ready:
+                host = asked[reference]
+                try:
+                    velocity.numpy()[host.first : host.last] = self._ray.get(reference)
+                except self._ray.exceptions.RayError:
+                    continue
+            state["velocity"] = velocity
+        if self._previous is not None:
+            matrix = torch.full_like(rows, math.nan)
+            for first, last, references in self._previous:
+                for part, reference in zip(self.trainer.server.bounds, references, strict=True):
+                    matrix.numpy()[first:last, part] = self._ray.get(reference)
+            state["previous"] = matrix
+        return state
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a checkpoint, whose parameters the trainer has already."""
+        bounds = self.trainer.server.bounds
+        self._states = [{} for _ in bounds]
+        for name, tensor in state.items():
+            if name.startswith("server."):
+                _, which, rest = name.split(".", 2)
+                self._states[int(which)][rest] = tensor.numpy()
+        for number in range(len(bounds)):
+            self._ray.kill(self.servers.actors[number])
+            self.servers.actors[number] = self._make_shard(number)
+        self._publish()
+        if self._buffers is not None:
+            self._buffers = _copies(self.trainer)
+        if "velocity" in state:
+            velocity = state["velocity"].numpy()
+            self._ray.get(
+                [
+                    host.actor.set_momentum.remote([self._job], velocity[host.first : host.last])
+                    for host in self.hosts.hosts
+                ]
+            )
+        if "previous" in state:
+            rows = state["previous"].numpy()
+            parts = [self._ray.put([row[part] for row in rows]) for part in bounds]
+            self._previous = [(0, len(rows), parts)]
+
+    def close(self) -> None:
+        """End the actors, and Ray itself if it was begun for us."""
+        if self._ray.is_initialized():
+            for actor in (*self.servers.actors, *(host.actor for host in self.hosts.hosts)):
+                self._ray.kill(actor)
+        self.session.close()
+
+
+def _changing_buffers(trainer: Trainer) -> dict[str, np.ndarray] | None:
+    gradients = trainer.gradients
+    if isinstance(gradients, Looped) and gradients.serial and [*trainer.model.buffers()]:
+        return _copies(trainer)
+    return None
+
+
+def _copies(trainer: Trainer) -> dict[str, np.ndarray]:
+    return {name: buffer.numpy().copy() for name, buffer in trainer.model.named_buffers()}

@@ -1,0 +1,110 @@
+"""The trainer's view of the server shards: calls that survive the death of a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phocas.engines import EngineError
+from phocas.engines.faults import Fault
+from phocas.engines.ray_session import the_ray
+
+_ATTEMPTS = 5  # restorations of one server in one call, before the run gives up
+
+
+class ServerLostError(EngineError):
+    """A server died or hung again and again."""
+
+
+class Servers:
+    """All server shards. A call that one of them does not live to answer is made again.
+
+    The calls of a phase are kept: a restored server (``restore(number)`` makes it, from its last
+    checkpoint) goes through them once more, and so comes to the same answer.
+    """
+
+    def __init__(
+        self,
+        actors: list[Any],
+        restore: Callable[[int], Any],
+        faults_of: Callable[[int, int], list[Fault]],
+        *,
+        deadline: float,
+    ) -> None:
+        self.actors = actors
+        self.news: list[str] = []
+        self._restore = restore
+        self._faults_of = faults_of
+        self._deadline = deadline
+        self._calls: list[tuple[str, Sequence[tuple[Any, ...]]]] = []
+        self._ray = the_ray()
+
+    def begin(self) -> None:
+        """Forget the calls of the last phase."""
+        self._calls = []
+
+    def call(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        round: int | None = None,  # noqa: A002
+    ) -> list[list[Any]]:
+        """Call a method of every server and return the references to its two results.
+
+        With a round (from 0), the faults of the script strike the servers in it.
+        """
+        self._calls.append((method, arguments))
+        waiting = [
+            self._remote(number, method, arguments[number], self._faults(round, number))
+            for number in range(len(self.actors))
+        ]
+        until = time.monotonic() + self._deadline
+        return [
+            references if self._lives(number, references, until) else self._again(number)
+            for number, references in enumerate(waiting)
+        ]
+
+    def _faults(self, round: int | None, number: int) -> list[Fault] | None:  # noqa: A002
+        return None if round is None else self._faults_of(round + 1, number)
+
+    def _remote(
+        self, number: int, method: str, arguments: tuple[Any, ...], faults: list[Fault] | None
+    ) -> list[Any]:
+        call = getattr(self.actors[number], method).options(num_returns=2)
+        extra = () if method == "answer" else (faults or [],)
+        references: list[Any] = call.remote(*arguments, *extra)
+        return references
+
+    def _lives(self, number: int, references: list[Any], until: float) -> bool:
+        """Wait for an answer; say whether the server lived to give it."""
+        try:
+            self._ray.get(references, timeout=max(0.0, until - time.monotonic()))
+        except self._ray.exceptions.GetTimeoutError:
+            self.news.append(
+                f"server {number} did not answer for {self._deadline:.0f} s: restored from its"
+                " checkpoint"
+            )
+            return False
+        except (
+            self._ray.exceptions.RayActorError,
+            self._ray.exceptions.ObjectLostError,
+        ):
+            self.news.append(f"server {number} died: restored from its checkpoint")
+            return False
+        return True
+
+    def _again(self, number: int) -> list[Any]:
+        for _ in range(_ATTEMPTS):
+            self._ray.kill(self.actors[number])
+            self.actors[number] = self._restore(number)
+            until = time.monotonic() + self._deadline
+            for method, arguments in self._calls:
+                references = self._remote(number, method, arguments[number], None)
+                if not self._lives(number, references, until):
+                    break
+            else:
+                return references
+        raise ServerLostError(
+            f"server {number} was lost {_ATTEMPTS + 1} times in one round: {self.news[-1]}"
+        )

@@ -1,0 +1,170 @@
+"""Getting hold of Ray: a cluster at an address, or one of our own on this machine's loopback."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from phocas.engines import EngineError
+
+CONNECT_SECONDS = 5.0
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a worker's exception is news of the round, told once
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the coming default; without it Ray warns
+}
+# Ray binds to all interfaces, and turns 127.0.0.1 into the machine's outer address, unless it is
+# told that there are no clusters here. The name of the setting speaks of other systems; it works
+# on all (found out with `ss -tlnp`, Ray 2.55.1).
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+class RayUnreachableError(EngineError, ConnectionError):
+    """There is no Ray where we looked; the text says where that was."""
+
+
+class RayNotInstalledError(EngineError, ImportError):
+    """Ray is an extra."""
+
+
+def the_ray() -> Any:
+    """Return the module, or say how to get it."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise RayNotInstalledError(
+            "the ray engine needs Ray: pip install 'phocas[ray]', or use --engine local"
+        ) from error
+
+
+class Session:
+    """A connection to Ray; one that we began ourselves ends with :meth:`close`."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        cores: int | None = None,
+        store_bytes: int | None = None,
+    ) -> None:
+        for name, value in (_QUIET if address else _QUIET | _LOOPBACK).items():
+            os.environ.setdefault(name, value)
+        self.ray = the_ray()
+        self.ours = not self.ray.is_initialized()
+        if not self.ours:
+            return
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if address is None:
+            options |= {
+                "address": "local",  # not one that somebody else has running on this machine
+                "num_cpus": cores,
+                "object_store_memory": store_bytes,
+                "include_dashboard": False,
+                "_node_ip_address": "127.0.0.1",
+            }
+        else:
+            options["address"] = reachable(address)
+        with _own_signals():
+            try:
+                self.ray.init(**options)
+            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                if address is None:
+                    raise
+                raise RayUnreachableError(f"Ray at {address} did not take us: {error}") from error
+
+    @property
+    def cores(self) -> int:
+        """The cores of all nodes."""
+        return max(1, int(self.ray.cluster_resources().get("CPU", 1)))
+
+    def close(self) -> None:
+        """Leave, and end what we began."""
+        if self.ours and self.ray.is_initialized():
+            self.ray.shutdown()
+
+
+def reachable(address: str) -> str:
+    """Return the host:port of a Ray head node that answers, within seconds, or raise.
+
+    ``auto`` looks where Ray itself would: in RAY_ADDRESS, and for a node on this machine.
+    """
+    if address.startswith("ray://"):
+        raise RayUnreachableError(
+            f"the engine runs on a node of the cluster, not through a Ray client: got {address};"
+            " start it on a node, with --address auto"
+        )
+    found = _look_up() if address == "auto" else address
+    host, colon, port = found.rpartition(":")
+    if not colon or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise RayUnreachableError(f"an address is auto or host:port: got {address!r}")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS):
+            pass
+    except OSError as error:
+        asked = f"{address} (that is {found})" if found != address else address
+        raise RayUnreachableError(
+            f"no Ray at {asked}: connecting to {host} port {port} gave {error!r} within"
+            f" {CONNECT_SECONDS:.0f} s; start one with: ray start --head --port={port}"
+        ) from None
+    if not _answers(found):
+        raise RayUnreachableError(
+            f"something listens at {found}, but it does not answer as a Ray head node does within"
+            f" {CONNECT_SECONDS:.0f} s"
+        )
+    return found
+
+
+def _look_up() -> str:
+    services = importlib.import_module("ray._private.services")
+    found = os.environ.get("RAY_ADDRESS") or services.find_bootstrap_address(None)
+    if not found:
+        nodes = sorted(services.find_gcs_addresses())
+        found = nodes[0] if nodes else None
+    if not found:
+        raise RayUnreachableError(
+            "--address auto found no Ray: RAY_ADDRESS is not set and no node runs on this machine;"
+            " start one with: ray start --head, or leave --address out"
+        )
+    return str(found)
+
+
+def _answers(address: str) -> bool:
+    """Ask the head node for its name, so that a port of something else is told in seconds."""
+    raylet = importlib.import_module("ray._raylet")
+    answer: list[bool] = []
+
+    def ask() -> None:
+        try:
+            client = raylet.GcsClient(address=address)
+            client.internal_kv_get(b"CLUSTER_METADATA", b"cluster", timeout=CONNECT_SECONDS)
+            answer.append(True)
+        except Exception:  # noqa: BLE001  # whatever it is, it is no answer
+            answer.append(False)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(CONNECT_SECONDS)
+    return answer == [True]
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep the caller's handlers: Ray would end the process where we end the round."""
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)

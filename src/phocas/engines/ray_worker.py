@@ -1,0 +1,209 @@
+"""What runs in a worker process of a Ray cluster.
+
+Rows travel as slices: a process returns one list of vectors for each server, views of its own
+matrix that Ray copies into the object store once; a server reads them where they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from phocas.attacks import Attack, attack_rng
+from phocas.engines.faults import Fault, RowFault, strike
+from phocas.engines.ray_session import the_ray
+from phocas.training.data import Assignment, batch_indices
+from phocas.training.gradients import Loss, Reduction, worker_gradients
+from phocas.training.lanes import Lanes
+from phocas.training.parameters import FlatParameters
+from phocas.training.samples import Samples
+
+Values = npt.NDArray[np.floating[Any]]
+Source = tuple[int, int, list[Any]]
+"""The workers first to last - 1, and a reference for each server to the list of their slices."""
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerJob:
+    """All that workers need to know, the same for each of them."""
+
+    model: nn.Module
+    loss: Loss
+    samples: Samples
+    assignment: Assignment
+    num_workers: int
+    bounds: list[slice]
+    batch_size: int
+    seed: int
+    reduction: Reduction
+    path: str
+    attack: Attack | None
+    momentum: float
+    keeps_rows: bool
+    """Whether a script will want the row of the round before."""
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What comes with the rows of a process."""
+
+    losses: Values
+    buffers: list[dict[str, npt.NDArray[Any]]]
+    """For each worker, the buffers that its model changed; empty if there are none."""
+    seconds: float
+
+
+class WorkerProcess:
+    """The actor: it learns its job with the first question, also when it was started again.
+
+    (An actor that is made with its job has Ray warn that it may be lost; it is the trainer's.)
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._workers: Workers | None = None
+
+    def _at_work(self, job: Sequence[Any]) -> Workers:
+        if self._workers is None:
+            self._workers = Workers(the_ray().get(job[0]), self.first, self.last)
+        return self._workers
+
+    def prepare(self, job: Sequence[Any]) -> None:
+        """Get ready; the job is a reference in a list, which Ray leaves alone."""
+        self._at_work(job)
+
+    def gradients(self, job: Sequence[Any], *question: Any) -> tuple[Any, ...]:
+        """Answer as :meth:`Workers.gradients` does."""
+        return self._at_work(job).gradients(*question)
+
+    def momentum(self, job: Sequence[Any]) -> Values | None:
+        """Return the velocities, for a checkpoint."""
+        velocity = self._at_work(job).velocity
+        return None if velocity is None else velocity.numpy()
+
+    def set_momentum(self, job: Sequence[Any], values: Values) -> None:
+        """Go on from a checkpoint."""
+        velocity = self._at_work(job).velocity
+        if velocity is not None:
+            velocity.copy_(torch.from_numpy(np.array(values)))
+
+    def pid(self) -> int:
+        """Return the number of the process."""
+        return os.getpid()
+
+
+class Workers:
+    """The workers first to last - 1, in one process."""
+
+    def __init__(self, job: WorkerJob, first: int, last: int) -> None:
+        self.job = job
+        self.first, self.last = first, last
+        torch.set_num_threads(1)
+        self.flat = FlatParameters(job.model)
+        sample = job.samples.draw(np.zeros((1, job.batch_size), np.int64))
+        self.compute = worker_gradients(
+            job.model,
+            job.loss,
+            self.flat,
+            Lanes(1),
+            sample=sample,
+            reduction=job.reduction,
+            path=job.path,
+        )
+        self.rows = torch.zeros(last - first, self.flat.size, dtype=self.flat.vector.dtype)
+        self.velocity = torch.zeros_like(self.rows) if job.momentum else None
+        self._before: torch.Tensor | None = None
+        self._last: tuple[int, Report] | None = None
+
+    def gradients(
+        self,
+        round: int,  # noqa: A002
+        parameters: Sequence[Any],
+        buffers: Mapping[str, npt.NDArray[Any]] | None,
+        faults: Sequence[Fault],
+    ) -> tuple[Any, ...]:
+        """Pull the model and return the slices of the rows for each server, then a report."""
+        strike(faults)
+        rows = [fault for fault in faults if isinstance(fault, RowFault)]
+        if self.velocity is not None and self._last is not None and self._last[0] == round:
+            # Asked again for the same round: to add the gradient to the momentum twice is wrong.
+            return *self._slices(rows), self._last[1]
+        if self.job.keeps_rows and self._last is not None:
+            self._before = self.rows.clone()
+        start = time.perf_counter()
+        pulled = the_ray().get(list(parameters))
+        vector = self.flat.vector.numpy()
+        for bounds, values in zip(self.job.bounds, pulled, strict=True):
+            vector[bounds] = values
+        inputs, targets = self._batches(round)
+        losses, changed = self._compute(inputs, targets, round, buffers)
+        if self.velocity is not None:
+            self.velocity.mul_(self.job.momentum).add_(self.rows, alpha=1 - self.job.momentum)
+            self.rows.copy_(self.velocity)
+        report = Report(losses, changed, time.perf_counter() - start)
+        self._last = round, report
+        return *self._slices(rows), report
+
+    def _batches(self, round: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
+        job = self.job
+        indices = batch_indices(job.assignment, job.num_workers, job.batch_size, job.seed, round)
+        if job.attack is None or not job.samples.num_classes:
+            return job.samples.draw(indices[self.first : self.last])
+        inputs, targets = job.samples.draw(indices)  # labels are corrupted for all workers at once
+        rng = attack_rng(job.seed, round)
+        job.attack.corrupt_labels(targets.numpy(), job.samples.num_classes, rng=rng, round=round)
+        return inputs[self.first : self.last], targets[self.first : self.last]
+
+    def _compute(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        round: int,  # noqa: A002
+        buffers: Mapping[str, npt.NDArray[Any]] | None,
+    ) -> tuple[Values, list[dict[str, npt.NDArray[Any]]]]:
+        job = self.job
+        if buffers is None:
+            losses = self.compute(inputs, targets, self.rows, job.seed, round, self.first)
+            return losses.numpy(), []
+        own = dict(job.model.named_buffers())
+        found, changed = [], []
+        for i in range(self.last - self.first):
+            for name, values in buffers.items():
+                own[name].copy_(torch.from_numpy(np.array(values)))
+            one = slice(i, i + 1)
+            worker = self.first + i
+            found.append(
+                self.compute(inputs[one], targets[one], self.rows[one], job.seed, round, worker)
+            )
+            changed.append({name: buffer.numpy().copy() for name, buffer in own.items()})
+        return torch.cat(found).numpy(), changed
+
+    def _slices(self, faults: Sequence[RowFault]) -> list[list[Any]]:
+        rows = self.rows.numpy()
+        before = None if self._before is None else self._before.numpy()
+        slices: list[list[Any]] = [[row[bounds] for row in rows] for bounds in self.job.bounds]
+        for fault in faults:
+            i = (fault.worker or 0) - self.first
+            for bounds, part in zip(self.job.bounds, slices, strict=True):
+                past = None if before is None else before[i, bounds]
+                part[i] = fault.change(rows[i, bounds], past, bounds.start)
+        return slices
+
+
+def without_test(samples: Samples) -> Samples:
+    """Return samples without those for evaluation, which workers have no use for."""
+    lean = copy.copy(samples)
+    lean.test = None
+    if lean.dataset is not None:
+        none = lean.dataset.test_images[:1], lean.dataset.test_labels[:1]
+        lean.dataset = replace(lean.dataset, test_images=none[0], test_labels=none[1])
+    return lean
