@@ -71,6 +71,19 @@ def test_children_compute_the_same(method: str) -> None:
     assert [answer(seed) for seed in range(4)] == wanted
 
 
+def _helpers_of_a_child(seed: int) -> int:
+    answer(seed)
+    return sum(thread.name == "phocas-kernel" for thread in threading.enumerate())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_children_have_helpers_of_their_own() -> None:
+    with num_threads(3):
+        answer(0)
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.map_async(_helpers_of_a_child, [0]).get(timeout=60) == [2]
+
+
 def _compile_in_child(results: Any) -> None:
     results.put(bits(phocas.Median()(np.arange(51.0).reshape(17, 3))))
 

@@ -280,6 +280,14 @@ def test_the_first_set_of_smallest_diameter(seed: int, m: int, levels: int) -> N
         assert smallest_diameter(squared, size) == list(wanted)
 
 
+def test_adaptive_clipping_makes_every_infinite_row_zero() -> None:
+    """Also when there are more of them than it shortens, so that its radius is infinite."""
+    rows = np.array([[1.0, 2.0], [3.0, 4.0], [np.nan, 1.0], [np.inf, 1.0]])
+    rule = phocas.AdaptiveClipping(b=1) | phocas.Mean()
+    np.testing.assert_array_equal(rule(rows), [1.0, 1.5])
+    np.testing.assert_array_equal(reference(rule, rows), [1.0, 1.5])
+
+
 @pytest.mark.parametrize("i", range(5))
 def test_an_infinite_row_makes_its_bucket_infinite(i: int) -> None:
     rows = np.arange(15.0).reshape(5, 3)
