@@ -174,6 +174,21 @@ def test_no_columns_at_all(dtype: str) -> None:
     assert phocas.Krum(b=1)([{"a": rows[0]}] * M)["a"].shape == (0,)
 
 
+@pytest.mark.parametrize("rule", EVERY, ids=str)
+def test_hosts_that_cannot_convert_half_precision(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it is converted a block at a time; the bits are the same."""
+    rows = stored(np.random.default_rng(9).normal(size=(M, 1100)), "float16")
+    rows[3] = np.nan
+    wanted = rule.explain(rows)
+    monkeypatch.setattr("phocas.kernels.half_supported", lambda element: element != "float16")
+    told = rule.explain(rows)
+    assert told.value.dtype == np.float16
+    assert bits(told.value) == bits(wanted.value)
+    np.testing.assert_array_equal(told.dropped, wanted.dropped)
+
+
 def test_numpy_bfloat16_where_there_is_one() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     rows = np.random.default_rng(6).normal(size=(M, 100)).astype(ml_dtypes.bfloat16)

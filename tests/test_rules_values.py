@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.conftest import (
 
 import phocas
 from phocas import CenteredClipping, GeometricMedian, MeaMed, Phocas, Rule
+from phocas.rules.cliques import smallest_diameter
 from phocas.rules.reference import reference
 
 KINDS = ("normal", "grid", "equal", "offset", "huge", "small", "signs", "wide")
@@ -261,6 +263,38 @@ def test_pipelines_equal_their_twins(rule: Rule) -> None:
     rng = np.random.default_rng(3)
     rows = stored(rng.normal(size=(11, 60)), "float32")
     assert_close(rule(rows), reference(rule, rows), doubles(rows), "float32", 300)
+
+
+@given(seed=SEEDS, m=st.integers(1, 9), levels=st.sampled_from([2, 4, 50]))
+def test_the_first_set_of_smallest_diameter(seed: int, m: int, levels: int) -> None:
+    """For any symmetric matrix, with many ties and with infinite distances."""
+    squared = np.random.default_rng(seed).integers(0, levels, size=(m, m)).astype(np.float64)
+    squared[squared == levels - 1] = np.inf
+    squared = np.maximum(squared, squared.T)
+    np.fill_diagonal(squared, 0)
+    for size in range(1, m + 1):
+        wanted = min(
+            combinations(range(m), size),
+            key=lambda members: squared[np.ix_(members, members)].max(),
+        )
+        assert smallest_diameter(squared, size) == list(wanted)
+
+
+def test_adaptive_clipping_makes_every_infinite_row_zero() -> None:
+    """Also when there are more of them than it shortens, so that its radius is infinite."""
+    rows = np.array([[1.0, 2.0], [3.0, 4.0], [np.nan, 1.0], [np.inf, 1.0]])
+    rule = phocas.AdaptiveClipping(b=1) | phocas.Mean()
+    np.testing.assert_array_equal(rule(rows), [1.0, 1.5])
+    np.testing.assert_array_equal(reference(rule, rows), [1.0, 1.5])
+
+
+@pytest.mark.parametrize("i", range(5))
+def test_an_infinite_row_makes_its_bucket_infinite(i: int) -> None:
+    rows = np.arange(15.0).reshape(5, 3)
+    rows[i] = [np.inf, -np.inf, 1e9]
+    for text in ("bucketing:size=2|median", "bucketing:size=2|trimmed-mean:b=1"):
+        rule = phocas.parse_rule(text)
+        np.testing.assert_allclose(rule(rows), reference(rule, rows))
 
 
 @pytest.mark.parametrize("m", [40, 130, 200])

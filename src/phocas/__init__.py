@@ -8,6 +8,9 @@ array([ 3., 30.])
 array([ 1.5, 40. ])
 """
 
+import importlib
+from typing import Any
+
 from phocas import attacks
 from phocas.kernels import get_num_threads, set_num_threads
 from phocas.rules import (
@@ -71,3 +74,12 @@ __all__ = [
     "parse_rule",
     "set_num_threads",
 ]
+
+_LATER = ("engines", "experiments", "integrations", "theory", "training")
+
+
+def __getattr__(name: str) -> Any:
+    """Load a room that needs more than numpy and llvmlite when it is first asked for."""
+    if name in _LATER:
+        return importlib.import_module(f"phocas.{name}")
+    raise AttributeError(f"module 'phocas' has no attribute {name!r}")

@@ -280,6 +280,10 @@ class WorstCase(RowAttack):
                 search.honest_again()
                 rival.fill(scene, search.rows)
                 search.score()
+        for direction in (cloud.direction, -cloud.direction):
+            # As a tuned ALittleIsEnough goes, step for step: near its cliff, steps matter.
+            if search.left > 0 and search.best < np.inf:
+                search.along(direction, 1.0, TRIES)
         rng = np.random.default_rng(self.seed)
         spread = np.sqrt(cloud.norms.mean())
         directions = self._directions(search, honest, cloud, rng)

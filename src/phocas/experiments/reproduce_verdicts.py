@@ -46,6 +46,8 @@ def interval(values: npt.ArrayLike) -> Interval:
     """
     numbers = np.asarray(values, np.float64)
     n = len(numbers)
+    if n == 0:
+        raise MissingError("no repeat is complete in all the cases to be compared")
     mean = float(numbers.mean())
     if n == 1:
         return Interval(mean, -math.inf, math.inf, 1)
@@ -81,13 +83,17 @@ class Check:
 
 def difference(first: Repeats, second: Repeats, quantity: str) -> npt.NDArray[np.float64]:
     """Return first - second by repeat; a repeat has the same weights and batches in both."""
-    seeds = [seed for seed in first.seeds if seed in second.seeds]
-    if not seeds:
-        raise MissingError("no repeat is complete in both cases")
-    ours, theirs = getattr(first, quantity), getattr(second, quantity)
-    return np.array(
-        [ours[first.seeds.index(seed)] - theirs[second.seeds.index(seed)] for seed in seeds]
-    )
+    return contrast([(1, first), (-1, second)], quantity)
+
+
+def contrast(parts: Sequence[tuple[int, Repeats]], quantity: str) -> npt.NDArray[np.float64]:
+    """Return a sum with signs over the repeats that all the cases have."""
+    seeds = sorted(set.intersection(*(set(repeats.seeds) for _, repeats in parts)))
+    total = np.zeros(len(seeds))
+    for sign, repeats in parts:
+        values = getattr(repeats, quantity)
+        total += [sign * values[repeats.seeds.index(seed)] for seed in seeds]
+    return total
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ def cache_folder() -> Path:
     explicit = os.environ.get("PHOCAS_CACHE")
     if explicit:
         return Path(explicit) / "kernels"
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "phocas" / "kernels"
+    root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(root) / "phocas" / "kernels"
 
 
 def _load(code: bytes) -> llvm.ExecutionEngine:
@@ -62,7 +62,10 @@ def _load(code: bytes) -> llvm.ExecutionEngine:
 def _object_code(key: Hashable, write: Callable[[Target], str]) -> bytes:
     target = host()
     name = hashlib.sha256(repr((key, target, _version())).encode()).hexdigest()
-    path = cache_folder() / f"{name}.o"
+    try:
+        path = cache_folder() / f"{name}.o"
+    except RuntimeError:  # nobody's home is known, as in some containers
+        return compile_text(write(target), target)
     code = _read(path)
     if code is None:
         code = compile_text(write(target), target)
@@ -104,3 +107,13 @@ def _write(path: Path, code: bytes) -> None:
         except OSError:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+
+def _after_fork() -> None:
+    """Forget a lock that another thread of the parent held: that thread is not here."""
+    global _lock  # noqa: PLW0603 - a lock cannot be released by who does not hold it
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

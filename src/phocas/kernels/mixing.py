@@ -56,11 +56,7 @@ def combine_module(target: Target, element: Element) -> str:
                     mixed = f.multiply_add(total, inverse, middle)
                     _put(f, mixed, f.at(place, offset, f.scalar))
         f.set_lanes(lanes)
-    f.set_lanes(1)
-    scalar = declarations(f).splitlines()
-    f.set_lanes(target.vector_bits // element.compute_bits)
-    extra = "\n".join(line for line in scalar if "llvm.fma" in line)
-    return _finish(f) + extra
+    return _finish(f)
 
 
 def fused_module(target: Target, element: Element) -> str:
@@ -219,8 +215,13 @@ def _entries(f: Function, starts: str, row: str) -> tuple[str, str]:
 
 
 def _centre(f: Function, centre: str, offset: str, around: str) -> str:
-    """Load the centre's values, or zeros: without a centre they are not even multiplied."""
+    """Load the centre's values, or zeros where they are not finite or there is no centre.
+
+    Around -inf, a mix with -inf would be NaN.
+    """
     value = f.load(f.at(centre, offset))
+    finite = f.compare("olt", f.absolute(value), f.splat(float("inf")))
+    value = f.select(finite, value, "zeroinitializer")
     return f.op(f"select i1 {around}, {f.vector} {value}, {f.vector} zeroinitializer")
 
 
@@ -237,7 +238,12 @@ def _put(f: Function, value: str, address: str) -> None:
 
 def _finish(f: Function) -> str:
     body = "\n".join(f.lines)
+    lanes = f.lanes
+    f.set_lanes(1)
+    single = "\n".join(line for line in declarations(f).splitlines() if "@llvm.f" in line)
+    f.set_lanes(lanes)
     return f"""{declarations(f)}
+{single}
 define void @kernel{SIGNATURE} {{
 entry:
 {body}

@@ -12,6 +12,7 @@ aggregation. A helper therefore watches for the next job a little while before i
 from __future__ import annotations
 
 import ctypes
+import numbers
 import os
 import threading
 from collections.abc import Sequence
@@ -148,7 +149,7 @@ def default_threads() -> int:
     """Return ``PHOCAS_NUM_THREADS``, or the number of cores this process may use."""
     text = os.environ.get("PHOCAS_NUM_THREADS")
     if text:
-        if not text.isdigit() or int(text) < 1:
+        if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"PHOCAS_NUM_THREADS must be a whole number >= 1: got {text!r}")
         return int(text)
     if hasattr(os, "sched_getaffinity"):
@@ -220,6 +221,7 @@ class Pool:
         if not helpers or not self._busy.acquire(blocking=False):
             lead(own.ctypes.data, 0, 0)
             return
+        done = False
         try:
             if len(self._helpers) < helpers:
                 self._hire(helpers)
@@ -227,18 +229,23 @@ class Pool:
             for helper in self._helpers[:helpers]:
                 helper.post()
             lead(own.ctypes.data, self._boxes.ctypes.data, helpers)
+            done = True
         finally:
+            # Ctrl-C between the two must not free memory that helpers still write to.
+            if not done and len(self._boxes) >= helpers:
+                lead(own.ctypes.data, self._boxes.ctypes.data, helpers)
             self._busy.release()
 
     def _hire(self, number: int) -> None:
         """Replace the helpers by more; the old ones sleep for good."""
         words = np.zeros((number + 1) * MAILBOX_WORDS, np.uint64)
         skip = -words.ctypes.data % (8 * MAILBOX_WORDS) // 8
-        self._boxes = words[skip : skip + number * MAILBOX_WORDS].reshape(number, MAILBOX_WORDS)
+        boxes = words[skip : skip + number * MAILBOX_WORDS].reshape(number, MAILBOX_WORDS)
         _retired.append(words)  # a helper may look at its mailbox as long as the process lives
-        self._boxes[:, 0] = ASLEEP
-        start = self._boxes.ctypes.data
-        self._helpers = [Helper(start + 8 * MAILBOX_WORDS * i) for i in range(number)]
+        boxes[:, 0] = ASLEEP
+        start = boxes.ctypes.data
+        helpers = [Helper(start + 8 * MAILBOX_WORDS * i) for i in range(number)]
+        self._boxes, self._helpers = boxes, helpers
 
 
 _retired: list[np.ndarray] = []
@@ -247,9 +254,9 @@ POOL = Pool()
 
 def set_num_threads(number: int) -> None:
     """Set how many threads aggregation may use in this process."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+    if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1:
         raise ValueError(f"the number of threads must be an integer >= 1: got {number!r}")
-    POOL.threads = number
+    POOL.threads = int(number)
 
 
 def get_num_threads() -> int:

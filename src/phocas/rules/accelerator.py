@@ -113,6 +113,11 @@ def _mixed(rows: torch.Tensor, weights: Floats | None) -> torch.Tensor:
     bad = ~rows.isfinite()
     mixed = matrix @ rows.masked_fill(bad, 0)
     if bool(bad.any()):
-        reached = (matrix != 0).to(rows.dtype) @ bad.to(rows.dtype)
-        mixed = mixed.masked_fill(reached > 0, torch.nan)
+        touched = (matrix != 0).to(rows.dtype)
+        up, down, lost = (
+            touched @ kind.to(rows.dtype) > 0
+            for kind in (rows == torch.inf, rows == -torch.inf, rows.isnan())
+        )
+        mixed = mixed.masked_fill(up, torch.inf).masked_fill(down, -torch.inf)
+        mixed = mixed.masked_fill(lost | (up & down), torch.nan)
     return mixed

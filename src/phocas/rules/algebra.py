@@ -19,9 +19,9 @@ from phocas.kernels import Window
 
 Floats: TypeAlias = NDArray[np.float64]
 
-# Distances between so many mixes follow from those between rows in less than a second. The work
-# grows with the fourth power of their number: many more are faster measured.
-DERIVED_ROWS = 200
+# Distances between so many mixes follow from those between rows in milliseconds. The work grows
+# with the fourth power of their number: more are faster measured.
+DERIVED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,157 @@
+"""What ranks say to one another: shards of columns, and results of shards.
+
+Everything travels as plain numbers, never as pickled objects: a rank may lie, but only in values.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from phocas.rules.measures import Partial
+from phocas.sharding import shard_bounds
+
+# torch 2.13 renamed it and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_FLOATS: dict[int, type[np.floating]] = {4: np.float32, 8: np.float64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """A rank's view of one bucket of a step, which begins at column ``start`` of the gradient.
+
+    ``columns`` has, by shard, all m rows of the shards that this rank holds.
+    """
+
+    flat: torch.Tensor
+    start: int
+    bounds: list[tuple[int, int]]
+    columns: dict[int, torch.Tensor]
+
+    def width(self, shard: int) -> int:
+        """Return how many columns of the bucket a shard has."""
+        begin, end = self.bounds[shard]
+        return end - begin
+
+
+class Wire:
+    """The collectives of one process group, which belongs to one thread.
+
+    What arrives lies in memory that the next call of the same kind uses again. (Given back and
+    taken anew in every step, it grew to five times as much between glibc's heaps.)
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.m = dist.get_world_size(group)
+        self._rooms: dict[tuple[str, int, torch.device], torch.Tensor] = {}
+
+    def _room(self, name: str, number: int, size: int, device: torch.device) -> torch.Tensor:
+        """Return memory of a purpose, for so many bytes."""
+        key = (name, number, device)
+        if key not in self._rooms or self._rooms[key].numel() < size:
+            self._rooms[key] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._rooms[key][:size]
+
+    def scatter(
+        self, flat: torch.Tensor, start: int, shifts: Sequence[int], place: int = 0
+    ) -> Bucket:
+        """Give shard s of every rank's values to the ranks s + shift.
+
+        Buckets that are wanted at the same time must have different places.
+        """
+        item = flat.element_size()
+        bounds = shard_bounds(flat.numel(), self.m)
+        bucket = Bucket(flat, start, bounds, {})
+        for shift in shifts:
+            shard = (self.rank - shift) % self.m
+            order = [bounds[(rank - shift) % self.m] for rank in range(self.m)]
+            sent = flat
+            if shift:
+                sent = self._room("sent", 0, flat.numel() * item, flat.device).view(flat.dtype)
+                torch.cat([flat[begin:end] for begin, end in order], out=sent)
+            size = self.m * bucket.width(shard) * item
+            room = self._room("columns", place * self.m + shift, size, flat.device)
+            columns = room.view(flat.dtype).view(self.m, -1 if size else 0)
+            arriving = [bucket.width(shard)] * self.m
+            leaving = [end - begin for begin, end in order]
+            dist.all_to_all_single(columns.view(-1), sent, arriving, leaving, group=self.group)
+            bucket.columns[shard] = columns
+        return bucket
+
+    def gather(
+        self, parts: Sequence[torch.Tensor], sizes: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Return every rank's bytes, in the order of ranks; sizes are asked for if not known."""
+        length = sum(part.numel() for part in parts)
+        if sizes is None:
+            own = torch.tensor([length], device=self.device)
+            everyone = own.new_empty(self.m)
+            _all_gather(everyone, own, group=self.group)
+            sizes = everyone.tolist()
+        # Whole words, so that what is inside can be read in place as numbers of any width.
+        longest = -(-max(sizes) // 8) * 8
+        padded = self._room("padded", 0, longest, self.device)
+        torch.cat([part.to(self.device) for part in parts], out=padded[:length])
+        arrived = self._room("arrived", 0, self.m * longest, self.device)
+        _all_gather(arrived, padded, group=self.group)
+        return [arrived[i * longest : i * longest + size] for i, size in enumerate(sizes)]
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return one rank's tensor; the others give one of its shape."""
+        tensor = tensor.clone()
+        dist.broadcast(tensor, dist.get_global_rank(self.group, rank), group=self.group)
+        return tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, without a copy."""
+    # A tensor of at most one value may say any stride, but view wants to read 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def pack(partials: Sequence[Partial]) -> torch.Tensor:
+    """Write measurements as bytes: how many pieces, three numbers for each, and their values."""
+    m = partials[0].m
+    whole = [(True, first, sums) for part in partials for first, sums in part.sums]
+    edges = [(False, start, values) for part in partials for start, values in part.edges]
+    index = [m, len(whole) + len(edges)]
+    for is_sum, place, values in whole + edges:
+        index += [int(is_sum), place, *values.shape, values.itemsize]
+    header = np.array(index, np.uint64).tobytes()
+    content = [values.tobytes() for _, _, values in whole + edges]
+    return torch.frombuffer(bytearray(b"".join([header, *content])), dtype=torch.uint8)
+
+
+def unpack(message: torch.Tensor) -> Partial:
+    """Read measurements; bytes that are none raise ValueError."""
+    content = message.cpu().numpy().tobytes()
+    sums: list[tuple[int, NDArray[np.float64]]] = []
+    edges: list[tuple[int, NDArray[np.floating]]] = []
+    try:
+        m, pieces = struct.unpack_from("=2Q", content)
+        place = 16 + 40 * pieces
+        for i in range(pieces):
+            is_sum, number, *shape, itemsize = struct.unpack_from("=5Q", content, 16 + 40 * i)
+            values = np.frombuffer(content, _FLOATS[itemsize], math.prod(shape), place)
+            place += values.nbytes
+            if is_sum:
+                sums.append((number, values.reshape(shape).astype(np.float64)))
+            else:
+                edges.append((number, values.reshape(shape)))
+        whole = place == len(content)
+    except (struct.error, KeyError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise ValueError(f"measurements must be whole: got {len(content)} bytes that are not")
+    return Partial(m, tuple(sums), tuple(edges))

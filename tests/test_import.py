@@ -1,0 +1,97 @@
+"""What it costs to have the package: time to import, what it imports, memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import phocas
+
+
+def python(code: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_light() -> None:
+    loaded = python("import sys, phocas; print(*sys.modules)").split()
+    heavy = {"torch", "ray", "flwr", "typer", "rich", "pydantic", "matplotlib", "plotly", "scipy"}
+    assert "phocas" in loaded
+    assert not heavy & set(loaded)
+
+
+def test_aggregating_arrays_imports_nothing_more() -> None:
+    code = (
+        "import sys, numpy as np, phocas;"
+        "phocas.aggregate(np.ones((7, 9)), 'nnm:b=1|krum:b=1'); print(*sys.modules)"
+    )
+    assert "torch" not in python(code).split()
+
+
+def test_import_is_quick() -> None:
+    """At most 0.3 s on a quiet machine; the best of five, and three times that here."""
+    code = "import time; s = time.perf_counter(); import phocas; print(time.perf_counter() - s)"
+    assert min(float(python(code)) for _ in range(5)) < 0.9
+
+
+def test_every_public_name_exists() -> None:
+    import phocas
+
+    assert sorted(phocas.__all__) == sorted(set(phocas.__all__))
+    for name in phocas.__all__:
+        assert hasattr(phocas, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rule", ["phocas:b=6", "median", "krum:b=6", "nnm:b=6|phocas:b=6", "geometric-median"]
+)
+def test_no_copy_of_the_matrix(rule: str) -> None:
+    """Peak memory above input and output is at most 64 MB for a contiguous (20, 10M) input."""
+    code = f"""
+import resource
+import numpy as np, phocas
+small = np.ones((20, 1000), np.float32)
+phocas.aggregate(small, {rule!r})
+rows = np.random.default_rng(0).random((20, 10_000_000), dtype=np.float32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+value = phocas.aggregate(rows, {rule!r})
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 - value.nbytes)
+"""
+    assert int(python(code)) <= 64 << 20
+
+
+def test_no_copy_of_a_smaller_matrix() -> None:
+    code = """
+import resource
+import numpy as np, phocas
+phocas.aggregate(np.ones((20, 1000), np.float32), "phocas:b=6")
+rows = np.ones((20, 1_500_000), np.float32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+value = phocas.aggregate(rows, "phocas:b=6")
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 - value.nbytes)
+"""
+    assert int(python(code)) <= 32 << 20
+
+
+def test_rooms_that_need_more_load_when_asked_for() -> None:
+    program = (
+        "import sys, phocas; assert 'torch' not in sys.modules;"
+        "phocas.integrations.ddp.protect; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = phocas.nothing
