@@ -34,8 +34,8 @@ class Host:
     last: int
     asked: tuple[int, list[Any], float] | None = None
     """The round, the references and the time of the question that is not answered yet."""
-    away: bool = False
-    """Whether it is known that no row came from there."""
+    away: str = ""
+    """Why no row came from there, in a word, as long as none does."""
 
     @property
     def workers(self) -> range:
@@ -107,7 +107,7 @@ class Hosts:
         for host in self.hosts:
             if host not in harvest.sources and host.asked is not None:
                 since = time.monotonic() - host.asked[2]
-                _away(host, harvest, f"is late: no row after {since:.1f} s")
+                _away(host, harvest, "late", f"is late: no row after {since:.1f} s")
 
     def discard(self, harvest: Harvest, workers: set[int]) -> None:
         """Throw the rows of these workers' processes away, so that they are asked again."""
@@ -155,15 +155,15 @@ class Hosts:
         try:
             report = self._ray.get(reference)
         except self._ray.exceptions.RayActorError:
-            _away(host, harvest, "died, and is started again")
+            _away(host, harvest, "dead", "died, and is started again")
             return
         except self._ray.exceptions.RayTaskError as error:
             cause = getattr(error, "cause", None) or error
-            host.away = False  # every one of its exceptions is news
-            _away(host, harvest, f"raised {type(cause).__name__}: {_first_line(cause)}")
+            host.away = ""  # every one of its exceptions is news
+            _away(host, harvest, "raised", f"raised {type(cause).__name__}: {_first_line(cause)}")
             return
         except self._ray.exceptions.RayError as error:
-            _away(host, harvest, f"sent an answer that was lost: {type(error).__name__}")
+            _away(host, harvest, "lost", f"sent an answer that was lost: {type(error).__name__}")
             return
         if asked != harvest.round:
             self._question(host, harvest)
@@ -171,7 +171,7 @@ class Hosts:
             harvest.sources[host] = host.first, host.last, references[:-1]
             harvest.reports[host] = report
             if host.away:
-                host.away = False
+                host.away = ""
                 harvest.news.append(f"{host} is back")
 
     def _insist(self, harvest: Harvest) -> None:
@@ -220,10 +220,10 @@ def survives(rule: Rule, num_workers: int) -> int:
     return most
 
 
-def _away(host: Host, harvest: Harvest, why: str) -> None:
-    """Say once that a process has nothing to give, not in every round until it is back."""
-    if not host.away:
-        host.away = True
+def _away(host: Host, harvest: Harvest, kind: str, why: str) -> None:
+    """Say once why a process has nothing to give, not in every round until it is back."""
+    if host.away != kind:
+        host.away = kind
         harvest.news.append(f"{host} {why}")
 
 
