@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow bench lint format clean
+.PHONY: demo test test-slow test-ray bench lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -19,6 +19,10 @@ test: lint
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
+
+test-ray: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	$(BIN)/python -m pytest tests/test_ray.py tests/test_faults.py
 
 bench: $(VENV)/.installed
 	$(BIN)/phocas bench
