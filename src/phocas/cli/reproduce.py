@@ -140,13 +140,12 @@ def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[s
         except MissingError as error:
             typer.echo(f"{error}: not drawn", err=True)
     findings = [judge(claim, outcomes) for claim in CLAIMS]
-    words = [word for word in sys.argv[1:] if word != "--report-only"]
     text = markdown(
         reproduction,
         outcomes,
         findings,
-        command=shlex.join(["phocas", *words]),
-        facts=_facts(reproduction, failed),
+        command=shlex.join(["phocas", *sys.argv[1:]]),
+        facts=_facts(reproduction, file, failed),
     )
     folder.mkdir(parents=True, exist_ok=True)
     claims = folder / "claims.md"
@@ -157,11 +156,12 @@ def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[s
     typer.echo(f"figures and {claims.name} in {folder}, results in {file}")
 
 
-def _facts(reproduction: Reproduction, failed: list[str]) -> list[str]:
+def _facts(reproduction: Reproduction, file: Path, failed: list[str]) -> list[str]:
     from phocas.experiments.runner import versions
 
     runs = reproduction.runs()
-    size = f"{len(runs)} runs of {runs[0].rounds} rounds"
+    done = len(runs) - len(_missing(runs, file))
+    size = f"{done} of {len(runs)} runs of {runs[0].rounds} rounds are complete"
     return [
         f"scale {reproduction.scale}, {reproduction.metric} accuracy, {size}",
         ", ".join(f"{name} {version}" for name, version in versions().items()),

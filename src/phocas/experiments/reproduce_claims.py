@@ -29,9 +29,14 @@ ATTACKS = ("gaussian", "omniscient", "bit-flip", "gambler")
 SETTINGS = ("none", *ATTACKS)
 
 # What was found out about the claims that did not hold on MNIST (docs/reproduction.md has more).
-SHORTENED = (
-    "The values of a column are skewed, and without outliers Phocas drops the long tail: after 200"
-    " rounds its mean step is 0.76 of the gradient (Trmean 0.84, Multi-Krum 0.82, Mean 1)."
+BIASED = (
+    "Columns are skewed, and leaving values out is then biased: after 200 rounds Phocas is off by"
+    " 0.40 of the gradient's length (Trmean 0.29, Multi-Krum 0.24); in columns made symmetric the"
+    " bias is gone. That the step is shorter explains only a fifth of the gap to Mean."
+)
+CLEAN_ROW = (
+    "44% of the values at the first server are 0, which no factor makes a lie: Krum found and chose"
+    " a clean row in 198 of 200 rounds (171 at the last server)."
 )
 ONE_BATCH = (
     "Krum follows one worker's 32 samples: after 200 rounds its standard deviation is 2.7 times the"
@@ -48,14 +53,14 @@ CLAIMS: tuple[Claim, ...] = (
         "Appendix, batch size",
         "Without failures Phocas is like Mean.",
         like_no_failures("none", "Phocas"),
-        SHORTENED,
+        BIASED,
     ),
     Claim(
         "none-trmean",
         "Appendix, batch size",
         "Without failures Trmean is slightly slower than Mean.",
         slower("none", "Trmean", "Mean", SMALL),
-        SHORTENED,
+        BIASED,
     ),
     Claim(
         "none-krum",
@@ -99,7 +104,7 @@ CLAIMS: tuple[Claim, ...] = (
             slower("gaussian", label, "Phocas", SMALL),
             reason,
         )
-        for label, reason in (("Krum", ONE_BATCH), ("Multi-Krum", SAME_ROWS), ("Trmean", SHORTENED))
+        for label, reason in (("Krum", ONE_BATCH), ("Multi-Krum", SAME_ROWS), ("Trmean", BIASED))
     ),
     Claim(
         "omniscient-phocas",
@@ -158,6 +163,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Gambler attack",
         "No other rule survives the gambler attack.",
         every(fails("gambler", label) for label in ("Mean", "Krum", "Multi-Krum")),
+        CLEAN_ROW,
     ),
     *(
         Claim(
@@ -165,7 +171,7 @@ CLAIMS: tuple[Claim, ...] = (
             "Gambler attack",
             f"Under the gambler {label} is slightly slower than Mean without failures.",
             against_baseline("gambler", label, -SMALL, 0.0, "average"),
-            SHORTENED,
+            BIASED,
         )
         for label in ("Phocas", "Trmean")
     ),
@@ -212,27 +218,28 @@ CLAIMS: tuple[Claim, ...] = (
         "Discussion",
         "Under the gambler Phocas and Trmean survive more often than Krum and Multi-Krum.",
         survival_is_likelier,
+        CLEAN_ROW,
     ),
     Claim(
         "gambler-trmean",
         "Discussion",
         "Under the gambler Trmean is slightly better than Phocas.",
         against("gambler", "Trmean", "Phocas", 0.0, SMALL, "final"),
-        SHORTENED,
+        BIASED,
     ),
     Claim(
         "gambler-reason",
         "Discussion",
         "Trmean leads Phocas there because b = 8 is too many: the lead is smaller with b = 4.",
         reason_is_b,
-        "The lead is there with either b. " + SHORTENED,
+        "The lead is there with either b. " + BIASED,
     ),
     Claim(
         "phocas-best",
         "Discussion",
         "Phocas is the best rule, or within a point of it, in every experiment.",
         every(best_of(figure) for figure in SETTINGS),
-        SHORTENED,
+        BIASED,
     ),
     Claim(
         "multi-krum-good",
@@ -250,7 +257,7 @@ CLAIMS: tuple[Claim, ...] = (
         every(
             against(figure, "Phocas", "Multi-Krum", -LIKE, np.inf, "final") for figure in SETTINGS
         ),
-        SHORTENED,
+        BIASED,
     ),
     Claim(
         "phocas-cost",
@@ -276,6 +283,6 @@ CLAIMS: tuple[Claim, ...] = (
                 slower("none", "Krum", "Trmean"),
             ]
         ),
-        SHORTENED,
+        BIASED,
     ),
 )

@@ -33,7 +33,7 @@ class Repeats:
     distance: npt.NDArray[np.float64]
     """For each repeat, the mean distance from the aggregate to the honest gradients' mean."""
     aggregate_ms: npt.NDArray[np.float64]
-    """For each repeat, the median time of an aggregation."""
+    """For each repeat, the least time of an aggregation: other work on the machine adds to it."""
     nonfinite: npt.NDArray[np.int64]
     """For each repeat, the rounds whose aggregate was not finite."""
 
@@ -142,7 +142,7 @@ def _read(file: Results, record: RunRecord, metric: str) -> _Run:
         tuple(point["round"] for point in points),
         tuple(point[metric] for point in points),
         math.fsum(distances) / len(distances) if distances else math.nan,
-        float(np.median([row["aggregate_ms"] for row in rounds])),
+        min(row["aggregate_ms"] for row in rounds),
         record.nonfinite_rounds,
     )
 
