@@ -1,10 +1,10 @@
 """The kinds of predicates that the claims are made of.
 
-The paper says "like", "tiny", "slightly" and "bad" without numbers. Ours were fixed before the first
-repeat was looked at: "like" is within one point of accuracy, "small", "tiny" and "slightly" within
-two, and "bad" is ten points or more under the mean without failures. "Slower" compares the accuracy
-averaged over the rounds, levels compare the accuracy at the end. Differences are taken repeat by
-repeat: a repeat has the same initial weights and the same batches under every rule.
+The paper says "like", "tiny", "slightly" and "bad" without numbers. Ours were fixed before the
+first repeat was looked at: "like" is within one point of accuracy, "small", "tiny" and "slightly"
+within two, and "bad" is ten points or more under the mean without failures. "Slower" compares the
+accuracy averaged over the rounds, levels compare the accuracy at the end. Differences are taken
+repeat by repeat: a repeat has the same initial weights and the same batches under every rule.
 """
 
 from __future__ import annotations
