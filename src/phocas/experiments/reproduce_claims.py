@@ -43,8 +43,8 @@ ONE_BATCH = (
     " rounds (2.7 of 3.0 points, three seeds); at the end (1.4 of 2.3) Krum's bias adds the rest."
 )
 SAME_ROWS = (
-    "With b = q both average exactly the 14 honest rows, so that their curves coincide; a"
-    " Multi-Krum that averages fewer rows would be slower."
+    "With b = q both average exactly the 14 honest rows, so that their curves coincide. The paper's"
+    " Multi-Krum may average fewer: one of m - q - 2 = 12 rows is 0.2 points behind, as it says."
 )
 
 CLAIMS: tuple[Claim, ...] = (

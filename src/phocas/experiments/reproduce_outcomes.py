@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -148,19 +149,22 @@ def _read(file: Results, record: RunRecord, metric: str) -> _Run:
 
 
 def _repeats(case: Case, wanted: int, runs: dict[int, _Run]) -> Repeats:
-    # A run that was stopped at a step that is not finite ends early; its last accuracy stands.
-    longest = max((run.rounds for run in runs.values()), key=len)
-    accuracy = [
-        [*run.accuracy, *[run.accuracy[-1]] * (len(longest) - len(run.accuracy))]
-        for run in runs.values()
-    ]
+    last, step = case.config.rounds, case.config.evaluate_every
+    rounds = tuple(sorted({*range(0, last + 1, step), last}))
     return Repeats(
         case=case,
         wanted=wanted,
         seeds=tuple(runs),
-        rounds=longest,
-        accuracy=np.array(accuracy),
+        rounds=rounds,
+        accuracy=np.array(
+            [[_accuracy_at(run, round_) for round_ in rounds] for run in runs.values()]
+        ),
         distance=np.array([run.distance for run in runs.values()]),
         aggregate_ms=np.array([run.aggregate_ms for run in runs.values()]),
         nonfinite=np.array([run.nonfinite for run in runs.values()]),
     )
+
+
+def _accuracy_at(run: _Run, round_: int) -> float:
+    """Return the last accuracy up to a round: that of a run which was stopped stands."""
+    return run.accuracy[bisect.bisect_right(run.rounds, round_) - 1]

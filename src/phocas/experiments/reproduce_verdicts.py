@@ -131,15 +131,16 @@ def judge(claim: Claim, outcomes: Outcomes) -> Finding:
         checks = tuple(claim.checks(outcomes))
     except MissingError as error:
         return Finding(claim, (), "not decided", str(error))
+    reason = claim.reason
+    if reason and outcomes.reproduction.task != REASONS_OF:
+        reason = f"On MNIST: {reason}"
     verdicts = {check.verdict for check in checks}
     if "does not hold" in verdicts:
-        looked_at = outcomes.reproduction.task == REASONS_OF or not claim.reason
-        return Finding(
-            claim, checks, "does not hold", ("" if looked_at else "On MNIST: ") + claim.reason
-        )
+        return Finding(claim, checks, "does not hold", reason)
     if verdicts == {"holds"}:
         return Finding(claim, checks, "holds")
-    means = all(check.mean_says for check in checks)
     few = "one repeat has no interval; " if min(c.found.repeats for c in checks) == 1 else ""
-    note = f"{few}the means {'agree with' if means else 'speak against'} it"
+    if all(check.mean_says for check in checks):
+        return Finding(claim, checks, "not decided", f"{few}the means agree with it")
+    note = f"{few}the means speak against it" + (f". {reason}" if reason else "")
     return Finding(claim, checks, "not decided", note)

@@ -46,6 +46,8 @@ def describe(check: Check) -> str:
     >>> from phocas.experiments.reproduce_verdicts import Check, interval
     >>> describe(Check("Phocas - Mean", interval([0.01, 0.02]), at_least=-0.01))
     'Phocas - Mean: +0.015 [-0.049, +0.079], wanted at least -0.01'
+    >>> describe(Check("Phocas - Mean", interval([0.0001, 0.0001]), at_most=0.0))
+    'Phocas - Mean: +1.0e-04 [+1.0e-04, +1.0e-04], wanted at most 0'
     """
     return f"{check.what}: {_interval(check.found, check.unit)}, wanted {_wanted(check)}"
 
@@ -127,11 +129,11 @@ def _plain(found: Interval) -> str:
 
 def _interval(found: Interval, unit: str) -> str:
     unit = f" {unit}" if unit else ""
-    if math.isinf(found.low):
-        return f"{found.mean:+.3g}{unit}" if abs(found.mean) >= 10 else f"{found.mean:+.3f}{unit}"
-    if max(abs(found.low), abs(found.high)) >= 10:
-        return f"{found.mean:+.3g}{unit} [{found.low:+.3g}, {found.high:+.3g}]"
-    return f"{found.mean:+.3f}{unit} [{found.low:+.3f}, {found.high:+.3f}]"
+    bounds = [value for value in (found.low, found.high) if math.isfinite(value)]
+    largest = max(map(abs, [found.mean, *bounds]))
+    form = "+.3g" if largest >= 10 else "+.1e" if 0 < largest < 0.001 else "+.3f"
+    mean = f"{found.mean:{form}}{unit}"
+    return f"{mean} [{found.low:{form}}, {found.high:{form}}]" if bounds else mean
 
 
 def _wanted(check: Check) -> str:
