@@ -89,8 +89,10 @@ def test_a_fault_strikes_once_and_only_whom_and_when_it_names() -> None:
     assert script.take(2, server=0) == []
     assert script.take(2, workers=range(9)) == [NaN(2, worker=1)]
     assert script.take(2, workers=range(9)) == []
+    assert script.struck == [NaN(2, worker=1)]
     assert script.take(2, server=1) == [Kill(2, server=1)]
     assert script.take(2, server=1) == []
+    assert script.struck == [NaN(2, worker=1), Kill(2, server=1)]
 
 
 def test_row_faults_do_what_they_say_and_leave_the_workers_own_values_alone() -> None:
