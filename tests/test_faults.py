@@ -26,7 +26,7 @@ from phocas.engines.faults import (
     random_script,
 )
 from phocas.engines.ray_session import the_ray
-from phocas.experiments.config import ConfigError, make_config
+from phocas.experiments.config import ConfigError, RunConfig, make_config
 
 ROW = np.arange(1, 8, dtype=np.float32)
 
@@ -171,6 +171,12 @@ def test_the_configuration_knows_faults_and_whose_settings_are_whose(tmp_path: P
     ):
         with pytest.raises(ConfigError, match=message):
             make_config({**base, **bad})
+
+
+def test_the_documentation_has_every_key_in_its_tables() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "training.md").read_text("utf-8")
+    rows = " ".join(line for line in text.splitlines() if line.startswith("| `"))
+    assert [key for key in RunConfig.model_fields if f"`{key}`" not in rows] == []
 
 
 def test_without_ray_the_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
