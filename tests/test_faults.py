@@ -26,7 +26,7 @@ from phocas.engines.faults import (
     random_script,
 )
 from phocas.engines.ray_session import the_ray
-from phocas.experiments.config import ConfigError, make_config
+from phocas.experiments.config import ConfigError, RunConfig, make_config
 
 ROW = np.arange(1, 8, dtype=np.float32)
 
@@ -89,8 +89,10 @@ def test_a_fault_strikes_once_and_only_whom_and_when_it_names() -> None:
     assert script.take(2, server=0) == []
     assert script.take(2, workers=range(9)) == [NaN(2, worker=1)]
     assert script.take(2, workers=range(9)) == []
+    assert script.struck == [NaN(2, worker=1)]
     assert script.take(2, server=1) == [Kill(2, server=1)]
     assert script.take(2, server=1) == []
+    assert script.struck == [NaN(2, worker=1), Kill(2, server=1)]
 
 
 def test_row_faults_do_what_they_say_and_leave_the_workers_own_values_alone() -> None:
@@ -169,6 +171,12 @@ def test_the_configuration_knows_faults_and_whose_settings_are_whose(tmp_path: P
     ):
         with pytest.raises(ConfigError, match=message):
             make_config({**base, **bad})
+
+
+def test_the_documentation_has_every_key_in_its_tables() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "training.md").read_text("utf-8")
+    rows = " ".join(line for line in text.splitlines() if line.startswith("| `"))
+    assert [key for key in RunConfig.model_fields if f"`{key}`" not in rows] == []
 
 
 def test_without_ray_the_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

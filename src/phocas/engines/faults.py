@@ -243,6 +243,11 @@ class FaultScript:
         self.faults = list(faults)
         self._waiting = list(self.faults)
 
+    @property
+    def struck(self) -> list[Fault]:
+        """What was handed out; a fault of who is not asked in its round never is."""
+        return [fault for fault in self.faults if fault not in self._waiting]
+
     @classmethod
     def parse(cls, text: str | Sequence[str]) -> FaultScript:
         """Read a script; an error says in which line it stops making sense."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from phocas.engines.faults import FaultScript
-from phocas.engines.ray_cluster import RayCluster, RaySettings
+from phocas.engines.ray_cluster import RayCluster
 from phocas.engines.ray_session import Session
+from phocas.engines.ray_settings import RaySettings
 from phocas.training.lanes import available_cores
 from phocas.training.parameters import FlatParameters
 from phocas.training.trainer import Trainer

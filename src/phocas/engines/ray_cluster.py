@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from phocas.engines import EngineError
-from phocas.engines.faults import Fault, FaultScript, Stale
-from phocas.engines.ray_hosts import Harvest, Host, Hosts, OnMissing, survives
-from phocas.engines.ray_servers import Servers
-from phocas.engines.ray_shard import Answer, Shard, ShardJob, check_optimizer, piece_shapes
-from phocas.engines.ray_worker import Source, WorkerJob, WorkerProcess, without_test
+from phocas.engines.faults import Fault, Stale
+from phocas.engines.ray_hosts import Harvest, Host, Hosts, survives
+from phocas.engines.ray_servers import Result, Servers
+from phocas.engines.ray_settings import RaySettings
+from phocas.engines.ray_shard import Answer, Part, Shard, ShardJob, check_optimizer, piece_shapes
+from phocas.engines.ray_worker import (
+    Source,
+    WorkerJob,
+    WorkerProcess,
+    cut,
+    join,
+    without_test,
+)
 from phocas.sharding import shard_bounds
-from phocas.specs import count, positive, unknown
 from phocas.training.cluster import Clock, Gathered
 from phocas.training.gradients import Looped, Merged
 from phocas.training.server import Action, Aggregate
@@ -27,36 +33,6 @@ if TYPE_CHECKING:
     from phocas.training.trainer import Trainer
 
 _START_SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class RaySettings:
-    """How a Ray engine treats its processes."""
-
-    processes: int | None = None
-    """Worker processes; by default one a core, or several until one death is survived."""
-    deadline: float = 60.0
-    """Seconds after which a worker is late, and its row one of NaN."""
-    server_deadline: float = 120.0
-    """Seconds after which a server that does not answer is replaced."""
-    on_missing: OnMissing = "wait"
-    """What to do when more rows are missing than are allowed: wait for them, or stop the run."""
-    missing: int | None = None
-    """The rows that may be missing in a round; by default what the rule survives."""
-    wait_seconds: float = 600.0
-    """How long to wait before the run stops all the same."""
-    faults: FaultScript = field(default_factory=FaultScript)
-
-    def __post_init__(self) -> None:
-        for name in ("deadline", "server_deadline", "wait_seconds"):
-            positive("the ray engine", name, getattr(self, name))
-        for name, minimum in (("processes", 1), ("missing", 0)):
-            if getattr(self, name) is not None:
-                count("the ray engine", name, getattr(self, name), minimum)
-        if self.on_missing not in get_args(OnMissing):
-            raise ValueError(
-                unknown("on_missing", self.on_missing, get_args(OnMissing), "policies")
-            )
 
 
 class RayCluster:
@@ -150,7 +126,7 @@ class RayCluster:
         m = trainer.server.num_workers
         kind = type(trainer.gradients)
         path = "merged" if kind is Merged else "looped" if kind is Looped else "vectorised"
-        self._job = self._ray.put(  # kept: a worker that is started again reads it once more
+        self.job = self._ray.put(  # kept: a worker that is started again reads it once more
             WorkerJob(
                 model=trainer.model,
                 loss=trainer.loss,
@@ -177,7 +153,7 @@ class RayCluster:
 
     def _wait_until_ready(self) -> None:
         """Let every process come up before the first deadline runs; errors in them come out."""
-        begun = [host.actor.prepare.remote([self._job]) for host in self.hosts.hosts]
+        begun = [host.actor.prepare.remote([self.job]) for host in self.hosts.hosts]
         begun += [actor.pid.remote() for actor in self.servers.actors]
         try:
             self._ray.get(begun, timeout=_START_SECONDS)
@@ -186,6 +162,8 @@ class RayCluster:
                 f"the processes of {len(self.hosts.hosts)} workers and"
                 f" {len(self.servers.actors)} servers did not start: {error}"
             ) from error
+        for host in self.hosts.hosts:
+            host.ready = True
 
     # -- a round -----------------------------------------------------------------------------------
 
@@ -194,11 +172,11 @@ class RayCluster:
         vector = self.trainer.server.vector.numpy()
         self._parameters = [self._ray.put(vector[part]) for part in self.trainer.server.bounds]
 
-    def _ask(self, actor: Any, round: int, faults: list[Fault]) -> list[Any]:  # noqa: A002
-        call = actor.gradients.options(num_returns=len(self.servers.actors) + 1)
-        references: list[Any] = call.remote(
-            [self._job], round, self._parameters, self._buffers, faults
-        )
+    def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:  # noqa: A002
+        call = host.actor.gradients.options(num_returns=len(self.servers.actors) + 1)
+        job = [] if host.ready else [self.job]
+        # References as arguments of their own: in a list, a worker would ask the trainer for each.
+        references: list[Any] = call.remote(job, round, self._buffers, faults, *self._parameters)
         return references
 
     def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
@@ -206,8 +184,9 @@ class RayCluster:
         del by_server  # every server counts what it drops, whether or not it is asked for
         clock = Clock()
         harvest = self.hosts.begin(round)
-        missing, answers = self._reduce(harvest, clock, honest=honest)
-        aggregate = self._aggregate(answers)
+        missing, results = self._reduce(harvest, clock, honest=honest)
+        aggregate = self._aggregate(results)
+        answers: list[Answer] = [result.values[1] for result in results]
         repeated = set.intersection(*(answer.repeated for answer in answers))
         harvest.news += [f"worker {i} sent its last row once more" for i in sorted(repeated)]
         harvest.news += self.servers.news
@@ -236,26 +215,29 @@ class RayCluster:
 
     def _reduce(
         self, harvest: Harvest, clock: Clock, *, honest: bool
-    ) -> tuple[set[int], list[Answer]]:
+    ) -> tuple[set[int], list[Result]]:
         """Collect rows and reduce them, until no column lacks more of them than is allowed."""
         while True:
             self.hosts.collect(harvest)
             clock.stop("gradients")
             absent = harvest.missing(self.hosts.hosts)
-            sources = list(harvest.sources.values())
             self.servers.begin()
             arguments = [
-                (harvest.round, number, sources, self._previous, honest)
+                (
+                    harvest.round,
+                    _parts(harvest.sources.values(), number),
+                    None if self._previous is None else _parts(self._previous, number),
+                    honest,
+                )
                 for number in range(len(self.servers.actors))
             ]
-            references = self.servers.call("aggregate", arguments, harvest.round)
+            results = self.servers.call("aggregate", arguments, harvest.round)
             while True:
-                answers: list[Answer] = self._ray.get([both[1] for both in references])
+                answers: list[Answer] = [result.values[1] for result in results]
                 if answers[0].partial is None:
                     break
                 partials = [answer.partial for answer in answers]
-                references = self.servers.call("answer", [(partials,)] * len(answers))
-            self._values = [both[0] for both in references]
+                results = self.servers.call("answer", [(partials,)] * len(answers))
             bad: dict[int, str] = {}
             for answer in answers:
                 for worker, problem in answer.problems.items():
@@ -263,13 +245,16 @@ class RayCluster:
             harvest.news += [f"worker {worker} {text}" for worker, text in sorted(bad.items())]
             missing = absent | set(bad)
             if max(len(absent | set(answer.problems)) for answer in answers) <= self.allowed:
-                return missing, answers
+                self.servers.begin()  # lets go of the rows, whose memory the next ones can have
+                return missing, results
             self.hosts.lack(harvest, missing)
             self.hosts.discard(harvest, missing)
             self._publish()  # in case it was these values that were lost
 
-    def _aggregate(self, answers: Sequence[Answer]) -> Aggregate:
-        values = np.concatenate(self._ray.get(self._values))
+    def _aggregate(self, results: Sequence[Result]) -> Aggregate:
+        self._values = [result.references[0] for result in results]
+        values = np.concatenate([result.values[0] for result in results])
+        answers: list[Answer] = [result.values[1] for result in results]
         shares = np.stack([np.asarray(answer.dropped) for answer in answers])
         widths = np.array([part.stop - part.start for part in self.trainer.server.bounds])
         return Aggregate(
@@ -312,15 +297,16 @@ class RayCluster:
         if action != "applied":
             return action
         self.servers.begin()
-        arguments = [([value], factor) for value in self._values]
-        references = self.servers.call("step", arguments)
-        self._parameters = [both[0] for both in references]
-        slices, self._states = (
-            self._ray.get([both[place] for both in references]) for place in (0, 1)
+        results = self.servers.call(
+            "step",
+            [([], factor)] * len(self._values),
+            again=[([value], factor) for value in self._values],
         )
+        self._parameters = [result.references[0] for result in results]
+        self._states = [result.values[1] for result in results]
         vector = self.trainer.server.vector.numpy()
-        for part, values in zip(self.trainer.server.bounds, slices, strict=True):
-            vector[part] = values
+        for part, result in zip(self.trainer.server.bounds, results, strict=True):
+            vector[part] = result.values[0]
         return action
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -338,7 +324,7 @@ class RayCluster:
         rows = self.trainer.server.rows
         if self.trainer.worker_momentum:
             velocity = torch.zeros_like(rows)
-            asked = {host.actor.momentum.remote([self._job]): host for host in self.hosts.hosts}
+            asked = {host.actor.momentum.remote([self.job]): host for host in self.hosts.hosts}
             ready, _ = self._ray.wait(
                 list(asked), num_returns=len(asked), timeout=self.hosts.deadline
             )
@@ -353,7 +339,8 @@ class RayCluster:
             matrix = torch.full_like(rows, math.nan)
             for first, last, references in self._previous:
                 for part, reference in zip(self.trainer.server.bounds, references, strict=True):
-                    matrix.numpy()[first:last, part] = self._ray.get(reference)
+                    rows_there = [join(pieces) for pieces in self._ray.get(reference)]
+                    matrix.numpy()[first:last, part] = rows_there
             state["previous"] = matrix
         return state
 
@@ -365,9 +352,12 @@ class RayCluster:
             if name.startswith("server."):
                 _, which, rest = name.split(".", 2)
                 self._states[int(which)][rest] = tensor.numpy()
-        for number in range(len(bounds)):
-            self._ray.kill(self.servers.actors[number])
-            self.servers.actors[number] = self._make_shard(number)
+        vector = self.trainer.server.vector.numpy()
+        self.servers.begin()
+        self.servers.call(
+            "restore",
+            [(vector[part], kept) for part, kept in zip(bounds, self._states, strict=True)],
+        )
         self._publish()
         if self._buffers is not None:
             self._buffers = _copies(self.trainer)
@@ -375,13 +365,13 @@ class RayCluster:
             velocity = state["velocity"].numpy()
             self._ray.get(
                 [
-                    host.actor.set_momentum.remote([self._job], velocity[host.first : host.last])
+                    host.actor.set_momentum.remote([self.job], velocity[host.first : host.last])
                     for host in self.hosts.hosts
                 ]
             )
         if "previous" in state:
             rows = state["previous"].numpy()
-            parts = [self._ray.put([row[part] for row in rows]) for part in bounds]
+            parts = [self._ray.put([cut(row[part]) for row in rows]) for part in bounds]
             self._previous = [(0, len(rows), parts)]
 
     def close(self) -> None:
@@ -390,6 +380,11 @@ class RayCluster:
             for actor in (*self.servers.actors, *(host.actor for host in self.hosts.hosts)):
                 self._ray.kill(actor)
         self.session.close()
+
+
+def _parts(sources: Iterable[Source], number: int) -> list[Part]:
+    """Return what one server is to read: a reference to another's would only cost its keeping."""
+    return [(first, last, references[number]) for first, last, references in sources]
 
 
 def _changing_buffers(trainer: Trainer) -> dict[str, np.ndarray] | None:

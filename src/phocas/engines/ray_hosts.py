@@ -12,7 +12,7 @@ import numpy as np
 from phocas.engines import EngineError
 from phocas.engines.faults import Fault
 from phocas.engines.ray_session import the_ray
-from phocas.engines.ray_worker import Report, Source
+from phocas.engines.ray_worker import NoJobError, Report, Source
 from phocas.rules import Rule
 from phocas.training.trainer import tolerated
 
@@ -34,6 +34,10 @@ class Host:
     last: int
     asked: tuple[int, list[Any], float] | None = None
     """The round, the references and the time of the question that is not answered yet."""
+    ready: bool = False
+    """Whether it knows its job, as far as we know."""
+    faults: list[Fault] = field(default_factory=list)
+    """What the script does to it in the question."""
     away: str = ""
     """Why no row came from there, in a word, as long as none does."""
 
@@ -66,14 +70,14 @@ class Harvest:
 class Hosts:
     """All worker processes; asks them, waits for them until the deadline, and replaces the hung.
 
-    ``ask(actor, round, faults)`` makes the remote call; ``faults_of(round, workers)`` hands out the
+    ``ask(host, round, faults)`` makes the remote call; ``faults_of(round, workers)`` hands out the
     script.
     """
 
     def __init__(
         self,
         hosts: list[Host],
-        ask: Callable[[Any, int, list[Fault]], list[Any]],
+        ask: Callable[[Host, int, list[Fault]], list[Any]],
         faults_of: Callable[[int, range], list[Fault]],
         *,
         allowed: int,
@@ -129,9 +133,11 @@ class Hosts:
         )
 
     def _question(self, host: Host, harvest: Harvest) -> None:
-        faults = self._faults_of(harvest.round + 1, host.workers)
-        references = self._ask(host.actor, harvest.round, faults)
-        host.asked = harvest.round, references, time.monotonic()
+        host.faults = self._faults_of(harvest.round + 1, host.workers)
+        self._send(host, harvest.round)
+
+    def _send(self, host: Host, round: int) -> None:  # noqa: A002
+        host.asked = round, self._ask(host, round, host.faults), time.monotonic()
 
     def _await(self, harvest: Harvest, until: float) -> None:
         """Take answers as they come; who answers an older question is asked anew."""
@@ -155,10 +161,18 @@ class Hosts:
         try:
             report = self._ray.get(reference)
         except self._ray.exceptions.RayActorError:
+            host.ready = False
             _away(host, harvest, "dead", "died, and is started again")
             return
         except self._ray.exceptions.RayTaskError as error:
             cause = getattr(error, "cause", None) or error
+            if isinstance(cause, NoJobError):  # it died between two rounds, and is back already
+                host.ready = False
+                if asked == harvest.round:
+                    self._send(host, asked)
+                else:
+                    self._question(host, harvest)
+                return
             host.away = ""  # every one of its exceptions is news
             _away(host, harvest, "raised", f"raised {type(cause).__name__}: {_first_line(cause)}")
             return
@@ -170,6 +184,7 @@ class Hosts:
         elif isinstance(report, Report):
             harvest.sources[host] = host.first, host.last, references[:-1]
             harvest.reports[host] = report
+            host.ready = True
             if host.away:
                 host.away = ""
                 harvest.news.append(f"{host} is back")
@@ -200,7 +215,7 @@ class Hosts:
             if host.asked is not None and time.monotonic() - host.asked[2] > 3 * self.deadline:
                 harvest.news.append(f"{host} did not answer for three deadlines: started again")
                 self._ray.kill(host.actor, no_restart=False)
-                host.asked = None
+                host.asked, host.ready = None, False
 
 
 def survives(rule: Rule, num_workers: int) -> int:

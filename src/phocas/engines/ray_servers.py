@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from phocas.engines import EngineError
 from phocas.engines.faults import Fault
@@ -15,6 +15,13 @@ _ATTEMPTS = 5  # restorations of one server in one call, before the run gives up
 
 class ServerLostError(EngineError):
     """A server died or hung again and again."""
+
+
+class Result(NamedTuple):
+    """The two results of a call, where they are and what they are."""
+
+    references: list[Any]
+    values: list[Any]
 
 
 class Servers:
@@ -49,19 +56,22 @@ class Servers:
         method: str,
         arguments: Sequence[tuple[Any, ...]],
         round: int | None = None,  # noqa: A002
-    ) -> list[list[Any]]:
-        """Call a method of every server and return the references to its two results.
+        *,
+        again: Sequence[tuple[Any, ...]] | None = None,
+    ) -> list[Result]:
+        """Call a method of every server and return its two results, with their references.
 
-        With a round (from 0), the faults of the script strike the servers in it.
+        With a round (from 0), the faults of the script strike the servers in it. A server that has
+        to be restored is called with the arguments ``again``, if they differ.
         """
-        self._calls.append((method, arguments))
+        self._calls.append((method, again or arguments))
         waiting = [
             self._remote(number, method, arguments[number], self._faults(round, number))
             for number in range(len(self.actors))
         ]
         until = time.monotonic() + self._deadline
         return [
-            references if self._lives(number, references, until) else self._again(number)
+            self._result(number, references, until) or self._again(number)
             for number, references in enumerate(waiting)
         ]
 
@@ -72,39 +82,41 @@ class Servers:
         self, number: int, method: str, arguments: tuple[Any, ...], faults: list[Fault] | None
     ) -> list[Any]:
         call = getattr(self.actors[number], method).options(num_returns=2)
-        extra = () if method == "answer" else (faults or [],)
+        extra = (faults or [],) if method == "aggregate" else ()
         references: list[Any] = call.remote(*arguments, *extra)
         return references
 
-    def _lives(self, number: int, references: list[Any], until: float) -> bool:
-        """Wait for an answer; say whether the server lived to give it."""
+    def _result(self, number: int, references: list[Any], until: float) -> Result | None:
+        """Wait for an answer; None says that the server did not live to give it."""
         try:
-            self._ray.get(references, timeout=max(0.0, until - time.monotonic()))
+            values = self._ray.get(references, timeout=max(0.0, until - time.monotonic()))
         except self._ray.exceptions.GetTimeoutError:
             self.news.append(
                 f"server {number} did not answer for {self._deadline:.0f} s: restored from its"
                 " checkpoint"
             )
-            return False
+            return None
         except (
             self._ray.exceptions.RayActorError,
             self._ray.exceptions.ObjectLostError,
         ):
             self.news.append(f"server {number} died: restored from its checkpoint")
-            return False
-        return True
+            return None
+        return Result(references, values)
 
-    def _again(self, number: int) -> list[Any]:
+    def _again(self, number: int) -> Result:
         for _ in range(_ATTEMPTS):
             self._ray.kill(self.actors[number])
             self.actors[number] = self._restore(number)
             until = time.monotonic() + self._deadline
+            result = None
             for method, arguments in self._calls:
                 references = self._remote(number, method, arguments[number], None)
-                if not self._lives(number, references, until):
+                result = self._result(number, references, until)
+                if result is None:
                     break
-            else:
-                return references
+            if result is not None:
+                return result
         raise ServerLostError(
             f"server {number} was lost {_ATTEMPTS + 1} times in one round: {self.news[-1]}"
         )

@@ -17,7 +17,7 @@ from torch import nn
 from phocas.attacks import Attack, attack_rng
 from phocas.engines.faults import Fault, strike
 from phocas.engines.ray_session import the_ray
-from phocas.engines.ray_worker import Source, Values
+from phocas.engines.ray_worker import Values, join
 from phocas.kernels import set_num_threads
 from phocas.rules import Mean, Rule
 from phocas.rules.measures import Partial
@@ -27,6 +27,9 @@ from phocas.training.parameters import FlatParameters
 from phocas.training.server import Aggregate, ParameterServer
 
 _MARKS = 16  # values of a slice that are remembered to know it again
+
+Part = tuple[int, int, Any]
+"""The workers first to last - 1, and a reference to the list of their slices for this server."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,22 +93,22 @@ class Shard:
         _load_optimizer(self.server.optimizer, state)
         self._evaluation: Evaluation | None = None
         self._rows: Any = None
+        self._value: Values | None = None
         self._answer = Answer()
         self._marks: dict[int, tuple[int, bytes]] = {}
 
     def aggregate(
         self,
         round: int,  # noqa: A002
-        number: int,
-        sources: Sequence[Source],
-        previous: Sequence[Source] | None,
+        parts: Sequence[Part],
+        previous: Sequence[Part] | None,
         honest: bool,
         faults: Sequence[Fault],
     ) -> tuple[Values | None, Answer]:
-        """Take the slices of this server (``number``), and reduce them or say what was measured."""
+        """Take the slices of the columns here, and reduce them or say what was measured."""
         strike(faults)
         self._answer = Answer()
-        rows = self._gather(number, sources, self._answer.problems)
+        rows = self._gather(parts, self._answer.problems)
         self._recognise(rows, round)
         present = [row for row in rows if row is not None]
         if honest and present:
@@ -116,7 +119,7 @@ class Shard:
             matrix = np.stack(matrix)
             past = None
             if previous is not None:
-                past = np.stack(self._fill(self._gather(number, previous, {})))
+                past = np.stack(self._fill(self._gather(previous, {})))
             self._answer.touched = attack.corrupt(
                 matrix,
                 rng=attack_rng(self.job.seed, round),
@@ -150,17 +153,20 @@ class Shard:
         answer.partial = None
         answer.dropped, answer.expected = explained.dropped, float(explained.expected)
         answer.finite = bool(np.isfinite(explained.value).all())
+        self._value = explained.value
         return explained.value, answer
 
     def step(
-        self,
-        value: Sequence[Any],
-        factor: float,
-        faults: Sequence[Fault],
+        self, value: Sequence[Any], factor: float
     ) -> tuple[Values, dict[str, npt.NDArray[Any]]]:
-        """Step along the aggregate, and return the parameters and the optimiser's state."""
-        strike(faults)
-        gradient = torch.from_numpy(np.array(the_ray().get(value[0])))
+        """Step along the aggregate, and return the parameters and the optimiser's state.
+
+        The aggregate is the last one made here; a server that did not live then is given it.
+        """
+        known = np.array(the_ray().get(value[0])) if value else self._value
+        if known is None:
+            raise RuntimeError("there is nothing to step along: no round was reduced here")
+        gradient = torch.from_numpy(known)
         nobody = np.zeros(self.job.num_workers)
         self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None], finite=True), factor)
         return self.server.vector.numpy(), optimizer_state(self.server.optimizer)
@@ -169,39 +175,47 @@ class Shard:
         """Return the number of the process."""
         return os.getpid()
 
-    def _gather(
-        self, number: int, sources: Sequence[Source], problems: dict[int, str]
-    ) -> list[Values | None]:
+    def restore(self, vector: Values, state: Mapping[str, npt.NDArray[Any]]) -> tuple[None, None]:
+        """Go on from a checkpoint."""
+        self.server.vector.numpy()[:] = vector
+        self.server.optimizer.state.clear()
+        _load_optimizer(self.server.optimizer, state)
+        self._value = None
+        self._marks.clear()
+        return None, None
+
+    def _gather(self, parts: Sequence[Part], problems: dict[int, str]) -> list[Values | None]:
         """Read the slices where they are, and leave out what is none."""
-        ray = the_ray()
         rows: list[Values | None] = [None] * self.job.num_workers
-        for first, last, references in sources:
-            try:
-                part = ray.get(references[number], timeout=60)
-            except ray.exceptions.RayError as error:
-                lost = f"its values were lost on the way ({type(error).__name__})"
+        for (first, last, _), part in zip(parts, _fetch([at for *_, at in parts]), strict=True):
+            if isinstance(part, Exception):
+                lost = f"its values were lost on the way ({type(part).__name__})"
                 problems |= dict.fromkeys(range(first, last), lost)
                 continue
+            whole = isinstance(part, list) and len(part) == last - first
             for worker in range(first, last):
-                whole = isinstance(part, list) and len(part) == last - first
-                row = part[worker - first] if whole else part
-                problem = self._problem(row)
-                if problem is None:
-                    rows[worker] = row
+                found = self._row(part[worker - first] if whole else part)
+                if isinstance(found, str):
+                    problems[worker] = found
                 else:
-                    problems[worker] = problem
+                    rows[worker] = found
         return rows
 
-    def _problem(self, row: Any) -> str | None:
+    def _row(self, pieces: Any) -> Values | str:
+        """Return the slice of a worker, or what is wrong with it."""
         vector = self.server.vector
-        if not isinstance(row, np.ndarray):
-            return f"sent {type(row).__name__} where an array was due"
+        if not isinstance(pieces, list) or not pieces:
+            return f"sent {type(pieces).__name__} where a list of arrays was due"
+        for piece in pieces:
+            if not isinstance(piece, np.ndarray) or piece.ndim != 1:
+                return f"sent {type(piece).__name__} where an array of one dimension was due"
+        row = join(pieces)
         if row.shape != tuple(vector.shape):
             return f"sent shape {row.shape} where {tuple(vector.shape)} was due"
         dtype = str(vector.dtype).removeprefix("torch.")
         if row.dtype.name != dtype:
             return f"sent {row.dtype.name} where {dtype} was due"
-        return None
+        return row
 
     def _fill(self, rows: list[Values | None]) -> list[Values]:
         nothing = np.full_like(self.server.vector.numpy(), np.nan)
@@ -217,6 +231,21 @@ class Shard:
                 self._marks[worker] = round, seen.tobytes()
                 if when < round and seen.any() and mark == seen.tobytes():
                     self._answer.repeated.add(worker)
+
+
+def _fetch(references: Sequence[Any]) -> list[Any]:
+    """Get all at once; if one is lost, an exception stands in its place."""
+    ray = the_ray()
+    try:
+        found: list[Any] = ray.get(list(references), timeout=60)
+    except ray.exceptions.RayError:
+        found = []
+        for reference in references:
+            try:
+                found.append(ray.get(reference, timeout=60))
+            except ray.exceptions.RayError as error:
+                found.append(error)
+    return found
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, npt.NDArray[Any]]:
