@@ -10,7 +10,7 @@ import pytest
 from phocas import kernels
 from phocas.kernels import Window, calls, tables
 from phocas.kernels.columns import wanted_wires
-from phocas.kernels.networks import Comparator, batcher, prune
+from phocas.kernels.networks import Comparator, prune, sorting_network
 from phocas.rules.measures import rows_of
 from phocas.rules.reference import nearest, trimmed
 
@@ -30,7 +30,7 @@ def test_networks_sort_all_zeros_and_ones(m: int) -> None:
     """A network that sorts every sequence of zeros and ones sorts everything."""
     inputs = np.array(list(itertools.product((0, 1), repeat=m)), np.int8).T
     wires = inputs.copy()
-    run(batcher(m), wires)
+    run(sorting_network(m), wires)
     np.testing.assert_array_equal(wires, np.sort(inputs, axis=0))
 
 
@@ -39,7 +39,7 @@ def test_large_networks_sort_thresholds(m: int) -> None:
     rng = np.random.default_rng(m)
     inputs = (rng.random((m, 2000)) < rng.random(2000)).astype(np.int8)
     wires = inputs.copy()
-    run(batcher(m), wires)
+    run(sorting_network(m), wires)
     np.testing.assert_array_equal(wires, np.sort(inputs, axis=0))
 
 
@@ -53,7 +53,7 @@ def test_pruned_networks_leave_what_is_wanted(m: int) -> None:
         for window in _windows(m):
             wanted = wanted_wires(window, m)
             wires = values.astype(np.int16)
-            run(prune(batcher(m), wanted), wires)
+            run(prune(sorting_network(m), wanted), wires)
             for group in set(wanted.values()):
                 places = [wire for wire, name in wanted.items() if name == group]
                 got = np.sort(wires[places], axis=0)
@@ -109,7 +109,10 @@ def test_programs_sort(m: int) -> None:
             for c in range(tables.BLOCK // groups)
         ]
         block = wires[places]
-        run(batcher(tables.BLOCK) if kind == tables.SORT else tables._bitonic_layers(kind), block)
+        run(
+            sorting_network(tables.BLOCK) if kind == tables.SORT else tables._bitonic_layers(kind),
+            block,
+        )
         wires[places] = block
     np.testing.assert_array_equal(wires, ordered)
 
