@@ -19,13 +19,14 @@ from phocas.kernels.calls import (
 )
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.distances import granule_columns
-from phocas.kernels.threads import get_num_threads, set_num_threads
+from phocas.kernels.threads import address, get_num_threads, set_num_threads
 
 __all__ = [
     "PLAIN_MEAN",
     "Rows",
     "SparseMix",
     "Window",
+    "address",
     "aligned",
     "combine",
     "compute_dtype",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +149,14 @@ def _sums(request: Request, rows: Rows, granule: int) -> Floats:
     return kernels.pair_sums(rows, granule, request.wide)
 
 
-def rows_of(values: NDArray[np.floating]) -> Rows:
-    """Return the rows of a contiguous array."""
-    steps = np.arange(len(values), dtype=np.uint64) * np.uint64(values.strides[0])
-    return Rows(np.uint64(values.ctypes.data) + steps, values.shape[1], values.dtype.name, values)
+def rows_of(values: NDArray[np.generic], element: str | None = None) -> Rows:
+    """Return the rows of an array whose last axis has adjacent values."""
+    start = kernels.address(values)
+    addresses = _steps(len(values), values.strides[0]) + np.uint64(start)
+    return Rows(addresses, values.shape[1], element or values.dtype.name, values)
+
+
+@lru_cache(maxsize=256)
+def _steps(m: int, stride: int) -> NDArray[np.uint64]:
+    """Return how far from the first each of m rows is; backwards is the long way round."""
+    return (np.arange(m) * stride).astype(np.uint64)
