@@ -14,6 +14,7 @@ from phocas.kernels.calls import (
     pair_matrix,
     pair_sums,
     reduce,
+    row_table,
     square_sums,
     values,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "pair_matrix",
     "pair_sums",
     "reduce",
+    "row_table",
     "set_num_threads",
     "square_sums",
     "values",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from phocas.kernels.target import Target, host
 from phocas.kernels.threads import POOL, address
 
 CHUNK_COLUMNS = 4096
-TILE_BYTES = 40960  # a mixed tile and its sources stay in L1
+TILE_BYTES = 20480  # a mixed tile, its sources and the next tile stay in L1
 # Straight-line code beats the program up to here: 200 rows 2.9 against 4.3 times the mean; past
 # it, compiling takes more than a second.
 STRAIGHT_LINE_ROWS = 192
@@ -120,7 +121,7 @@ def reduce(rows: Rows, window: Window, out: int, counts: NDArray[np.int64] | Non
     m = len(rows)
     kernel = _column_kernel(m, rows.element, window, counts is not None)
     words = _words(address(rows.addresses), out, *kernel.words)
-    local = None if counts is None else np.zeros((POOL.size(), m), np.int64)
+    local = None if counts is None else _tallies(POOL.size(), m)
     POOL.run(kernel.work, words, local, rows.columns, CHUNK_COLUMNS)
     if local is not None:
         counts += local.sum(axis=0)
@@ -129,7 +130,7 @@ def reduce(rows: Rows, window: Window, out: int, counts: NDArray[np.int64] | Non
 def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
     """Write the mixed rows to ``out``, a (k, columns) array of computed values or of doubles."""
     weights = mix.weights.astype(out.dtype)
-    table = _row_table(out)
+    table = row_table(out)
     centres = rows.addresses[mix.centres[mix.groups[len(rows) :]]]
     words = _words(
         address(rows.addresses),
@@ -162,7 +163,8 @@ def mix_reduce(
     """Mix the rows and average a window of every column, a tile at a time."""
     m, k, g = len(rows), len(mix), len(mix.centres)
     kind = compute_dtype(rows.element)
-    tile = max(256, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // 256 * 256)
+    step = mixing.LARGEST_STEP
+    tile = max(step, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // step * step)
     inner = _column_kernel(k, kind.name, window, counts is not None)
     centres, scales = rows.addresses[mix.centres], np.array(mix.scales(), kind)
     rule = bytearray(
@@ -183,8 +185,8 @@ def mix_reduce(
     )
     threads = POOL.size()
     scratch = aligned((threads, m + g + k, tile), kind)
-    tables_ = np.stack([_row_table(block) for block in scratch])
-    tallies = np.zeros((threads, k), np.int64)
+    tables_ = np.stack([row_table(block) for block in scratch])
+    tallies = _tallies(threads, k)
     local = np.stack(
         [
             np.array([address(table), address(table[m + g :]), address(tally)], np.uint64)
@@ -236,7 +238,9 @@ def _granule_sums(
     side = distances.block_rows(host())
     blocks = -(-m // side)
     number = rows.columns // granule
-    addresses = np.resize(rows.addresses, blocks * side)  # the padding repeats rows
+    addresses = rows.addresses
+    if m < blocks * side:
+        addresses = np.resize(addresses, blocks * side)  # the padding repeats rows
     out = np.empty((number, width))
     tile = distances.tile_columns(m)
     words = _words(address(addresses), address(out), blocks, 0, granule, tile)
@@ -245,17 +249,30 @@ def _granule_sums(
     return out
 
 
-def aligned(shape: tuple[int, ...], kind: np.dtype[np.generic]) -> NDArray[np.generic]:
+def aligned(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
     """Return an uninitialised array at the start of a cache line."""
-    size = int(np.prod(shape)) * kind.itemsize
+    size = math.prod(shape) * kind.itemsize
     block = np.empty(size + 64, np.uint8)
     skip = -address(block) % 64
     return block[skip : skip + size].view(kind).reshape(shape)
 
 
-def _row_table(rows: NDArray[np.generic]) -> NDArray[np.uint64]:
-    steps = np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.strides[0])
-    return np.uint64(address(rows)) + steps
+def _tallies(threads: int, size: int) -> NDArray[np.int64]:
+    """Return a row of zeros for each thread, on lines that it shares with no other."""
+    rows = aligned((threads, -(-size // 16) * 16), np.dtype(np.int64))
+    rows[:] = 0
+    return rows[:, :size]
+
+
+def row_table(rows: NDArray[np.generic]) -> NDArray[np.uint64]:
+    """Return where each row of an array begins."""
+    return _steps(len(rows), rows.strides[0]) + np.uint64(address(rows))
+
+
+@lru_cache(maxsize=256)
+def _steps(m: int, stride: int) -> NDArray[np.uint64]:
+    """Return how far from the first each of m rows is; backwards is the long way round."""
+    return (np.arange(m) * stride).astype(np.uint64)
 
 
 def _words(*words: int) -> bytes:

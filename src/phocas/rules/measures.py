@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,12 +150,5 @@ def _sums(request: Request, rows: Rows, granule: int) -> Floats:
 
 def rows_of(values: NDArray[np.generic], element: str | None = None) -> Rows:
     """Return the rows of an array whose last axis has adjacent values."""
-    start = kernels.address(values)
-    addresses = _steps(len(values), values.strides[0]) + np.uint64(start)
-    return Rows(addresses, values.shape[1], element or values.dtype.name, values)
-
-
-@lru_cache(maxsize=256)
-def _steps(m: int, stride: int) -> NDArray[np.uint64]:
-    """Return how far from the first each of m rows is; backwards is the long way round."""
-    return (np.arange(m) * stride).astype(np.uint64)
+    name = element or values.dtype.name
+    return Rows(kernels.row_table(values), values.shape[1], name, values)
