@@ -355,3 +355,15 @@ def test_models_of_the_user_and_unknown_ones() -> None:
         build_model("cnn", (3, 2, 2), 4, seed=0)
     with pytest.raises(ValueError, match="dropout < 1"):
         build_model("mlp:dropout=1", (3,), 4, seed=0)
+    with pytest.raises(ValueError, match="cnn: unknown init 'xavir'; did you mean 'xavier'"):
+        build_model("cnn:init=xavir", (3, 8, 8), 4, seed=0)
+    with pytest.raises(ValueError, match="width >= 1"):
+        build_model("cnn:width=0", (3, 8, 8), 4, seed=0)
+
+
+def test_weights_begin_as_xaviers_or_as_torchs_own() -> None:
+    first = next(build_model("mlp", (784,), 10, seed=0).parameters())
+    bound = (6 / (784 + 128)) ** 0.5
+    assert 0.99 * bound < float(first.detach().abs().max()) <= bound
+    first = next(build_model("mlp:init=torch", (784,), 10, seed=0).parameters())
+    assert 0.99 / 28 < float(first.detach().abs().max()) <= 1 / 28

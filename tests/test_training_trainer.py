@@ -261,5 +261,21 @@ def test_batches_have_the_bits_of_the_data_sets_own_floats(
     expected = data.floats(data.train_images[indices.ravel()], standardise=standardise)
     assert np.array_equal(inputs.numpy().reshape(expected.shape), expected)
     assert np.array_equal(targets.numpy(), data.train_labels[indices])
-    whole = torch.cat([part for part, _ in samples.test_batches(50)])
+    whole = torch.cat([samples.test_batch(part)[0] for part in samples.test_parts(50)])
     assert np.array_equal(whole.numpy(), data.floats(data.test_images, standardise=standardise))
+
+
+@pytest.mark.parametrize("model", ["mlp:hidden=16", "cnn:width=2"])
+def test_an_evaluation_is_that_of_the_model_on_all_test_samples(data: Dataset, model: str) -> None:
+    with make(data, model=model, rule="mean", lr=0.1) as trainer:
+        trainer.step()
+        found = trainer.evaluate()
+        inputs = torch.from_numpy(data.floats(data.test_images, standardise=False))
+        targets = torch.from_numpy(data.test_labels.astype(np.int64))
+        trainer.model.eval()
+        with torch.no_grad():
+            outputs = trainer.model(inputs)
+    ranks = (outputs > outputs.gather(1, targets[:, None])).sum(1)
+    assert found.loss == pytest.approx(float(functional.cross_entropy(outputs, targets)), rel=1e-5)
+    assert found.top1 == pytest.approx(float((ranks < 1).double().mean()))
+    assert found.top3 == pytest.approx(float((ranks < 3).double().mean()))

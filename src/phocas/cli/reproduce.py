@@ -20,7 +20,10 @@ def register(app: typer.Typer) -> None:
 
 def reproduce(
     task: Annotated[str, typer.Argument(help="mnist, cifar10, or a task's TOML file.")],
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each run.")] = 10,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, help="Repeats of each run.", show_default="10, or what the scale says"),
+    ] = None,
     scale: Annotated[str, typer.Option(help="paper, or small for a laptop.")] = "paper",
     output: Annotated[
         Path | None,
@@ -61,9 +64,10 @@ def reproduce(
     places = {"results": str(file), "data_dir": data_dir}
     reproduction = plan(task, scale=scale, repeats=repeats, only=tuple(figure or ()), places=places)
     if dry_run:
-        for config in reproduction.runs():
-            typer.echo(f"{config.name}, seed {config.seed}")
-        typer.echo(f"{len(reproduction.runs())} runs into {file}")
+        runs = reproduction.runs()
+        for config in runs[: len(runs) // reproduction.repeats]:
+            typer.echo(config.name)
+        typer.echo(f"{len(runs)} runs, {reproduction.repeats} of each, into {file}")
         return
     failed: list[str] = []
     if not report_only:

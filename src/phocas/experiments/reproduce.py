@@ -29,15 +29,17 @@ LABELS = {
     "trimmed-mean": "Trmean",
     "phocas": "Phocas",
 }
+REPEATS = 10  # the paper's
 BASELINE = "Mean without Byzantine"
 _File = TypeVar("_File", bound=BaseModel)
 
 
 class _Scale(BaseModel):
-    """What a scale changes: settings, and which figures, values of b and batch sizes are left."""
+    """What a scale changes: settings, repeats, and which figures, b and batch sizes are left."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+    repeats: int = Field(default=REPEATS, ge=1)
     skip: list[str] = Field(default_factory=list)
     b: list[int] | None = None
     batch_sizes: list[int] | None = None
@@ -131,18 +133,18 @@ def plan(
     task: str,
     *,
     scale: str = "paper",
-    repeats: int = 10,
+    repeats: int | None = None,
     only: Sequence[str] = (),
     places: Mapping[str, Any] | None = None,
 ) -> Reproduction:
     """Read a task, the name of one of ours or the path of a TOML file, and its figures.
 
-    ``only`` picks some of the figures; ``places`` are settings that change no result, such as
-    ``results`` and ``data_dir``.
+    ``repeats`` is by default what the scale says; ``only`` picks some of the figures; ``places``
+    are settings that change no result, such as ``results`` and ``data_dir``.
 
     >>> mnist = plan("mnist", repeats=1)
     >>> len(mnist.runs()), [figure.name for figure in mnist.figures][:3]
-    (95, ['none', 'batch-size', 'gaussian'])
+    (100, ['none', 'batch-size', 'gaussian'])
     """
     path = _task_path(task)
     file: _TaskFile = _read(path, _TaskFile)
@@ -159,7 +161,14 @@ def plan(
         for name in names
         if not only or name in only
     ]
-    return Reproduction(path.stem, file.title, scale, file.metric, tuple(figures), repeats)
+    return Reproduction(
+        task=path.stem,
+        title=file.title,
+        scale=scale,
+        metric=file.metric,
+        figures=tuple(figures),
+        repeats=chosen.repeats if repeats is None else repeats,
+    )
 
 
 def label_of(config: RunConfig) -> str:
@@ -201,7 +210,8 @@ def _figure(
     path: Path, settings: Mapping[str, Any], scale: _Scale, zoom: Mapping[str, list[float]]
 ) -> Figure:
     file: _FigureFile = _read(path, _FigureFile)
-    blocks = [block for given in file.grid for block in _blocks(given, file, scale)]
+    model = str(settings.get("model", "mlp"))
+    blocks = [block for given in file.grid for block in _blocks(given, file, scale, model)]
     configs = expand_grid({**settings, "grid": blocks}, str(path))
     window = zoom.get(path.stem, zoom.get("default"))
     attacked = any(config.attack for config in configs)
@@ -209,7 +219,12 @@ def _figure(
     for config in configs:
         plain = attacked and config.attack is None and config.rule == "mean"
         label = config.name or (BASELINE if plain else label_of(config))
-        cases.append(Case(label, config.model_copy(update={"name": f"{path.stem}: {label}"})))
+        name = f"{path.stem}: {label}"
+        if file.axis == "b" and not plain:
+            name += f" b={Case(label, config).b}"
+        elif file.panel:
+            name += f" {file.panel}={getattr(config, file.panel)}"
+        cases.append(Case(label, config.model_copy(update={"name": name})))
     return Figure(
         name=path.stem,
         title=file.title,
@@ -221,9 +236,16 @@ def _figure(
     )
 
 
-def _blocks(block: dict[str, Any], file: _FigureFile, scale: _Scale) -> Iterator[dict[str, Any]]:
-    """Write a list of b into the rules, and leave out what the scale leaves out."""
+def _blocks(
+    block: dict[str, Any], file: _FigureFile, scale: _Scale, model: str
+) -> Iterator[dict[str, Any]]:
+    """Write a list of b into the rules, and leave out what the scale leaves out.
+
+    Initial weights, ``init``, are written into the task's model.
+    """
     block = dict(block)
+    if "init" in block:
+        block["model"] = f"{model}{',' if ':' in model else ':'}init={block.pop('init')}"
     if file.panel and scale.batch_sizes and block.get("batch_size") not in scale.batch_sizes:
         return
     values = block.pop("b", None)

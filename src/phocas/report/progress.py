@@ -38,14 +38,7 @@ class Progress:
         self._first: tuple[float, int] | None = None
         self._bars: Bars | None = None
         if self.console.is_terminal and not quiet:
-            self._bars = Bars(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[news]}"),
-                TimeRemainingColumn(compact=True),
-                console=self.console,
-            )
+            self._bars = _bars(self.console)
             self._task = self._bars.add_task(config.title(), total=config.rounds, news="")
 
     def show(self, _config: RunConfig, done: Round, evaluation: Evaluation | None) -> None:
@@ -102,14 +95,7 @@ class SweepProgress:
         self._tasks: dict[int, TaskID] = {}
         self._bars: Bars | None = None
         if self.console.is_terminal and not quiet:
-            self._bars = Bars(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[news]}"),
-                TimeRemainingColumn(compact=True),
-                console=self.console,
-            )
+            self._bars = _bars(self.console)
             self._all = self._bars.add_task("runs", total=len(configs), news="")
 
     def show(self, news: News | Ended) -> None:
@@ -158,6 +144,17 @@ class SweepProgress:
     def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
+
+
+def _bars(console: Console) -> Bars:
+    return Bars(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[news]}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+    )
 
 
 @contextmanager

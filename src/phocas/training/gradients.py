@@ -244,6 +244,11 @@ class Vectorised(WorkerGradients):
         return losses
 
 
+def has_convolutions(model: nn.Module) -> bool:
+    """Say whether images had better be laid out channels-last for a model."""
+    return any(isinstance(part, nn.Conv2d) for part in model.modules())
+
+
 class Looped(WorkerGradients):
     """Differentiate one worker after another with autograd, for any module.
 
@@ -260,7 +265,7 @@ class Looped(WorkerGradients):
         self.replica = _replica(model)
         seed_dropout(self.replica, self.noise)
         self.replica.train()
-        self.channels_last = any(isinstance(part, nn.Conv2d) for part in model.modules())
+        self.channels_last = has_convolutions(model)
         own = dict(self.replica.named_parameters())
         names = {id(tensor): name for name, tensor in model.named_parameters()}
         self.tensors = [own[names[id(tensor)]] for tensor in flat.tensors]

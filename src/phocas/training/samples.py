@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from phocas.training.data import Dataset
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Pair = tuple[Any, Any]
 
@@ -80,14 +77,17 @@ class Samples:
         targets = self._targets(self.targets[flat])
         return inputs, targets.view(*indices.shape, *targets.shape[1:])
 
-    def test_batches(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the test samples in order, a batch at a time."""
+    def test_parts(self, size: int) -> list[slice]:
+        """Return the test samples in order, so many at a time, to be read by ``test_batch``."""
         if self.test is None:
             raise ValueError("evaluation needs test samples: pass test=(inputs, targets)")
+        return [slice(start, start + size) for start in range(0, len(self.test[1]), size)]
+
+    def test_batch(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some of the test samples."""
+        assert self.test is not None
         inputs, targets = self.test
-        for start in range(0, len(targets), size):
-            part = slice(start, start + size)
-            yield self._tensor(np.array(inputs[part])), self._targets(targets[part])
+        return self._tensor(np.array(inputs[part])), self._targets(targets[part])
 
     def _tensor(self, values: npt.NDArray[Any], out: torch.Tensor | None = None) -> torch.Tensor:
         if self.dataset is not None and self.standardise:

@@ -17,7 +17,7 @@ from phocas.rules import parse_rule
 from phocas.specs import count
 from phocas.training.cluster import Cluster, LocalCluster
 from phocas.training.data import IID, Split
-from phocas.training.gradients import worker_gradients
+from phocas.training.gradients import has_convolutions, worker_gradients
 from phocas.training.lanes import Lanes, one_torch_thread
 from phocas.training.parameters import FlatParameters
 from phocas.training.samples import Pair, Samples
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from phocas.training.gradients import Loss, Reduction
 
 _SPLIT_STREAM = 0x5B117
-_TEST_BATCH = 1000  # fixed, so that an evaluation does not depend on the threads
+# Fixed, so that an evaluation does not depend on the threads.
+_TEST_BATCH = 1000
+_TEST_IMAGES = 100  # convolutions of so many, channels-last, stay in cache: 0.4 ms for 1.3 an image
 
 
 @dataclass(frozen=True)
@@ -235,9 +237,12 @@ class Trainer:
         start = time.perf_counter()
         mode = self.model.training
         self.model.eval()
+        convolutions = has_convolutions(self.model)
 
-        def judge(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int, int, int]:
-            inputs, targets = batch
+        def judge(part: slice) -> tuple[float, int, int, int]:
+            inputs, targets = self.samples.test_batch(part)
+            if convolutions and inputs.dim() == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
             with torch.no_grad():
                 outputs = self.model(inputs)
                 loss = float(self.loss(outputs, targets)) * len(targets)
@@ -247,7 +252,8 @@ class Trainer:
             return loss, int(best[:, 0].sum()), int(best.sum()), len(targets)
 
         try:
-            results = self.lanes.map(judge, self.samples.test_batches(_TEST_BATCH))
+            size = _TEST_IMAGES if convolutions else _TEST_BATCH
+            results = self.lanes.map(judge, self.samples.test_parts(size))
         finally:
             self.model.train(mode)
         losses, top1, top3, sizes = zip(*results, strict=True)
