@@ -123,7 +123,7 @@ def reduce(rows: Rows, window: Window, out: int, counts: NDArray[np.int64] | Non
     words = _words(address(rows.addresses), out, *kernel.words)
     local = None if counts is None else _tallies(POOL.size(), m)
     POOL.run(kernel.work, words, local, rows.columns, CHUNK_COLUMNS)
-    if local is not None:
+    if counts is not None and local is not None:
         counts += local.sum(axis=0)
 
 

@@ -71,9 +71,8 @@ class Piece:
 
 def _adjacent(array: NDArray[Any]) -> bool:
     """Tell whether kernels can read the last axis where it is."""
-    size = array.itemsize
     return (
-        (array.strides[-1] == size or array.shape[-1] <= 1)
+        (array.strides[-1] == array.itemsize or array.shape[-1] <= 1)
         and array.dtype.isnative
         and array.flags.aligned
     )
