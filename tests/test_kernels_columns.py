@@ -137,5 +137,6 @@ def test_straight_line_and_program_agree(kind: str, monkeypatch: pytest.MonkeyPa
             tallies.append(counts)
         eps = float(np.finfo(np.float32 if kind == "float16" else kind).eps)
         rtol = 1e-3 if kind == "float16" else 8 * eps
-        np.testing.assert_allclose(answers[0], answers[1], rtol=rtol, atol=eps)
+        # The two add the same values, of size 1, in different orders.
+        np.testing.assert_allclose(answers[0], answers[1], rtol=rtol, atol=4 * eps)
         np.testing.assert_array_equal(tallies[0], tallies[1])
