@@ -289,7 +289,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def _on_accelerator(value: Any) -> bool:
-    return not isinstance(value, np.ndarray) and value.device.type != "cpu"
+    return not isinstance(value, np.ndarray) and str(value.device.type) != "cpu"
 
 
 @lru_cache(maxsize=64)  # NumPy takes longer for a type's name than a call may take
