@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -110,26 +111,35 @@ def test_an_interruption_leaves_no_helper_at_work(
     """Ctrl-C after a job was posted: the job's memory is freed only when nobody uses it."""
     rows = rows_for(0)
     rule = phocas.Phocas(b=3)
-    post = threads.Helper.post
-    posted: list[threads.Helper] = []
+    wake = threads.Helper.wake
+    woken: list[threads.Helper] = []
 
     def interrupted(helper: threads.Helper) -> None:
-        if len(posted) == after:
+        if len(woken) == after:
             raise KeyboardInterrupt
-        posted.append(helper)
-        post(helper)
+        woken.append(helper)
+        wake(helper)
 
     with num_threads(3):
         wanted = bits(rule(rows))
-        monkeypatch.setattr(threads.Helper, "post", interrupted)
+        _let_helpers_sleep()
+        monkeypatch.setattr(threads.Helper, "wake", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rule(rows)
         monkeypatch.undo()
-        states = threads.POOL._boxes[:, 0].tolist()
+        states = threads.POOL.states()
         assert threads.POSTED not in states
         assert threads.RUNNING not in states
         assert not threads.POOL._busy.locked()
         assert bits(rule(rows)) == wanted
+        _let_helpers_sleep()  # none is lost
+
+
+def _let_helpers_sleep() -> None:
+    end = time.monotonic() + 20
+    while set(threads.POOL.states()) != {threads.ASLEEP}:
+        assert time.monotonic() < end
+        os.sched_yield()
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2", None])

@@ -14,18 +14,20 @@ from phocas.kernels.calls import (
     pair_matrix,
     pair_sums,
     reduce,
+    row_table,
     square_sums,
     values,
 )
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.distances import granule_columns
-from phocas.kernels.threads import get_num_threads, set_num_threads
+from phocas.kernels.threads import address, get_num_threads, set_num_threads
 
 __all__ = [
     "PLAIN_MEAN",
     "Rows",
     "SparseMix",
     "Window",
+    "address",
     "aligned",
     "combine",
     "compute_dtype",
@@ -36,6 +38,7 @@ __all__ = [
     "pair_matrix",
     "pair_sums",
     "reduce",
+    "row_table",
     "set_num_threads",
     "square_sums",
     "values",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,16 +15,16 @@ from phocas.kernels import columns, distances, jit, mixing, tables
 from phocas.kernels.columns import Window
 from phocas.kernels.emit import ELEMENTS
 from phocas.kernels.target import Target, host
-from phocas.kernels.threads import POOL
+from phocas.kernels.threads import POOL, address
 
 CHUNK_COLUMNS = 4096
-TILE_BYTES = 40960  # a mixed tile and its sources stay in L1
+TILE_BYTES = 20480  # a mixed tile, its sources and the next tile stay in L1
 # Straight-line code beats the program up to here: 200 rows 2.9 against 4.3 times the mean; past
 # it, compiling takes more than a second.
 STRAIGHT_LINE_ROWS = 192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: that takes a microsecond to make
 class Rows:
     """Where m rows of ``columns`` adjacent values begin, and what keeps them alive."""
 
@@ -116,33 +119,31 @@ def compute_dtype(element: str) -> np.dtype[np.floating]:
 def reduce(rows: Rows, window: Window, out: int, counts: NDArray[np.int64] | None = None) -> None:
     """Average a window of every column into ``out``; add dropped values to ``counts``."""
     m = len(rows)
-    work, words, _alive = _column_kernel(m, rows.element, window, counts is not None)
-    words[:2] = (rows.addresses.ctypes.data, out)
-    local: list[NDArray[np.int64] | None] = [None] * POOL.size()
-    if counts is not None:
-        local = [np.zeros(m, np.int64) for _ in local]
-    POOL.run(work, words, local, rows.columns, CHUNK_COLUMNS)
-    if counts is not None:
-        counts += np.sum(np.stack([block for block in local if block is not None]), axis=0)
+    kernel = _column_kernel(m, rows.element, window, counts is not None)
+    words = _words(address(rows.addresses), out, *kernel.words)
+    local = None if counts is None else _tallies(POOL.size(), m)
+    POOL.run(kernel.work, words, local, rows.columns, CHUNK_COLUMNS)
+    if counts is not None and local is not None:
+        counts += local.sum(axis=0)
 
 
 def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
     """Write the mixed rows to ``out``, a (k, columns) array of computed values or of doubles."""
     weights = mix.weights.astype(out.dtype)
-    table = _row_table(out)
+    table = row_table(out)
     centres = rows.addresses[mix.centres[mix.groups[len(rows) :]]]
     words = _words(
-        rows.addresses,
-        table,
+        address(rows.addresses),
+        address(table),
         len(mix),
-        mix.starts,
-        mix.indices,
-        weights,
+        address(mix.starts),
+        address(mix.indices),
+        address(weights),
         mix.mode,
-        centres,
+        address(centres),
     )
     work = _compiled("combine", rows.element, out.dtype == np.float64)
-    POOL.run(work, words, [None] * POOL.size(), rows.columns, CHUNK_COLUMNS)
+    POOL.run(work, words, None, rows.columns, CHUNK_COLUMNS)
 
 
 def values(rows: Rows) -> NDArray[np.floating]:
@@ -162,24 +163,39 @@ def mix_reduce(
     """Mix the rows and average a window of every column, a tile at a time."""
     m, k, g = len(rows), len(mix), len(mix.centres)
     kind = compute_dtype(rows.element)
-    tile = max(256, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // 256 * 256)
-    inner, rule_words, _alive = _column_kernel(k, kind.name, window, counts is not None)
+    step = mixing.LARGEST_STEP
+    tile = max(step, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // step * step)
+    inner = _column_kernel(k, kind.name, window, counts is not None)
     centres, scales = rows.addresses[mix.centres], np.array(mix.scales(), kind)
-    tiles = _words(centres, m, tile, mix.groups, g, scales)
-    rule = np.concatenate([np.array([inner], np.uint64), rule_words, tiles])
+    rule = bytearray(
+        struct.pack("Q", inner.work)
+        + _words(0, 0, *inner.words)
+        + _words(address(centres), m, tile, address(mix.groups), g, address(scales))
+    )
     weights = mix.weights.astype(kind)
-    words = _words(rows.addresses, out, k, mix.starts, mix.indices, weights, mix.mode, rule)
-    local, tallies, alive = [], [], []
-    for _ in range(POOL.size()):
-        scratch = aligned((m + g + k, tile), kind)
-        table = _row_table(scratch)
-        tally = np.zeros(k, np.int64)
-        local.append(_words(table, table[m + g :], tally))
-        tallies.append(tally)
-        alive.append((scratch, table))
+    words = _words(
+        address(rows.addresses),
+        address(out),
+        k,
+        address(mix.starts),
+        address(mix.indices),
+        address(weights),
+        mix.mode,
+        address(rule),
+    )
+    threads = POOL.size()
+    scratch = aligned((threads, m + g + k, tile), kind)
+    tables_ = np.stack([row_table(block) for block in scratch])
+    tallies = _tallies(threads, k)
+    local = np.stack(
+        [
+            np.array([address(table), address(table[m + g :]), address(tally)], np.uint64)
+            for table, tally in zip(tables_, tallies, strict=True)
+        ]
+    )
     POOL.run(_compiled("fused", rows.element), words, local, rows.columns, CHUNK_COLUMNS)
     if counts is not None:
-        counts += np.sum(tallies, axis=0)
+        counts += tallies.sum(axis=0)
 
 
 def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
@@ -222,34 +238,49 @@ def _granule_sums(
     side = distances.block_rows(host())
     blocks = -(-m // side)
     number = rows.columns // granule
-    addresses = np.resize(rows.addresses, blocks * side)  # the padding repeats rows
+    addresses = rows.addresses
+    if m < blocks * side:
+        addresses = np.resize(addresses, blocks * side)  # the padding repeats rows
     out = np.empty((number, width))
-    words = _words(addresses, out, blocks, 0, granule, distances.tile_columns(m))
-    size = distances.scratch_words(host(), m)
-    local = [aligned((size,), np.dtype(np.uint64)) for _ in range(POOL.size())]
+    tile = distances.tile_columns(m)
+    words = _words(address(addresses), address(out), blocks, 0, granule, tile)
+    local = aligned((POOL.size(), distances.scratch_words(host(), m)), np.dtype(np.uint64))
     POOL.run(_compiled(name, rows.element, wide), words, local, number, 1)
     return out
 
 
-def aligned(shape: tuple[int, ...], kind: np.dtype[np.generic]) -> NDArray[np.generic]:
+def aligned(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
     """Return an uninitialised array at the start of a cache line."""
-    size = int(np.prod(shape)) * kind.itemsize
+    size = math.prod(shape) * kind.itemsize
     block = np.empty(size + 64, np.uint8)
-    skip = -block.ctypes.data % 64
+    skip = -address(block) % 64
     return block[skip : skip + size].view(kind).reshape(shape)
 
 
-def _row_table(rows: NDArray[np.generic]) -> NDArray[np.uint64]:
-    steps = np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.strides[0])
-    return np.uint64(rows.ctypes.data) + steps
+def _tallies(threads: int, size: int) -> NDArray[np.int64]:
+    """Return a row of zeros for each thread, on lines that it shares with no other."""
+    rows = aligned((threads, -(-size // 16) * 16), np.dtype(np.int64))
+    rows[:] = 0
+    return rows[:, :size]
 
 
-def _words(*values: NDArray[np.generic] | int) -> NDArray[np.uint64]:
-    """Return the eight words that a kernel takes: integers, and addresses of arrays."""
-    words = np.zeros(8, np.uint64)
-    for i, value in enumerate(values):
-        words[i] = value if isinstance(value, int) else value.ctypes.data
-    return words
+def row_table(rows: NDArray[np.generic]) -> NDArray[np.uint64]:
+    """Return where each row of an array begins."""
+    return _steps(len(rows), rows.strides[0]) + np.uint64(address(rows))
+
+
+@lru_cache(maxsize=256)
+def _steps(m: int, stride: int) -> NDArray[np.uint64]:
+    """Return how far from the first each of m rows is; backwards is the long way round."""
+    return (np.arange(m) * stride).astype(np.uint64)
+
+
+def _words(*words: int) -> bytes:
+    """Return the eight words that a kernel takes."""
+    return _EIGHT(*words, *_ZEROS[len(words) :])
+
+
+_EIGHT, _ZEROS = struct.Struct("8Q").pack, (0,) * 8
 
 
 def _compiled(name: str, element: str, wide: bool = False) -> int:
@@ -267,18 +298,30 @@ def _write(writer: object, kind: object, target: Target) -> str:
     return writer(target, kind)  # type: ignore[operator, no-any-return]
 
 
-def _column_kernel(
-    m: int, element: str, window: Window, blame: bool
-) -> tuple[int, NDArray[np.uint64], object]:
-    """Return the kernel, its args without rows and output, and what its args point to."""
+class ColumnKernel(NamedTuple):
+    """A kernel, its args after rows and output, and what they point to."""
+
+    work: int
+    words: tuple[int, ...]
+    alive: object = None
+
+
+def _column_kernel(m: int, element: str, window: Window, blame: bool) -> ColumnKernel:
+    straight = m <= STRAIGHT_LINE_ROWS or window.plain
+    return _chosen_kernel(m, element, window, blame and not window.plain, straight)
+
+
+@lru_cache(maxsize=1024)
+def _chosen_kernel(
+    m: int, element: str, window: Window, blame: bool, straight: bool
+) -> ColumnKernel:
     kind = ELEMENTS[element]
-    blame = blame and not window.plain
-    if m <= STRAIGHT_LINE_ROWS or window.plain:
+    if straight:
         key = ("straight", element, m, window, blame)
         work = jit.address(
             key, lambda target: columns.straight_module(target, kind, m, window, blame)
         )
-        return work, _words(0, 0, m), None
+        return ColumnKernel(work, (m,))
     drop = bool(window.drop)
     work = jit.address(
         ("table", element, drop, blame),
@@ -286,5 +329,5 @@ def _column_kernel(
     )
     steps = tables.program(m)
     numbers = tables.constants(window, m, compute_dtype(element).type)
-    words = _words(0, 0, m, steps, len(steps), window.trim, window.drop or 0, numbers)
-    return work, words, (steps, numbers)
+    words = (m, address(steps), len(steps), window.trim, window.drop or 0, address(numbers))
+    return ColumnKernel(work, words, (steps, numbers))

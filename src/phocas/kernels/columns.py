@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from phocas.kernels.emit import Element, Function, module_text
-from phocas.kernels.networks import batcher, prune
+from phocas.kernels.networks import prune, sorting_network
 from phocas.kernels.target import Target
 
 
@@ -99,7 +99,7 @@ def _run_network(f: Function, rows: list[str], addresses: list[str], window: Win
     """Sort across the registers; fetch the next turn's rows meanwhile, a few at a time."""
     wires = list(rows)
     m = len(rows)
-    network = () if window.plain else prune(batcher(m), wanted_wires(window, m))
+    network = () if window.plain else prune(sorting_network(m), wanted_wires(window, m))
     ahead = prefetch_bytes(m)
     every = max(1, len(network) // m)
     waiting = iter(addresses)

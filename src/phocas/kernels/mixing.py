@@ -12,7 +12,8 @@ from __future__ import annotations
 from phocas.kernels.emit import SIGNATURE, Element, Function, constant, declarations
 from phocas.kernels.target import Target
 
-UNROLL = 16  # vectors at once: many sums hide the latency of an addition and of a loop
+UNROLL = 8  # vectors at once: many sums hide the latency of an addition and of a loop
+LARGEST_STEP = 16 * UNROLL  # columns, of the widest vectors
 PLAIN, CONVEX, UNIFORM = range(3)  # modes: weights as they are, that add up to one, all the same
 
 
@@ -49,7 +50,10 @@ def combine_module(target: Target, element: Element) -> str:
                     weight = f.broadcast(f.scalar_at(weights, entry.index))
                     source = f.pointer(rows, index)
                     for total, less, offset in zip(totals, minus, offsets, strict=True):
-                        value = f.load(f.at(source, offset))
+                        address = f.at(source, offset)
+                        if vectors > 1:
+                            f.prefetch(address, step * f.element.size)
+                        value = f.load(address)
                         distance = f.multiply_add(value, scale, less)
                         entry.update(total, f.multiply_add(distance, weight, total))
                 for total, middle, offset in zip(totals, middles, offsets, strict=True):
@@ -91,6 +95,7 @@ def fused_module(target: Target, element: Element) -> str:
         _copy_centres(f, centres, centred, m, g, loop.index, columns, around)
         _centre_tile(f, rows, centred, groups, m, loop.index, columns, down)
         with f.loop("0", k) as row:
+            _fetch_next(f, rows, m, k, row.index, end, columns)
             first, last = _entries(f, starts, row.index)
             place = f.pointer(mixed, row.index)
             middle_row = _middle_row(f, centred, groups, m, f.op(f"add i64 {m}, {row.index}"))
@@ -105,6 +110,22 @@ def fused_module(target: Target, element: Element) -> str:
         f.line(f"  store ptr {f.at(out, loop.index, f.scalar)}, ptr {f.at(inner, '1', 'i64')}")
         f.line(f"  call void {work}(ptr {inner}, ptr {counts}, i64 0, i64 {columns})")
     return _finish(f)
+
+
+def _fetch_next(f: Function, rows: str, m: str, k: str, row: str, end: str, columns: str) -> None:
+    """Ask for the next tile of a k-th of the rows.
+
+    All of them at once is more than a core can wait for: between the mixes, a tile's reading hides
+    behind their arithmetic.
+    """
+    following = f.op(f"add i64 {row}, 1")
+    first, last = (
+        f.op(f"udiv i64 {f.op(f'mul i64 {number}, {m}')}, {k}") for number in (row, following)
+    )
+    with f.loop(first, last) as each:
+        source = f.at(f.pointer(rows, each.index), end)
+        with f.loop("0", columns, f.lanes) as step:
+            f.prefetch(f.at(source, step.index), 0)
 
 
 def _copy_centres(
@@ -153,14 +174,12 @@ def _centre_tile(
             scale = f.broadcast(down)
             with f.loop(begin, end, width) as step:
                 column = f.op(f"add i64 {start}, {step.index}")
-                address = f.at(source, column)
-                if width > 1:
-                    # The next tile is asked for while this one is worked on.
-                    f.prefetch(f.at(address, columns), 0)
                 middle = f.op(
                     f"load {f.vector}, ptr {f.at(middle_row, step.index, f.scalar)}, align 4"
                 )
-                distance = f.multiply_add(f.load(address), scale, f.negate(f.mul(middle, scale)))
+                distance = f.multiply_add(
+                    f.load(f.at(source, column)), scale, f.negate(f.mul(middle, scale))
+                )
                 _put(f, distance, f.at(place, step.index, f.scalar))
         f.set_lanes(lanes)
 

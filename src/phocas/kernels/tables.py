@@ -18,7 +18,7 @@ import numpy as np
 
 from phocas.kernels.columns import Window, prefetch_bytes, scale_for, within
 from phocas.kernels.emit import Element, Function, module_text
-from phocas.kernels.networks import batcher
+from phocas.kernels.networks import sorting_network
 from phocas.kernels.target import Target
 
 BLOCK = 32
@@ -147,7 +147,7 @@ def _sort_function(target: Target, element: Element) -> str:
         f.line(f"  switch i32 {kind}, label %kind{SORT} [ {cases} ]")
         for k in range(LAYERS + 1):
             f.label(f"kind{k}")
-            network = batcher(BLOCK) if k == SORT else _bitonic_layers(k)
+            network = sorting_network(BLOCK) if k == SORT else _bitonic_layers(k)
             _in_registers(f, _wires(f, start, stride, unit, 1 << k), network)
             f.line("  br label %next")
         f.label("next")

@@ -78,6 +78,7 @@ class Mix:
         return Mix(weights, self.fair * first.fair)
 
 
+UNMIXED = Mix()
 Planning: TypeAlias = Generator[Request, Floats, Mix]
 
 
@@ -149,7 +150,7 @@ def through(first: Mix, planning: Planning) -> Planning:
             reply = yield replace(request, weights=inner)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Decision:
     """What remains when a rule has been planned: a mix, and a window of each column."""
 

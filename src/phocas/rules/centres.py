@@ -125,12 +125,13 @@ class GeometricMedian(WeighingRule):
             directions = to_rows - point
             lengths = -0.5 * ((directions @ squared) * directions).sum(axis=1)
             distances = np.sqrt(np.maximum(lengths, 0.0))
+            inverse = present / np.maximum(distances, floor)
             here = present & (distances <= floor)
-            inverse = np.where(present & ~here, 1 / np.maximum(distances, floor), 0.0)
+            inverse[here] = 0.0
             if not inverse.any():
                 break
             onward = inverse / inverse.sum()
-            if np.any(here):
+            if here.any():
                 onward = self._leave(onward, weights, int(here.sum()), inverse, to_rows, squared)
             weights = onward
             if previous is not None:

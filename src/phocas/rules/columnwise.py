@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from phocas.kernels import PLAIN_MEAN, Window
+from phocas.rules.algebra import UNMIXED, Decision
 from phocas.rules.base import Rule
 from phocas.specs import count, normalise
 
@@ -24,6 +27,11 @@ class ColumnRule(Rule):
         """Refuse no rows at all."""
         if m < 1:
             raise ValueError(f"{type(self).__name__} needs at least 1 row: got {m}")
+
+    def decide(self, matrix: Any, rng: np.random.Generator | None = None) -> Decision:
+        """Return the window: there is nothing to ask and nothing to mix."""
+        del rng
+        return Decision(UNMIXED, self.window(matrix.m))
 
     def expected(self, m: int) -> float:
         """Return the share of values outside the window."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ ACCEPTED = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Piece:
     """A range of columns of all m rows: ``arrays`` is one (m, n) array, or m of n values."""
 
@@ -50,20 +51,12 @@ class Piece:
         if not kernels.half_supported(self.element):
             return None
         arrays = self.arrays
-        first = arrays[0]
-        if not all(
-            (array.strides == (array.itemsize,) or array.size <= 1)
-            and array.dtype.isnative
-            and array.flags.aligned
-            for array in (arrays if isinstance(arrays, list) else [first])
-        ):
-            return None
         if isinstance(arrays, list):
-            addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
-        else:
-            steps = np.arange(len(arrays), dtype=np.int64) * arrays.strides[0]
-            addresses = (arrays.ctypes.data + steps).astype(np.uint64)
-        return Rows(addresses, self.columns, self.element, arrays)
+            if not all(map(_adjacent, arrays)):
+                return None
+            addresses = np.array([kernels.address(array) for array in arrays], np.uint64)
+            return Rows(addresses, self.columns, self.element, arrays)
+        return measures.rows_of(arrays, self.element) if _adjacent(arrays) else None
 
     def _copied(self, begin: int, end: int) -> Rows:
         kind = self.arrays[0].dtype.newbyteorder("=")
@@ -73,8 +66,16 @@ class Piece:
         values = np.empty((len(self.arrays), end - begin), kind)
         for i, array in enumerate(self.arrays):
             values[i] = array[begin:end]
-        rows = measures.rows_of(values)
-        return Rows(rows.addresses, rows.columns, element, values)
+        return measures.rows_of(values, element)
+
+
+def _adjacent(array: NDArray[Any]) -> bool:
+    """Tell whether kernels can read the last axis where it is."""
+    return (
+        (array.strides[-1] == array.itemsize or array.shape[-1] <= 1)
+        and array.dtype.isnative
+        and array.flags.aligned
+    )
 
 
 class HostMatrix:
@@ -83,8 +84,12 @@ class HostMatrix:
     def __init__(self, pieces: list[Piece], rebuild: Callable[[list[NDArray[Any]]], Any]) -> None:
         self.pieces = pieces
         self.m = len(pieces[0].arrays) if pieces else 0
-        self.d = sum(piece.columns for piece in pieces)
         self.rebuild = rebuild
+
+    @property
+    def d(self) -> int:
+        """Return the number of columns."""
+        return sum(piece.columns for piece in self.pieces)
 
     def measure(self, request: Request) -> Floats:
         """Answer a rule's question about whole rows."""
@@ -129,7 +134,7 @@ def _apply(
     chosen = decision.mix.selected
     if weights is None or chosen is not None:
         rows = rows if chosen is None else rows.take(chosen)
-        kernels.reduce(rows, decision.window, out.ctypes.data, counts)
+        kernels.reduce(rows, decision.window, kernels.address(out), counts)
     elif len(weights) == 1:
         kernels.combine(rows, SparseMix.of(weights), out[None, :])
     else:
@@ -161,7 +166,7 @@ def open_rows(rows: Any) -> Any:
             raise ValueError(f"rows must be (m, d): got shape {shape}; pass {ACCEPTED}")
         if rows.shape[0] == 0:
             raise ValueError("there must be at least one row: got none")
-        if is_tensor(rows) and rows.device.type != "cpu":
+        if _on_accelerator(rows):
             return _on_device([rows], lambda answers: answers[0])
         array, element = _array(rows, "the matrix")
         piece = Piece(0, array.shape[1], array, element)
@@ -179,7 +184,7 @@ def _open_vectors(rows: Sequence[Any]) -> Any:
     first = rows[0]
     for i, row in enumerate(rows):
         _same(row, first, f"row {i}", "row 0")
-    if is_tensor(first) and first.device.type != "cpu":
+    if _on_accelerator(first):
         shape = first.shape
         stacked = _stack(rows)
         return _on_device([stacked], lambda answers: answers[0].reshape(shape))
@@ -203,7 +208,7 @@ def _open_mappings(rows: Sequence[Any]) -> Any:
         for key in first:
             _same(row[key], first[key], f"worker {i}, key {key!r}", f"worker 0, key {key!r}")
     keys = list(first)
-    on_device = [key for key in keys if is_tensor(first[key]) and first[key].device.type != "cpu"]
+    on_device = [key for key in keys if _on_accelerator(first[key])]
     if on_device and len(on_device) < len(keys):
         other = next(key for key in keys if key not in on_device)
         raise ValueError(
@@ -283,11 +288,19 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def _on_accelerator(value: Any) -> bool:
+    return not isinstance(value, np.ndarray) and str(value.device.type) != "cpu"
+
+
+@lru_cache(maxsize=64)  # NumPy takes longer for a type's name than a call may take
+def _element(dtype: Any) -> str:
+    """Return the name of a type of values."""
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+
+
 def _array(value: Any, place: str) -> tuple[NDArray[Any], str]:
     """Return the values as an array that shares their memory, and the name of their type."""
-    name = str(value.dtype).removeprefix("torch.")
-    if isinstance(value, np.ndarray):
-        name = value.dtype.name
+    name = _element(value.dtype)
     if name not in FLOATS:
         raise TypeError(
             f"values must be {', '.join(FLOATS)}: {place} is {name};"
@@ -298,7 +311,7 @@ def _array(value: Any, place: str) -> tuple[NDArray[Any], str]:
         return np.asarray(raw), name
     if value.layout is not sys.modules["torch"].strided:
         raise TypeError(f"tensors must be dense: {place} is {value.layout}")
-    detached = value.detach().resolve_neg()
+    detached = (value.detach() if value.requires_grad else value).resolve_neg()
     if name == "bfloat16":
         return detached.view(sys.modules["torch"].uint16).numpy(), name
     return detached.numpy(), name
@@ -307,7 +320,7 @@ def _array(value: Any, place: str) -> tuple[NDArray[Any], str]:
 def _like(example: Any, answer: NDArray[Any]) -> Any:
     """Return an answer in the form of the example."""
     if isinstance(example, np.ndarray):
-        return answer.view(example.dtype) if example.dtype.name == "bfloat16" else answer
+        return answer.view(example.dtype) if _element(example.dtype) == "bfloat16" else answer
     torch = sys.modules["torch"]
     tensor = torch.from_numpy(answer)
     return tensor.view(torch.bfloat16) if example.dtype == torch.bfloat16 else tensor

@@ -148,7 +148,7 @@ def _sums(request: Request, rows: Rows, granule: int) -> Floats:
     return kernels.pair_sums(rows, granule, request.wide)
 
 
-def rows_of(values: NDArray[np.floating]) -> Rows:
-    """Return the rows of a contiguous array."""
-    steps = np.arange(len(values), dtype=np.uint64) * np.uint64(values.strides[0])
-    return Rows(np.uint64(values.ctypes.data) + steps, values.shape[1], values.dtype.name, values)
+def rows_of(values: NDArray[np.generic], element: str | None = None) -> Rows:
+    """Return the rows of an array whose last axis has adjacent values."""
+    name = element or values.dtype.name
+    return Rows(kernels.row_table(values), values.shape[1], name, values)
