@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from PIL import Image
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 AXES = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
 MARKS = 8  # along a line
+CRASH = 0.3  # between the ends of two repeats: one of them has crashed
 DODGE = 0.05  # between the points of two rules with the same b, which may coincide
 
 
@@ -69,9 +71,11 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
         _by_panel(canvas, figure, cases, metric)
     else:
         _by_round(canvas, figure, cases, metric)
+    thin = figure.axis == "rounds" and any(map(_crashes, cases))
+    marks = "line: mean, band: lowest to highest"
+    marks += "; thin: each repeat, where some crash" if thin else ""
     canvas.suptitle(
-        f"{outcomes.reproduction.title}. {figure.title}\n"
-        f"{_repeats(cases)}; line: mean, band: lowest to highest",
+        f"{outcomes.reproduction.title}. {figure.title}\n{_repeats(cases)}; {marks}",
         x=0.01,
         ha="left",
         fontsize=10.5,
@@ -114,7 +118,9 @@ def _name(case: Repeats) -> str:
 def _line(axes: Axes, case: Repeats, index: int, label: str) -> None:
     style = _style(case, index)
     mean = case.accuracy.mean(axis=0)
-    if len(case.seeds) > 1:
+    if _crashes(case):
+        axes.plot(case.rounds, case.accuracy.T, color=style.colour, alpha=0.5, linewidth=0.6)
+    elif len(case.seeds) > 1:
         low, high = case.accuracy.min(axis=0), case.accuracy.max(axis=0)
         axes.fill_between(case.rounds, low, high, color=style.colour, alpha=0.18, linewidth=0)
     every = max(1, len(case.rounds) // MARKS)
@@ -130,6 +136,11 @@ def _line(axes: Axes, case: Repeats, index: int, label: str) -> None:
         linewidth=1.6,
         label=label,
     )
+
+
+def _crashes(case: Repeats) -> bool:
+    """Say whether some repeats crash and others do not: no band describes that."""
+    return bool(np.ptp(case.final) > CRASH)
 
 
 def _plain(axes: Axes) -> None:
