@@ -14,6 +14,7 @@ from phocas.experiments.config import ConfigError
 from phocas.experiments.reproduce import plan, tasks
 from phocas.experiments.reproduce_outcomes import collect
 from phocas.experiments.results import Results
+from phocas.experiments.runner import execute
 
 TASK = """
 title = "softmax on made-up images"
@@ -264,3 +265,21 @@ def test_nothing_to_report_on_is_said_in_one_line(tmp_path: Path) -> None:
     assert ended.stderr.strip().endswith(
         "there is no results file phocas-tiny-paper/results.sqlite"
     )
+
+
+def test_the_curve_of_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    task = task_file(tmp_path, model="mlp:hidden=16", figure="omniscient")
+    task.write_text(task.read_text().replace('"apply"', '"stop"'))
+    places = {"results": str(tmp_path / "results.sqlite")}
+    reproduction = plan(str(task), repeats=1, places=places)
+    lost, kept = (
+        next(case for case in reproduction.figures[0].cases if case.label == label)
+        for label in ("Mean", "Phocas")
+    )
+    assert execute(lost.config).status == "stopped"
+    assert execute(kept.config).status == "complete"
+    outcomes = collect(reproduction, tmp_path / "results.sqlite")
+    stopped, complete = outcomes.get("omniscient", "Mean"), outcomes.get("omniscient", "Phocas")
+    assert stopped.rounds == complete.rounds == (0, 10, 20)
+    assert stopped.accuracy.shape == complete.accuracy.shape == (1, 3)
+    assert stopped.accuracy[0, 1] == stopped.accuracy[0, 2]

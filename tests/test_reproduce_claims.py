@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -221,6 +222,32 @@ def test_figures_say_how_many_repeats_they_show(tmp_path: Path) -> None:
     few = draw(figure, short, tmp_path / "short")[1].read_text()
     assert "3 of 5 repeats: some are missing" in few
     assert "Phocas (3 of 5 repeats)" in few
+
+
+def test_where_some_repeats_crash_each_is_drawn(tmp_path: Path) -> None:
+    outcomes = made_up(as_the_paper_says)
+    figure = _figure(outcomes.reproduction, "gambler")
+    calm = draw(figure, outcomes, tmp_path / "calm")[1].read_text()
+    outcomes.get("gambler", "Krum").accuracy[:, -1] = [0.1, 0.9, 0.1, 0.9, 0.1]
+    wild = draw(figure, outcomes, tmp_path / "wild")[1].read_text()
+    assert "thin: each repeat" in wild
+    assert "thin: each repeat" not in calm
+    # Two panels, each with a line more for every repeat and a band less.
+    assert wild.count('id="line2d_') == calm.count('id="line2d_') + 2 * 5
+    assert wild.count('id="FillBetween') == calm.count('id="FillBetween') - 2
+
+
+def test_reasons_found_on_mnist_are_marked_as_such_elsewhere() -> None:
+    outcomes = made_up(as_the_paper_says)
+    outcomes.get("gaussian", "Krum").accuracy[:] -= 0.2
+    elsewhere = Outcomes(
+        dataclasses.replace(outcomes.reproduction, task="cifar10"),
+        {figure.name: outcomes.figure(figure.name) for figure in outcomes.reproduction.figures},
+    )
+    here, there = verdicts(outcomes)["gaussian-krum"], verdicts(elsewhere)["gaussian-krum"]
+    assert here.verdict == there.verdict == "does not hold"
+    assert here.note == here.claim.reason
+    assert there.note == f"On MNIST: {here.claim.reason}"
 
 
 def _figure(reproduction: Reproduction, name: str) -> Figure:
