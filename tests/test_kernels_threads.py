@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,18 +92,48 @@ def _compile_in_child(results: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_while_another_thread_compiles() -> None:
+def test_a_fork_while_another_thread_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The child's first kernel must not wait for a thread that it does not have."""
+    monkeypatch.setenv("PHOCAS_CACHE", str(tmp_path))  # empty, so that there is much to compile
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    with jit._lock:
-        child = context.Process(target=_compile_in_child, args=(results,))
-        child.start()
+    compiling = threading.Thread(target=lambda: phocas.Phocas(b=60)(np.ones((149, 3))))
+    compiling.start()
+    while not jit._lock.locked():
+        assert compiling.is_alive()
+    child = context.Process(target=_compile_in_child, args=(results,))
+    child.start()
     try:
         assert results.get(timeout=60) == bits(np.array([24.0, 25.0, 26.0]))
     finally:
         child.kill()
         child.join()
+        compiling.join()
+
+
+def test_ctrl_c_during_the_work_leaves_the_pool_in_use() -> None:
+    """The signal is delivered when the machine code returns; the helpers must stay at hand."""
+    rows = np.random.default_rng(0).normal(size=(20, 1_000_000)).astype(np.float32)
+    rule = phocas.Phocas(b=6)
+    with num_threads(2):
+        wanted = bits(rule(rows))
+        interrupted = 0
+        end = time.monotonic() + 30
+        while interrupted < 3:
+            assert time.monotonic() < end
+            _let_helpers_sleep()
+            timer = threading.Timer(0.0005, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            try:
+                for _ in range(1000):
+                    rule(rows)
+            except KeyboardInterrupt:
+                interrupted += 1
+            timer.join()
+            assert not threads.POOL._busy.locked()
+        assert bits(rule(rows)) == wanted
 
 
 @pytest.mark.parametrize("after", [0, 1])

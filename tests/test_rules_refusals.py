@@ -163,6 +163,7 @@ def test_no_rows(rule: phocas.Rule) -> None:
         ([torch.ones(3).int()] * 3, TypeError, ["float32", "int32"]),
         (torch.ones(3, 2).to_sparse(), TypeError, ["dense", "sparse"]),
         (np.ma.masked_array(np.ones((3, 2))), TypeError, ["not be masked", "NaN"]),
+        ([np.ones(2), np.ma.masked_array(np.ones(2))], TypeError, ["row 1", "not be masked"]),
         ([[1.0, 2.0], [3.0, 4.0]], TypeError, ["row 0", "array", "got list"]),
         ([1.0, 2.0], TypeError, ["row 0", "got float"]),
         ([np.ones(3), None], TypeError, ["row 1", "got NoneType"]),

@@ -109,11 +109,9 @@ def _write(path: Path, code: bytes) -> None:
             raise
 
 
-def _after_fork() -> None:
-    """Forget a lock that another thread of the parent held: that thread is not here."""
-    global _lock  # noqa: PLW0603 - a lock cannot be released by who does not hold it
-    _lock = threading.Lock()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    # A child of a process that was forked while a thread compiles would wait without end for that
+    # thread: for our lock, and for one in llvmlite that only code under ours ever takes.
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )

@@ -308,9 +308,11 @@ class Pool:
                         helper.wake()
                         box[BACK] = IDLE
         finally:
-            if asleep:
-                functions.lead(self._start, helpers, order, arguments)
-            self._busy.release()
+            try:
+                if asleep:
+                    functions.lead(self._start, helpers, order, arguments)
+            finally:  # Ctrl-C during the work is delivered when the work is done
+                self._busy.release()
 
     def _hire(self, number: int) -> None:
         """Replace the helpers by more; the old ones sleep for good."""

@@ -8,8 +8,7 @@ runs it decides where the rows are: in one array, on twenty servers or on an acc
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -45,6 +44,14 @@ class Norms:
 Request: TypeAlias = Distances | Norms
 
 
+def _chosen(weights: Floats) -> NDArray[np.intp] | None:
+    chosen = weights.argmax(axis=1)
+    exact = weights[np.arange(len(chosen)), chosen] == 1
+    if exact.all() and np.count_nonzero(weights) == len(chosen):
+        return np.asarray(chosen, np.intp)
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class Mix:
     """The rows that are reduced: all m of them, or ``weights @ rows``.
@@ -54,17 +61,18 @@ class Mix:
 
     weights: Floats | None = None
     fair: float | Floats = 1.0
+    selected: NDArray[np.intp] | None = field(init=False)
+    """The indices of the rows if the mix only selects some."""
 
-    @cached_property
-    def selected(self) -> NDArray[np.intp] | None:
-        """Return the indices of the rows if the mix only selects some."""
-        if self.weights is None:
-            return None
-        chosen = self.weights.argmax(axis=1)
-        exact = self.weights[np.arange(len(chosen)), chosen] == 1
-        if exact.all() and np.count_nonzero(self.weights) == len(chosen):
-            return np.asarray(chosen, np.intp)
-        return None
+    def __post_init__(self) -> None:
+        """Find out whether rows are only selected.
+
+        Not when it is first asked: a cached_property has a lock, which a child of a process that
+        was forked in that moment would wait for without end.
+        """
+        object.__setattr__(
+            self, "selected", None if self.weights is None else _chosen(self.weights)
+        )
 
     def after(self, first: Mix) -> Mix:
         """Return the mix that does ``first`` and then this one."""

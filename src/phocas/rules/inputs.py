@@ -158,9 +158,8 @@ def _stored(values: NDArray[Any], element: str) -> NDArray[Any]:
 
 def open_rows(rows: Any) -> Any:
     """Return the matrix behind whatever holds the rows; refuse what is not one."""
-    if isinstance(rows, np.ma.MaskedArray):
-        raise TypeError("rows must not be masked: a mask would be ignored, so fill it with NaN")
     if isinstance(rows, np.ndarray) or is_tensor(rows):
+        _unmasked(rows, "rows")
         if rows.ndim != 2:
             shape = tuple(rows.shape)
             raise ValueError(f"rows must be (m, d): got shape {shape}; pass {ACCEPTED}")
@@ -255,8 +254,14 @@ def _piece(start: int, rows: Sequence[Any], place: str) -> Piece:
     return Piece(start, arrays[0].size, arrays, element)
 
 
+def _unmasked(values: Any, place: str) -> None:
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{place} must not be masked: a mask would be ignored, so fill it with NaN")
+
+
 def _same(row: Any, first: Any, place: str, other: str) -> None:
     """Refuse a row that differs from the first in kind, shape, type or device."""
+    _unmasked(row, place)
     if not (isinstance(row, np.ndarray) or is_tensor(row)):
         raise TypeError(
             f"{place} must be a NumPy array or a torch tensor: got {type(row).__name__}"
