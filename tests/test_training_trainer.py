@@ -279,3 +279,28 @@ def test_an_evaluation_is_that_of_the_model_on_all_test_samples(data: Dataset, m
     assert found.loss == pytest.approx(float(functional.cross_entropy(outputs, targets)), rel=1e-5)
     assert found.top1 == pytest.approx(float((ranks < 1).double().mean()))
     assert found.top3 == pytest.approx(float((ranks < 3).double().mean()))
+
+
+class Viewing(nn.Module):
+    """A convolution and a view, which takes no channels-last values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.last = nn.Linear(4 * 64, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found = torch.relu(self.first(inputs))
+        return torch.as_tensor(self.last(found.view(found.size(0), -1)))
+
+
+def test_a_convolution_followed_by_a_view_is_trained_and_judged(data: Dataset) -> None:
+    with pytest.raises(RuntimeError, match="view"):
+        Viewing().to(memory_format=torch.channels_last)(torch.ones(2, 1, 8, 8))
+    torch.manual_seed(0)
+    with Trainer(
+        Viewing(), functional.cross_entropy, data, num_workers=4, rule="mean", lr=0.5, batch_size=16
+    ) as trainer:
+        losses = [done.loss for done in trainer.rounds(20)]
+        assert losses[-1] < losses[0]
+        assert trainer.evaluate().top1 > 0.2

@@ -10,6 +10,7 @@ Three ways, chosen by the model and all checked against plain autograd:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from abc import ABC, abstractmethod
@@ -37,6 +38,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 class WorkerGradients(ABC):
     """Compute the gradient of each worker's batch at the current parameters."""
+
+    channels_last = False
+    """Whether the model is better given images laid out channels-last."""
 
     def __init__(
         self, model: nn.Module, loss: Loss, flat: FlatParameters, lanes: Lanes, reduction: Reduction
@@ -244,11 +248,6 @@ class Vectorised(WorkerGradients):
         return losses
 
 
-def has_convolutions(model: nn.Module) -> bool:
-    """Say whether images had better be laid out channels-last for a model."""
-    return any(isinstance(part, nn.Conv2d) for part in model.modules())
-
-
 class Looped(WorkerGradients):
     """Differentiate one worker after another with autograd, for any module.
 
@@ -258,14 +257,21 @@ class Looped(WorkerGradients):
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, flat: FlatParameters, lanes: Lanes, reduction: Reduction
+        self,
+        model: nn.Module,
+        loss: Loss,
+        flat: FlatParameters,
+        lanes: Lanes,
+        reduction: Reduction,
+        *,
+        channels_last: bool,
     ) -> None:
         super().__init__(model, loss, flat, lanes, reduction)
         self.noise = Noise()
         self.replica = _replica(model)
         seed_dropout(self.replica, self.noise)
         self.replica.train()
-        self.channels_last = has_convolutions(model)
+        self.channels_last = channels_last
         own = dict(self.replica.named_parameters())
         names = {id(tensor): name for name, tensor in model.named_parameters()}
         self.tensors = [own[names[id(tensor)]] for tensor in flat.tensors]
@@ -355,13 +361,32 @@ def worker_gradients(
         raise ValueError(unknown("gradient path", path, ways))
     if path == "merged" or (path is None and is_dense(model, sample[0].dim() - 2)):
         return Merged(model, loss, flat, lanes, reduction)
-    looped = Looped(model, loss, flat, lanes, reduction)
-    looped.serial = _disturbs(looped, sample)
+    looped = _looped(model, loss, flat, lanes, reduction, sample)
     small = not any(isinstance(part, _CONVOLUTIONS) for part in model.modules())
     if path == "vectorised" or (path is None and small and not looped.serial):
         vectorised = Vectorised(model, loss, flat, lanes, reduction)
         if path == "vectorised" or _agrees(vectorised, looped, sample):
             return vectorised
+    return looped
+
+
+def _looped(
+    model: nn.Module,
+    loss: Loss,
+    flat: FlatParameters,
+    lanes: Lanes,
+    reduction: Reduction,
+    sample: tuple[torch.Tensor, torch.Tensor],
+) -> Looped:
+    """Lay images out channels-last for convolutions, unless the model cannot take them so."""
+    if any(isinstance(part, nn.Conv2d) for part in model.modules()):
+        looped = Looped(model, loss, flat, lanes, reduction, channels_last=True)
+        # A view after a convolution wants the usual layout; any other trouble comes again below.
+        with contextlib.suppress(RuntimeError):
+            looped.serial = _disturbs(looped, sample)
+            return looped
+    looped = Looped(model, loss, flat, lanes, reduction, channels_last=False)
+    looped.serial = _disturbs(looped, sample)
     return looped
 
 

@@ -17,7 +17,7 @@ from phocas.rules import parse_rule
 from phocas.specs import count
 from phocas.training.cluster import Cluster, LocalCluster
 from phocas.training.data import IID, Split
-from phocas.training.gradients import has_convolutions, worker_gradients
+from phocas.training.gradients import worker_gradients
 from phocas.training.lanes import Lanes, one_torch_thread
 from phocas.training.parameters import FlatParameters
 from phocas.training.samples import Pair, Samples
@@ -237,11 +237,11 @@ class Trainer:
         start = time.perf_counter()
         mode = self.model.training
         self.model.eval()
-        convolutions = has_convolutions(self.model)
+        images = self.gradients.channels_last
 
         def judge(part: slice) -> tuple[float, int, int, int]:
             inputs, targets = self.samples.test_batch(part)
-            if convolutions and inputs.dim() == 4:
+            if images and inputs.dim() == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             with torch.no_grad():
                 outputs = self.model(inputs)
@@ -252,7 +252,7 @@ class Trainer:
             return loss, int(best[:, 0].sum()), int(best.sum()), len(targets)
 
         try:
-            size = _TEST_IMAGES if convolutions else _TEST_BATCH
+            size = _TEST_IMAGES if images else _TEST_BATCH
             results = self.lanes.map(judge, self.samples.test_parts(size))
         finally:
             self.model.train(mode)
