@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +96,21 @@ def test_rooms_that_need_more_load_when_asked_for() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = phocas.nothing
+
+
+def test_a_command_says_what_to_install_before_it_runs(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; sys.argv = ['phocas', 'reproduce', 'mnist'];"
+        "from phocas.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "phocas: this command needs matplotlib: pip install 'phocas[report]'\n"
+    assert list(tmp_path.iterdir()) == []

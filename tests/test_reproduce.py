@@ -283,3 +283,14 @@ def test_the_curve_of_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert stopped.rounds == complete.rounds == (0, 10, 20)
     assert stopped.accuracy.shape == complete.accuracy.shape == (1, 3)
     assert stopped.accuracy[0, 1] == stopped.accuracy[0, 2]
+
+
+def test_initial_weights_are_varied_only_where_the_model_has_a_choice(tmp_path: Path) -> None:
+    def models(model: str) -> set[str]:
+        task = task_file(tmp_path, model=model, figure="choices")
+        return {config.model for config in plan(str(task), repeats=1).runs()}
+
+    assert models("softmax") == {"softmax", "softmax:init=torch"}
+    assert models("mlp:hidden=8") == {"mlp:hidden=8", "mlp:hidden=8,init=torch"}
+    assert models("mlp:init=torch") == {"mlp:init=torch"}
+    assert models("torch.nn:Identity") == {"torch.nn:Identity"}

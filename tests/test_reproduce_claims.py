@@ -172,6 +172,11 @@ def test_repeats_that_disagree_leave_a_claim_open() -> None:
     assert "speak against" in finding.note
 
 
+def test_a_rounding_does_not_speak_against_a_claim() -> None:
+    assert Check("equal", Interval(-1e-17, -0.1, 0.1, 3), at_least=0.0).mean_says
+    assert not Check("less", Interval(-1e-6, -0.1, 0.1, 3), at_least=0.0).mean_says
+
+
 def test_a_claim_without_runs_is_not_decided() -> None:
     outcomes = Outcomes(plan("mnist", repeats=2, only=["none"]), {"none": []})
     for finding in verdicts(outcomes).values():

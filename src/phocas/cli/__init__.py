@@ -26,10 +26,27 @@ def application() -> typer.Typer:
     return app
 
 
+_EXTRAS = {
+    "torch": "train",
+    "pydantic": "train",
+    "safetensors": "train",
+    "matplotlib": "report",
+    "PIL": "report",
+    "ray": "ray",
+}
+
+
 def main() -> None:
     """Run the command line; mistakes in the input end with one line and status 2."""
     try:
         application()()
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        message = f"this command needs {error.name}: pip install 'phocas[{extra}]'"
+        typer.echo(f"phocas: {message}", err=True)
+        raise SystemExit(2) from None
     except (ValueError, TypeError, FileNotFoundError) as error:
         typer.echo(f"phocas: {error}", err=True)
         raise SystemExit(2) from None

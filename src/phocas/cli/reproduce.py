@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,6 +70,8 @@ def reproduce(
             typer.echo(config.name)
         typer.echo(f"{len(runs)} runs, {reproduction.repeats} of each, into {file}")
         return
+    importlib.import_module("phocas.report.paper_figures")  # it may lack something: not after hours
+
     failed: list[str] = []
     if not report_only:
         failed = _run(reproduction, file, processes, data_dir)
@@ -161,11 +164,17 @@ def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[s
 
 
 def _facts(reproduction: Reproduction, file: Path, failed: list[str]) -> list[str]:
+    from phocas.experiments.results import Results
     from phocas.experiments.runner import versions
 
     runs = reproduction.runs()
     done = len(runs) - len(_missing(runs, file))
-    size = f"{done} of {len(runs)} runs of {runs[0].rounds} rounds are complete"
+    size = f"{done} of {len(runs)} runs of {runs[0].rounds} rounds have come to their end"
+    with Results(file) as results:
+        wanted = {config.identity() for config in runs}
+        stopped = [r for r in results.runs() if r.status == "stopped" and r.identity in wanted]
+    if stopped:
+        size += f", {len(stopped)} of them early, at a step that was not finite"
     return [
         f"scale {reproduction.scale}, {reproduction.metric} accuracy, {size}",
         ", ".join(f"{name} {version}" for name, version in versions().items()),

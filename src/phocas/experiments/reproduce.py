@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from phocas.experiments.config import ConfigError, RunConfig, expand_grid, read_toml
 from phocas.rules import parse_rule
 from phocas.specs import unknown
+from phocas.training.models import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -241,11 +242,14 @@ def _blocks(
 ) -> Iterator[dict[str, Any]]:
     """Write a list of b into the rules, and leave out what the scale leaves out.
 
-    Initial weights, ``init``, are written into the task's model.
+    Initial weights, ``init``, are written into the task's model, if it is one that has them.
     """
     block = dict(block)
     if "init" in block:
-        block["model"] = f"{model}{',' if ':' in model else ':'}init={block.pop('init')}"
+        name, colon, options = model.partition(":")
+        if name not in MODELS or "init=" in options:
+            return  # a model of the user's own, or one whose task has chosen
+        block["model"] = f"{name}:{options}{',' if colon else ''}init={block.pop('init')}"
     if file.panel and scale.batch_sizes and block.get("batch_size") not in scale.batch_sizes:
         return
     values = block.pop("b", None)

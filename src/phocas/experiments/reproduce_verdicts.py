@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["holds", "does not hold", "not decided"]
 
+ROUNDING = 1e-9
 REASONS_OF = "mnist"  # the task whose claims were looked into; for others it is only a hint
 
 # The 97.5% points of Student's t for 1 to 30 degrees of freedom.
@@ -79,8 +80,8 @@ class Check:
 
     @property
     def mean_says(self) -> bool:
-        """Whether the mean over the repeats is in the range."""
-        return self.at_least <= self.found.mean <= self.at_most
+        """Whether the mean over the repeats is in the range; a rounding outside does not count."""
+        return self.at_least - ROUNDING <= self.found.mean <= self.at_most + ROUNDING
 
 
 def difference(first: Repeats, second: Repeats, quantity: str) -> npt.NDArray[np.float64]:

@@ -98,7 +98,7 @@ def _accuracies(figure: Figure, outcomes: Outcomes) -> list[str]:
         "",
         f"![{figure.title}]({figure.name}.png)",
         "",
-        "| case | rule | batch | repeats | at the end | best | lowest, highest end | not finite |",
+        "| case | rule | batch | repeats | at the end | best | lowest, highest end | bad rounds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 AXES = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
 MARKS = 8  # along a line
-CRASH = 0.3  # between the ends of two repeats: one of them has crashed
+CRASH = 0.5  # of what was learnt, between the ends of two repeats: one of them has crashed
 DODGE = 0.05  # between the points of two rules with the same b, which may coincide
 
 
@@ -140,7 +140,8 @@ def _line(axes: Axes, case: Repeats, index: int, label: str) -> None:
 
 def _crashes(case: Repeats) -> bool:
     """Say whether some repeats crash and others do not: no band describes that."""
-    return bool(np.ptp(case.final) > CRASH)
+    learnt = float(case.best.max() - case.accuracy[:, 0].min())
+    return learnt > 0.1 and float(np.ptp(case.final)) > CRASH * learnt
 
 
 def _plain(axes: Axes) -> None:
