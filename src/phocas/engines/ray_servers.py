@@ -11,6 +11,7 @@ from phocas.engines.faults import Fault
 from phocas.engines.ray_session import the_ray
 
 _ATTEMPTS = 5  # restorations of one server in one call, before the run gives up
+_GRACE = 1.0  # seconds to read an answer that is there, when the deadline is over
 
 
 class ServerLostError(EngineError):
@@ -70,10 +71,14 @@ class Servers:
             for number in range(len(self.actors))
         ]
         until = time.monotonic() + self._deadline
-        return [
-            self._result(number, references, until) or self._again(number)
-            for number, references in enumerate(waiting)
+        # Answers are fetched all at once, and before anybody is restored, which takes its time:
+        # one server that is lost must not use up the time of the next.
+        every = [reference for references in waiting for reference in references]
+        self._ray.wait(every, num_returns=len(every), timeout=self._deadline)
+        results = [
+            self._result(number, references, until) for number, references in enumerate(waiting)
         ]
+        return [result or self._again(number) for number, result in enumerate(results)]
 
     def _faults(self, round: int | None, number: int) -> list[Fault] | None:  # noqa: A002
         return None if round is None else self._faults_of(round + 1, number)
@@ -89,7 +94,8 @@ class Servers:
     def _result(self, number: int, references: list[Any], until: float) -> Result | None:
         """Wait for an answer; None says that the server did not live to give it."""
         try:
-            values = self._ray.get(references, timeout=max(0.0, until - time.monotonic()))
+            left = max(_GRACE, until - time.monotonic())
+            values = self._ray.get(references, timeout=left)
         except self._ray.exceptions.GetTimeoutError:
             self.news.append(
                 f"server {number} did not answer for {self._deadline:.0f} s: restored from its"
