@@ -469,17 +469,27 @@ def test_rows_that_never_come_or_do_not_fit_are_rows_of_nan_and_no_servers_fault
         assert previous.tolist() == [worker in {2, 3} for worker in range(8)]
 
 
+DIES, HANGS = -1, -2
+
+
 class Slow:
-    """A server that dies on demand, or has much to say."""
+    """A server that dies or hangs on demand, or has much to say."""
 
     def answer(self, size: int) -> tuple[np.ndarray, int]:
         """Return zeros and how many; or none at all."""
-        if size < 0:
+        if size == DIES:
             os.kill(os.getpid(), signal.SIGKILL)
+        if size == HANGS:
+            threading.Event().wait()
         return np.zeros(size), size
 
 
-def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(ray: Any) -> None:
+@pytest.mark.parametrize(
+    ("how", "said"), [(DIES, "died"), (HANGS, "did not answer for 2 s")], ids=["dies", "hangs"]
+)
+def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(
+    ray: Any, how: int, said: str
+) -> None:
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     here = ray.get_runtime_context().get_node_id()
     elsewhere = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != here)
@@ -499,10 +509,10 @@ def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(ray: A
     servers = Servers(actors, restore, lambda *_: [], deadline=2.0)
     until = time.monotonic() + 2.5
     # Too large to come with the answer: it has to be fetched from another node.
-    results = servers.call("answer", [(-1,), (1 << 19,)], again=[(7,), (1 << 19,)])
+    results = servers.call("answer", [(how,), (1 << 19,)], again=[(7,), (1 << 19,)])
     assert [result.values[1] for result in results] == [7, 1 << 19]
     assert restored == [0]
-    assert servers.news == ["server 0 died: restored from its checkpoint"]
+    assert servers.news == [f"server 0 {said}: restored from its checkpoint"]
     for actor in servers.actors:
         ray.kill(actor)
 

@@ -70,15 +70,24 @@ class Servers:
             self._remote(number, method, arguments[number], self._faults(round, number))
             for number in range(len(self.actors))
         ]
+        return [result or self._again(i) for i, result in enumerate(self._results(waiting))]
+
+    def _results(self, waiting: list[list[Any]]) -> list[Result | None]:
+        """Wait for all answers at once, so that no server uses up the time of the next.
+
+        (A restoration would too: it comes after this.)
+        """
         until = time.monotonic() + self._deadline
-        # Answers are fetched all at once, and before anybody is restored, which takes its time:
-        # one server that is lost must not use up the time of the next.
         every = [reference for references in waiting for reference in references]
-        self._ray.wait(every, num_returns=len(every), timeout=self._deadline)
-        results = [
-            self._result(number, references, until) for number, references in enumerate(waiting)
-        ]
-        return [result or self._again(number) for number, result in enumerate(results)]
+        try:
+            values = iter(self._ray.get(every, timeout=self._deadline))
+            return [
+                Result(references, [next(values) for _ in references]) for references in waiting
+            ]
+        except self._ray.exceptions.RayError:  # of one of them; the others are waited for
+            left = max(0.0, until - time.monotonic())
+        self._ray.wait(every, num_returns=len(every), timeout=left)
+        return [self._result(i, references, until) for i, references in enumerate(waiting)]
 
     def _faults(self, round: int | None, number: int) -> list[Fault] | None:  # noqa: A002
         return None if round is None else self._faults_of(round + 1, number)

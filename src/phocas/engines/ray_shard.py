@@ -252,7 +252,12 @@ def _row(pieces: Any, like: Values) -> Values | str:
 def _fetch(references: Sequence[Any], patience: float) -> list[Any]:
     """Get all that come in time; for each of the others, an exception stands in its place."""
     ray = the_ray()
-    ready, _ = ray.wait(list(references), num_returns=len(references), timeout=patience)
+    until = time.monotonic() + patience
+    try:
+        return list(ray.get(list(references), timeout=patience))
+    except ray.exceptions.RayError:  # at the first that is lost, or when time is over
+        left = max(0.0, until - time.monotonic())
+    ready, _ = ray.wait(list(references), num_returns=len(references), timeout=left)
     there = set(ready)
     until = time.monotonic() + patience / 2  # what is ready is here, unless it was lost since
     found: list[Any] = []
