@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,8 +37,10 @@ from phocas.engines import ray_session
 from phocas.engines.faults import Corrupt, FaultScript, NaN, Stale, random_script
 from phocas.engines.ray_cluster import RayCluster
 from phocas.engines.ray_hosts import MissingRowsError, survives
+from phocas.engines.ray_servers import Servers
 from phocas.engines.ray_session import RayUnreachableError, reachable, the_ray
 from phocas.engines.ray_settings import RaySettings
+from phocas.engines.ray_shard import read_rows
 from phocas.engines.ray_worker import cut, join
 from phocas.experiments.config import make_config
 from phocas.experiments.runner import execute
@@ -365,6 +368,155 @@ def test_slices_go_through_the_object_store_in_pieces_and_are_read_in_place(
     assert join([*apart, np.zeros(3, "float16")]).dtype == dtype
 
 
+class Silent:
+    """An actor that never answers."""
+
+    def hang(self) -> None:
+        """Wait for what never comes."""
+        threading.Event().wait()
+
+
+@pytest.fixture
+def never(ray: Any) -> Iterator[Any]:
+    """Return a reference to what is never there, as behind a node that cannot be reached."""
+    silent = ray.remote(num_cpus=0)(Silent).remote()
+    yield silent.hang.remote()
+    ray.kill(silent)
+
+
+DUE = np.arange(4, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("sent", "problem"),
+    [
+        ([DUE.astype(">f4")], "sent >f4 where float32 was due"),
+        ([DUE[:2], DUE[2:].astype(">f4")], "sent >f4 where float32 was due"),
+        ([DUE[:2], DUE[2:].astype("float64")], "sent float64 where float32 was due"),
+        ([DUE[:2], DUE[2:].astype("datetime64[s]")], "sent datetime64[s] where float32 was due"),
+        ([DUE[:2], np.array(["a", None], object)], "sent object where float32 was due"),
+        ([DUE[:2], np.zeros(2, [("x", "f4")])], "sent [('x', '<f4')] where float32 was due"),
+        ([np.ma.masked_less(DUE, 2)], "sent MaskedArray where an array of one dimension was due"),
+        ([DUE[None]], "sent ndarray where an array of one dimension was due"),
+        ([DUE[:2], 3.0], "sent float where an array of one dimension was due"),
+        ([DUE, DUE], "sent shape (8,) where (4,) was due"),
+        ([], "sent list where a list of arrays was due"),
+        (DUE, "sent ndarray where a list of arrays was due"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_named_and_nothing_else_is_lost(
+    ray: Any, sent: Any, problem: str
+) -> None:
+    parts = [(0, 2, ray.put([[DUE[:1], DUE[1:]], sent])), (2, 3, ray.put([[DUE]]))]
+    rows, problems = read_rows(parts, np.zeros_like(DUE), 3, 10)
+    assert problems == {1: problem}
+    assert rows[1] is None
+    for row in (rows[0], rows[2]):
+        assert row is not None
+        assert np.array_equal(row, DUE)
+
+
+def test_slices_that_never_come_cost_one_wait_however_many_they_are(ray: Any, never: Any) -> None:
+    silent = [ray.remote(num_cpus=0)(Silent).remote() for _ in range(2)]
+    late = [never, *(actor.hang.remote() for actor in silent)]
+    # An actor that died is an error at once, and no reason to wait for anything else.
+    ray.kill(silent[1])
+    ray.wait(late[2:])
+    parts = [(i, i + 1, reference) for i, reference in enumerate([*late, ray.put([[DUE]])])]
+    start = time.monotonic()
+    rows, problems = read_rows(parts, np.zeros_like(DUE), 5, 1.5)
+    assert 1.5 <= time.monotonic() - start < 4
+    ray.kill(silent[0])
+    assert [row is not None for row in rows] == [False, False, False, True, False]
+    assert problems[0] == problems[1] == "its values did not come within 1.5 s"
+    assert "lost on the way (ActorDiedError)" in problems[2]
+    assert set(problems) == {0, 1, 2}  # nobody was to read a row of worker 4
+
+
+def test_rows_that_never_come_or_do_not_fit_are_rows_of_nan_and_no_servers_fault(
+    ray: Any, data: Dataset, never: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two rows are lost, and the straggler may send one that was lost before: b = 3.
+    options: dict[str, Any] = {"rule": "phocas:b=3", "attack": "straggler:q=1"}
+    with make("ray", data, processes=4, server_deadline=12, **options) as trainer:
+        cluster = trainer.cluster
+        assert isinstance(cluster, RayCluster)
+        host = cluster.hosts.hosts[1]
+        bounds = trainer.server.bounds
+        honest = [np.zeros(part.stop - part.start, np.float32) for part in bounds]
+        hostile = [
+            ray.put([[row.astype(">f4")], [row[:1], row[1:].astype("M8[s]")]]) for row in honest
+        ]
+        collect = cluster.hosts.collect
+        for references, reason in (
+            ([never, never], "its values did not come within 3 s"),
+            # The rows of the round before are read too: still out of reach, for as long again.
+            (hostile, "worker 2 sent >f4 where float32 was due"),
+        ):
+
+            def replacing(harvest: Any, references: list[Any] = references) -> None:
+                collect(harvest)
+                harvest.sources[host] = host.first, host.last, references
+
+            monkeypatch.setattr(cluster.hosts, "collect", replacing)
+            done = trainer.step()
+            assert done.missing == (2, 3)
+            assert reason in "; ".join(done.news)
+            assert not any("server" in line for line in done.news)
+            assert done.action == "applied"
+        assert "worker 3 sent datetime64[s] where float32 was due" in done.news
+        previous = cluster.state()["previous"].isnan().all(1)
+        assert previous.tolist() == [worker in {2, 3} for worker in range(8)]
+
+
+DIES, HANGS = -1, -2
+
+
+class Slow:
+    """A server that dies or hangs on demand, or has much to say."""
+
+    def answer(self, size: int) -> tuple[np.ndarray, int]:
+        """Return zeros and how many; or none at all."""
+        if size == DIES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if size == HANGS:
+            threading.Event().wait()
+        return np.zeros(size), size
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(DIES, "died"), (HANGS, "did not answer for 2 s")], ids=["dies", "hangs"]
+)
+def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(
+    ray: Any, how: int, said: str
+) -> None:
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    here = ray.get_runtime_context().get_node_id()
+    elsewhere = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != here)
+    there = strategies.NodeAffinitySchedulingStrategy(elsewhere, soft=False)
+    make_slow = ray.remote(num_cpus=0)(Slow).options(scheduling_strategy=there).remote
+    actors = [make_slow() for _ in range(2)]
+    ray.get(actors[1].answer.remote(1))
+    restored = []
+
+    def restore(number: int) -> Any:
+        restored.append(number)
+        actor = make_slow()
+        ray.get(actor.answer.remote(1))
+        time.sleep(max(0.0, until - time.monotonic()))  # a restoration that takes all the time
+        return actor
+
+    servers = Servers(actors, restore, lambda *_: [], deadline=2.0)
+    until = time.monotonic() + 2.5
+    # Too large to come with the answer: it has to be fetched from another node.
+    results = servers.call("answer", [(how,), (1 << 19,)], again=[(7,), (1 << 19,)])
+    assert [result.values[1] for result in results] == [7, 1 << 19]
+    assert restored == [0]
+    assert servers.news == [f"server 0 {said}: restored from its checkpoint"]
+    for actor in servers.actors:
+        ray.kill(actor)
+
+
 # -- without a cluster -----------------------------------------------------------------------------
 
 
@@ -383,7 +535,9 @@ def test_addresses_that_lead_nowhere_are_told_in_seconds(monkeypatch: pytest.Mon
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         port = silent.getsockname()[1]
-        with pytest.raises(RayUnreachableError, match="does not answer as a Ray head node"):
+        with pytest.raises(
+            RayUnreachableError, match=r"does not answer as a Ray head node.*set that"
+        ):
             reachable(f"127.0.0.1:{port}")
     assert time.monotonic() - start < 10
     for bad in ("nowhere", "host:", "host:port", "host:0", "host:99999", ""):

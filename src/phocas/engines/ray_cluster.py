@@ -14,15 +14,17 @@ from phocas.engines.faults import Fault, Stale
 from phocas.engines.ray_hosts import Harvest, Host, Hosts, survives
 from phocas.engines.ray_servers import Result, Servers
 from phocas.engines.ray_settings import RaySettings
-from phocas.engines.ray_shard import Answer, Part, Shard, ShardJob, check_optimizer, piece_shapes
-from phocas.engines.ray_worker import (
-    Source,
-    WorkerJob,
-    WorkerProcess,
-    cut,
-    join,
-    without_test,
+from phocas.engines.ray_shard import (
+    Answer,
+    Part,
+    Shard,
+    ShardJob,
+    check_optimizer,
+    fill,
+    piece_shapes,
+    read_rows,
 )
+from phocas.engines.ray_worker import Source, WorkerJob, WorkerProcess, cut, without_test
 from phocas.sharding import shard_bounds
 from phocas.training.cluster import Clock, Gathered
 from phocas.training.gradients import Looped, Merged
@@ -68,6 +70,8 @@ class RayCluster:
         self._values: list[Any] = []
         self._states: list[dict[str, np.ndarray]] = [{} for _ in range(s)]
         self._buffers = _changing_buffers(trainer)
+        # A round reads slices twice, of now and of before: half of the deadline is left to reduce.
+        self._patience = settings.server_deadline / 4
         self._shard_jobs = self._make_shard_jobs()
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
         self._shard_class = self._ray.remote(**options)(Shard)
@@ -111,6 +115,7 @@ class RayCluster:
                 seed=trainer.seed,
                 attack=trainer.attack,
                 threads=threads,
+                patience=self._patience,
             )
             for bounds in server.bounds
         ]
@@ -336,11 +341,12 @@ class RayCluster:
                     continue
             state["velocity"] = velocity
         if self._previous is not None:
-            matrix = torch.full_like(rows, math.nan)
-            for first, last, references in self._previous:
-                for part, reference in zip(self.trainer.server.bounds, references, strict=True):
-                    rows_there = [join(pieces) for pieces in self._ray.get(reference)]
-                    matrix.numpy()[first:last, part] = rows_there
+            matrix = torch.empty_like(rows)
+            for number, part in enumerate(self.trainer.server.bounds):
+                columns = matrix.numpy()[:, part]
+                sent = _parts(self._previous, number)
+                found, _ = read_rows(sent, columns[0], len(columns), self._patience)
+                columns[:] = fill(found, columns[0])
             state["previous"] = matrix
         return state
 

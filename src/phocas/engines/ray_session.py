@@ -121,7 +121,8 @@ def reachable(address: str) -> str:
     if not _answers(found):
         raise RayUnreachableError(
             f"something listens at {found}, but it does not answer as a Ray head node does within"
-            f" {CONNECT_SECONDS:.0f} s"
+            f" {CONNECT_SECONDS:.0f} s; if its nodes have RAY_AUTH_MODE=token, set that and their"
+            " RAY_AUTH_TOKEN here too"
         )
     return found
 

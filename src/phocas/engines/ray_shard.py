@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,8 @@ class ShardJob:
     seed: int
     attack: Attack | None
     threads: int
+    patience: float
+    """Seconds to wait for slices: less than the trainer waits for this server."""
 
 
 @dataclass(eq=False)
@@ -108,18 +111,19 @@ class Shard:
         """Take the slices of the columns here, and reduce them or say what was measured."""
         strike(faults)
         self._answer = Answer()
-        rows = self._gather(parts, self._answer.problems)
+        rows, self._answer.problems = self._gather(parts)
         self._recognise(rows, round)
         present = [row for row in rows if row is not None]
         if honest and present:
             self._answer.honest = Mean()(present)
-        matrix: Any = self._fill(rows)
+        like = self.server.vector.numpy()
+        matrix: Any = fill(rows, like)
         attack = self.job.attack
         if attack is not None:
             matrix = np.stack(matrix)
             past = None
             if previous is not None:
-                past = np.stack(self._fill(self._gather(previous, {})))
+                past = np.stack(fill(self._gather(previous)[0], like))
             self._answer.touched = attack.corrupt(
                 matrix,
                 rng=attack_rng(self.job.seed, round),
@@ -184,42 +188,9 @@ class Shard:
         self._marks.clear()
         return None, None
 
-    def _gather(self, parts: Sequence[Part], problems: dict[int, str]) -> list[Values | None]:
-        """Read the slices where they are, and leave out what is none."""
-        rows: list[Values | None] = [None] * self.job.num_workers
-        for (first, last, _), part in zip(parts, _fetch([at for *_, at in parts]), strict=True):
-            if isinstance(part, Exception):
-                lost = f"its values were lost on the way ({type(part).__name__})"
-                problems |= dict.fromkeys(range(first, last), lost)
-                continue
-            whole = isinstance(part, list) and len(part) == last - first
-            for worker in range(first, last):
-                found = self._row(part[worker - first] if whole else part)
-                if isinstance(found, str):
-                    problems[worker] = found
-                else:
-                    rows[worker] = found
-        return rows
-
-    def _row(self, pieces: Any) -> Values | str:
-        """Return the slice of a worker, or what is wrong with it."""
-        vector = self.server.vector
-        if not isinstance(pieces, list) or not pieces:
-            return f"sent {type(pieces).__name__} where a list of arrays was due"
-        for piece in pieces:
-            if not isinstance(piece, np.ndarray) or piece.ndim != 1:
-                return f"sent {type(piece).__name__} where an array of one dimension was due"
-        row = join(pieces)
-        if row.shape != tuple(vector.shape):
-            return f"sent shape {row.shape} where {tuple(vector.shape)} was due"
-        dtype = str(vector.dtype).removeprefix("torch.")
-        if row.dtype.name != dtype:
-            return f"sent {row.dtype.name} where {dtype} was due"
-        return row
-
-    def _fill(self, rows: list[Values | None]) -> list[Values]:
-        nothing = np.full_like(self.server.vector.numpy(), np.nan)
-        return [nothing if row is None else row for row in rows]
+    def _gather(self, parts: Sequence[Part]) -> tuple[list[Values | None], dict[int, str]]:
+        like = self.server.vector.numpy()
+        return read_rows(parts, like, self.job.num_workers, self.job.patience)
 
     def _recognise(self, rows: list[Values | None], round: int) -> None:  # noqa: A002
         """Note who sent the same as in a round before, by a few values of the slice."""
@@ -233,18 +204,71 @@ class Shard:
                     self._answer.repeated.add(worker)
 
 
-def _fetch(references: Sequence[Any]) -> list[Any]:
-    """Get all at once; if one is lost, an exception stands in its place."""
+def read_rows(
+    parts: Sequence[Part], like: Values, num_workers: int, patience: float
+) -> tuple[list[Values | None], dict[int, str]]:
+    """Read slices where they are; who sent none that is ``like`` what is due is told, with why."""
+    rows: list[Values | None] = [None] * num_workers
+    problems: dict[int, str] = {}
+    fetched = _fetch([at for *_, at in parts], patience)
+    for (first, last, _), part in zip(parts, fetched, strict=True):
+        if isinstance(part, Exception):
+            lost = f"its values were lost on the way ({type(part).__name__})"
+            if isinstance(part, TimeoutError):
+                lost = f"its values did not come within {patience:g} s"
+            problems |= dict.fromkeys(range(first, last), lost)
+            continue
+        whole = isinstance(part, list) and len(part) == last - first
+        for worker in range(first, last):
+            found = _row(part[worker - first] if whole else part, like)
+            if isinstance(found, str):
+                problems[worker] = found
+            else:
+                rows[worker] = found
+    return rows, problems
+
+
+def fill(rows: Sequence[Values | None], like: Values) -> list[Values]:
+    """Put a row of NaN where there is none."""
+    nothing = np.full_like(like, np.nan)
+    return [nothing if row is None else row for row in rows]
+
+
+def _row(pieces: Any, like: Values) -> Values | str:
+    """Return the slice of a worker, or what is wrong with it."""
+    if not isinstance(pieces, list) or not pieces:
+        return f"sent {type(pieces).__name__} where a list of arrays was due"
+    for piece in pieces:
+        if type(piece) is not np.ndarray or piece.ndim != 1:
+            return f"sent {type(piece).__name__} where an array of one dimension was due"
+        if piece.dtype != like.dtype:  # other bytes first is another dtype too
+            return f"sent {piece.dtype} where {like.dtype} was due"
+    length = sum(map(len, pieces))
+    if length != len(like):
+        return f"sent shape ({length},) where {like.shape} was due"
+    return join(pieces)
+
+
+def _fetch(references: Sequence[Any], patience: float) -> list[Any]:
+    """Get all that come in time; for each of the others, an exception stands in its place."""
     ray = the_ray()
+    until = time.monotonic() + patience
     try:
-        found: list[Any] = ray.get(list(references), timeout=60)
-    except ray.exceptions.RayError:
-        found = []
-        for reference in references:
-            try:
-                found.append(ray.get(reference, timeout=60))
-            except ray.exceptions.RayError as error:
-                found.append(error)
+        return list(ray.get(list(references), timeout=patience))
+    except ray.exceptions.RayError:  # at the first that is lost, or when time is over
+        left = max(0.0, until - time.monotonic())
+    ready, _ = ray.wait(list(references), num_returns=len(references), timeout=left)
+    there = set(ready)
+    until = time.monotonic() + patience / 2  # what is ready is here, unless it was lost since
+    found: list[Any] = []
+    for reference in references:
+        if reference not in there:
+            found.append(TimeoutError())
+            continue
+        try:
+            found.append(ray.get(reference, timeout=max(0.0, until - time.monotonic())))
+        except ray.exceptions.RayError as error:
+            found.append(error)
     return found
 
 
