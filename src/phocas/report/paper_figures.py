@@ -90,11 +90,11 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
 
 
 def _save_png(canvas: Canvas, path: Path) -> None:
-    """Write 128 colours, which is all there are: a third of the bytes."""
+    """Write 256 colours, which is all there are: a third of the bytes."""
     memory = io.BytesIO()
     canvas.savefig(memory, format="png", dpi=100)
     with Image.open(memory) as image:
-        image.convert("RGB").quantize(128).save(path, optimize=True)
+        image.convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def _repeats(cases: Sequence[Repeats]) -> str:
