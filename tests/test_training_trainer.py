@@ -297,7 +297,7 @@ class Viewing(nn.Module):
 def test_a_convolution_followed_by_a_view_is_trained_and_judged(data: Dataset) -> None:
     model = Viewing()
     weight = model.first.weight
-    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    weight.data = weight.data.clone(memory_format=torch.channels_last)
     with pytest.raises(RuntimeError, match="view"):
         model(torch.ones(2, 1, 8, 8))
     torch.manual_seed(0)
