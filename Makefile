@@ -22,7 +22,7 @@ test-slow: $(VENV)/.installed
 
 test-ray: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
-	$(BIN)/python -m pytest tests/test_ray.py tests/test_faults.py
+	$(BIN)/python -m pytest tests/engines/test_ray.py tests/engines/test_faults.py
 
 bench: $(VENV)/.installed
 	$(BIN)/phocas bench

@@ -26,10 +26,10 @@ from torch.nn import functional
 
 import phocas
 from phocas import engines
-from phocas.engines.ray_cluster import RayCluster
-from phocas.engines.ray_session import the_ray
-from phocas.engines.ray_worker import Workers
-from phocas.training.data import load
+from phocas.data import load
+from phocas.engines.ray.cluster import RayCluster
+from phocas.engines.ray.session import the_ray
+from phocas.engines.ray.worker import Workers
 from phocas.training.models import build_model
 
 TARGET = 1.3

@@ -26,8 +26,8 @@ import torch
 from torch.nn import functional
 
 import phocas
+from phocas.data import load
 from phocas.training import Trainer
-from phocas.training.data import load
 from phocas.training.gradients import worker_gradients
 from phocas.training.lanes import Lanes
 from phocas.training.models import CNN, MLP, build_model

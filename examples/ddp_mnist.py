@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from phocas import data
 from phocas.integrations import ddp
-from phocas.training import data
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import STAGE_EXAMPLES, examples, pipelines
+from tests.helpers import STAGE_EXAMPLES, examples, pipelines
 
 import phocas
 from phocas import PRE_AGGREGATORS, RULES, Phocas, Rule, parse_rule

@@ -75,7 +75,7 @@ __all__ = [
     "set_num_threads",
 ]
 
-_LATER = ("engines", "experiments", "integrations", "theory", "training")
+_LATER = ("data", "engines", "experiments", "integrations", "theory", "training")
 
 
 def __getattr__(name: str) -> Any:

@@ -18,10 +18,10 @@ import numpy as np
 from phocas.attacks.blocks import column_blocks, run, sum_rows
 from phocas.attacks.memory import Matrix, kind_of
 from phocas.attacks.touched import Touched
+from phocas.seeds import Stream, generator
 from phocas.specs import Spec, count, normalise, one_of
 
 Who = Literal["fixed", "resampled"]
-_STREAM = 0xA77AC  # keeps these streams apart from others that are drawn from the same seed
 
 
 def attack_rng(seed: int, round: int) -> np.random.Generator:  # noqa: A002 - the field's word
@@ -30,8 +30,7 @@ def attack_rng(seed: int, round: int) -> np.random.Generator:  # noqa: A002 - th
     >>> bool(attack_rng(7, 3).integers(100) == attack_rng(7, 3).integers(100))
     True
     """
-    key = (_STREAM, count("attack_rng", "round", round))
-    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
+    return generator(Stream.ATTACK, seed, count("attack_rng", "round", round))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from phocas.attacks.memory import Kind, kind_of
+from phocas.attacks.memory import kind_of
+from phocas.floats import Format
 from phocas.specs import count
 
 
@@ -81,6 +82,6 @@ def check_bits(owner: str, bits: tuple[int, ...], dtype: Any) -> None:
         )
 
 
-def bit_mask(bits: tuple[int, ...], kind: Kind) -> Any:
+def bit_mask(bits: tuple[int, ...], kind: Format) -> Any:
     """Return a word of that format with these bits set; bit 1 is the least significant."""
     return kind.word.type(sum(1 << (bit - 1) for bit in bits))

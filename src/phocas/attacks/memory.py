@@ -4,72 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A floating-point format: 1 sign bit, then the exponent, then the mantissa."""
-
-    name: str
-    bits: int
-    mantissa: int
-
-    @property
-    def word(self) -> np.dtype[Any]:
-        """Return the unsigned integer of the same size."""
-        return np.dtype(f"uint{self.bits}")
-
-    @property
-    def work(self) -> np.dtype[Any]:
-        """Return the format to compute in: float64 for float64, float32 for the rest."""
-        return np.dtype(np.float64 if self.bits == 64 else np.float32)
-
-    @property
-    def large(self) -> float:
-        """Return a number whose square, too, is finite in this format."""
-        exponent_bits = self.bits - 1 - self.mantissa
-        return float(2.0 ** (2 ** (exponent_bits - 2) - 1))
-
-    def paper_bits(self) -> tuple[int, ...]:
-        """Return the bits that play the part of 22, 30, 31 and 32 in a float32.
-
-        They are the mantissa's second bit, the exponent's first two, and the sign.
-
-        >>> Kind("float64", 64, 52).paper_bits()
-        (51, 62, 63, 64)
-        """
-        return (self.mantissa - 1, self.bits - 2, self.bits - 1, self.bits)
+from phocas.floats import Format, format_of, from_bfloat16, to_bfloat16
 
 
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("float16", 16, 10),
-        Kind("bfloat16", 16, 7),
-        Kind("float32", 32, 23),
-        Kind("float64", 64, 52),
-    )
-}
-
-
-def kind_of(dtype: Any) -> Kind:
-    """Return the format behind a NumPy dtype, a torch dtype or the name of one."""
-    text = str(dtype) if str(dtype).startswith("torch.") else _numpy_name(dtype)
-    name = text.removeprefix("torch.")
-    if name not in KINDS:
-        raise TypeError(f"an attack needs one of the dtypes {', '.join(KINDS)}: got {name}")
-    return KINDS[name]
-
-
-def _numpy_name(dtype: Any) -> str:
-    if dtype == "bfloat16":  # NumPy has no such dtype of its own
-        return "bfloat16"
-    exact = np.dtype(dtype)
-    return str(exact.name if exact.isnative else exact.str)
+def kind_of(dtype: Any) -> Format:
+    """Return the format of the values that an attack changes."""
+    return format_of(dtype, "an attack")
 
 
 class Matrix:
@@ -85,7 +29,7 @@ class Matrix:
     def read(self, rows: Any, columns: slice = slice(None)) -> np.ndarray:
         """Return rows (a slice, an index or an array of them) to compute with; perhaps a view."""
         if self._floats is None:
-            return _from_bfloat16(self.words[rows, columns])
+            return from_bfloat16(self.words[rows, columns])
         floats: np.ndarray = self._floats[rows, columns]
         return floats.astype(self.kind.work, copy=False)
 
@@ -100,7 +44,7 @@ class Matrix:
         """Return single cells to compute with."""
         memory, places = self._cells(self._floats, rows, columns)
         if self._floats is None:
-            return _from_bfloat16(memory[places])
+            return from_bfloat16(memory[places])
         floats: np.ndarray = memory[places]
         return floats.astype(self.kind.work, copy=False)
 
@@ -142,7 +86,7 @@ class Matrix:
 
     def _stored(self, values: np.ndarray) -> np.ndarray:
         if self._floats is None:
-            return _to_bfloat16(values)
+            return to_bfloat16(values)
         with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(self._floats.dtype, copy=False)
 
@@ -182,16 +126,3 @@ def _words(G: Any) -> np.ndarray:
         raise ValueError("an attack works in place: got a read-only array")
     words: np.ndarray = array.view(f"uint{bits}")
     return words
-
-
-def _from_bfloat16(words: np.ndarray) -> np.ndarray:
-    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round to the nearest, ties to even, as torch does; NaN stays NaN."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = ((bits + (np.uint32(0x7FFF) + odd)) >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(bits.view(np.float32)), np.uint16(0x7FC0), rounded)

@@ -27,7 +27,7 @@ def bench(
     from rich.console import Console
     from rich.table import Table
 
-    from phocas import benchmark
+    from phocas.experiments import benchmark
 
     console = Console(quiet=as_json)
     if rule:

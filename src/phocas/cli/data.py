@@ -39,7 +39,7 @@ def data(
     import numpy as np
     from rich.console import Console
 
-    from phocas.training import data as sets
+    from phocas import data as sets
 
     console = Console()
     if name is None:
@@ -72,8 +72,8 @@ def _list(console: object, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from phocas.training import data as sets
-    from phocas.training.data.store import problems
+    from phocas import data as sets
+    from phocas.data.store import problems
 
     assert isinstance(console, Console)
     table = Table(title=f"data sets in {folder}", title_justify="left", box=None)

@@ -42,13 +42,13 @@ def demo(
     """
     import time
 
+    from phocas.data import load
     from phocas.experiments.config import make_config
     from phocas.experiments.results import Results
     from phocas.experiments.sweep import sweep
     from phocas.report.figures import Curve, accuracy_figure
     from phocas.report.progress import SweepProgress, interruptible
     from phocas.report.tables import runs_table, show
-    from phocas.training.data import load
 
     start = time.monotonic()
     results = output / "results.sqlite"

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from phocas.experiments.config import RunConfig
-    from phocas.experiments.reproduce import Reproduction
+    from phocas.experiments.reproduction.tasks import Reproduction
     from phocas.experiments.sweep import News
 
 
@@ -58,7 +58,7 @@ def reproduce(
     What is complete is not run again: the same command goes on after an interruption, and one with
     more repeats adds to those that there are.
     """
-    from phocas.experiments.reproduce import plan
+    from phocas.experiments.reproduction.tasks import plan
 
     folder = output or Path(f"phocas-{Path(task).stem}-{scale}")
     file = results or folder / "results.sqlite"
@@ -84,9 +84,9 @@ def _run(
     reproduction: Reproduction, file: Path, processes: int | None, data_dir: str | None
 ) -> list[str]:
     """Run what is missing; return what failed; leave if interrupted."""
+    from phocas.data import load
     from phocas.experiments.sweep import Ended, sweep
     from phocas.report.progress import SweepProgress, interruptible
-    from phocas.training.data import load
 
     runs = reproduction.runs()
     missing = _missing(runs, file)
@@ -118,7 +118,7 @@ def _run(
 
 
 def _missing(runs: list[RunConfig], file: Path) -> list[RunConfig]:
-    from phocas.experiments.reproduce_outcomes import ENDED
+    from phocas.experiments.reproduction.outcomes import ENDED
     from phocas.experiments.results import Results
 
     if not file.exists():
@@ -133,9 +133,9 @@ def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[s
     import shlex
     import sys
 
-    from phocas.experiments.reproduce_claims import CLAIMS
-    from phocas.experiments.reproduce_outcomes import MissingError, collect
-    from phocas.experiments.reproduce_verdicts import judge
+    from phocas.experiments.reproduction.claims import CLAIMS
+    from phocas.experiments.reproduction.outcomes import MissingError, collect
+    from phocas.experiments.reproduction.verdicts import judge
     from phocas.report.claims_table import claims_table, markdown
     from phocas.report.paper_figures import draw
     from phocas.report.tables import show

@@ -25,7 +25,7 @@ def runs(
     """List what has been run, and how it ended."""
     import json
 
-    from phocas.experiments.claims import actual_status
+    from phocas.experiments.locks import actual_status
     from phocas.experiments.results import Results
     from phocas.report.tables import outcome, runs_table, show
 

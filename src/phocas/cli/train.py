@@ -92,8 +92,8 @@ def train(
 ) -> None:
     """Train a model among workers of whom some may lie."""
     from phocas.engines import EngineError
-    from phocas.experiments.claims import RunTakenError
     from phocas.experiments.config import make_config, read_toml
+    from phocas.experiments.locks import RunTakenError
     from phocas.experiments.runner import execute
     from phocas.report.progress import Progress, interruptible
     from phocas.report.tables import print_outcome

@@ -26,9 +26,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from phocas.seeds import Stream, generator
 from phocas.specs import Spec, Table, count, normalise, positive
-
-_STREAM = 0xFA017
 
 
 class InjectedError(RuntimeError):
@@ -165,7 +164,7 @@ class Corrupt(RowFault):
         start: int,
     ) -> Any:
         """Return noise."""
-        rng = np.random.default_rng((_STREAM, self.round, self.worker or 0, start))
+        rng = generator(Stream.FAULT, self.round, self.worker or 0, start)
         return (self.scale * rng.standard_normal(values.shape)).astype(values.dtype)
 
 

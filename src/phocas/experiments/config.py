@@ -21,11 +21,11 @@ from pydantic import (
 )
 
 from phocas.attacks import parse_attack
+from phocas.data import DATASETS, parse_split
 from phocas.engines import ENGINES
 from phocas.engines.faults import FaultScript
 from phocas.rules import parse_rule
 from phocas.specs import unknown
-from phocas.training.data import DATASETS, parse_split
 from phocas.training.models import MODELS, parse_model
 from phocas.training.optimizers import parse_optimizer
 from phocas.training.schedules import SCHEDULES

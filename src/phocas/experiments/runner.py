@@ -14,16 +14,16 @@ import torch
 from torch.nn import functional
 
 from phocas import engines
-from phocas.experiments.claims import checkpoint_path, claim
+from phocas.data import load, parse_split
+from phocas.experiments.locks import checkpoint_path, claim
 from phocas.experiments.results import Results, RunRecord, Status
+from phocas.machine import available_cores
 from phocas.training.checkpoints import (
     discard_checkpoint,
     load_checkpoint,
     save_checkpoint,
     save_model,
 )
-from phocas.training.data import load, parse_split
-from phocas.training.lanes import available_cores
 from phocas.training.models import build_model
 from phocas.training.optimizers import parse_optimizer
 from phocas.training.schedules import SCHEDULES
@@ -31,8 +31,8 @@ from phocas.training.schedules import SCHEDULES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phocas.data import Dataset
     from phocas.experiments.config import RunConfig
-    from phocas.training.data import Dataset
     from phocas.training.trainer import Evaluation, Round, Trainer
 
 FLUSH_SECONDS = 0.5

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phocas.data import load
 from phocas.experiments.config import RunConfig
 from phocas.experiments.results import Results, RunRecord
 from phocas.experiments.runner import execute
+from phocas.machine import available_cores
 from phocas.specs import count
-from phocas.training.data import load
-from phocas.training.lanes import available_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels import columns, distances, jit, mixing, tables
+from phocas.kernels import columns, distances, jit, mixing, programs
 from phocas.kernels.columns import Window
 from phocas.kernels.emit import ELEMENTS
 from phocas.kernels.target import Target, host
@@ -325,9 +325,9 @@ def _chosen_kernel(
     drop = bool(window.drop)
     work = jit.address(
         ("table", element, drop, blame),
-        lambda target: tables.table_module(target, kind, drop, blame),
+        lambda target: programs.table_module(target, kind, drop, blame),
     )
-    steps = tables.program(m)
-    numbers = tables.constants(window, m, compute_dtype(element).type)
+    steps = programs.program(m)
+    numbers = programs.constants(window, m, compute_dtype(element).type)
     words = (m, address(steps), len(steps), window.trim, window.drop or 0, address(numbers))
     return ColumnKernel(work, words, (steps, numbers))

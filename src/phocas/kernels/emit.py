@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from phocas.floats import FORMATS
 from phocas.kernels.target import Target
 
 
@@ -34,11 +35,10 @@ class Element:
         return replace(self, compute="double")
 
 
+_LLVM = {"float16": "half", "bfloat16": "i16", "float32": "float", "float64": "double"}
 ELEMENTS = {
-    "float16": Element("float16", 2, "half", "float"),
-    "bfloat16": Element("bfloat16", 2, "i16", "float"),
-    "float32": Element("float32", 4, "float", "float"),
-    "float64": Element("float64", 8, "double", "double"),
+    name: Element(name, each.bits // 8, _LLVM[name], _LLVM[each.work.name])
+    for name, each in FORMATS.items()
 }
 
 

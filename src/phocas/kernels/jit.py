@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llvmlite import binding as llvm
 
+from phocas import machine
 from phocas.kernels.target import Target, host
 
 _addresses: dict[tuple[Hashable, str], int] = {}
@@ -48,8 +49,7 @@ def cache_folder() -> Path:
     explicit = os.environ.get("PHOCAS_CACHE")
     if explicit:
         return Path(explicit) / "kernels"
-    root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(root) / "phocas" / "kernels"
+    return machine.cache_folder() / "kernels"
 
 
 def _load(code: bytes) -> llvm.ExecutionEngine:

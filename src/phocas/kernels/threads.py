@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from phocas.kernels import jit
 from phocas.kernels.target import Target
+from phocas.machine import available_cores
 
 # The board is lines of memory: first the counter, then a mailbox for each helper with its state,
 # the state to go back to if it does not begin, and the job: work, args, local, total, chunk,
@@ -233,9 +234,7 @@ def default_threads() -> int:
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"PHOCAS_NUM_THREADS must be a whole number >= 1: got {text!r}")
         return int(text)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return available_cores()
 
 
 class Helper:

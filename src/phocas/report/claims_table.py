@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from phocas.experiments.reproduce_outcomes import MissingError
-from phocas.experiments.reproduce_verdicts import interval
+from phocas.experiments.reproduction.outcomes import MissingError
+from phocas.experiments.reproduction.verdicts import interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phocas.experiments.reproduce import Figure, Reproduction
-    from phocas.experiments.reproduce_outcomes import Outcomes
-    from phocas.experiments.reproduce_verdicts import Check, Finding, Interval
+    from phocas.experiments.reproduction.outcomes import Outcomes
+    from phocas.experiments.reproduction.tasks import Figure, Reproduction
+    from phocas.experiments.reproduction.verdicts import Check, Finding, Interval
 
 
 def claims_table(findings: Sequence[Finding]) -> Table:
@@ -43,7 +43,7 @@ def worst(finding: Finding, most: int = 4) -> list[Check]:
 def describe(check: Check) -> str:
     """Write a check in one line.
 
-    >>> from phocas.experiments.reproduce_verdicts import Check, interval
+    >>> from phocas.experiments.reproduction.verdicts import Check, interval
     >>> describe(Check("Phocas - Mean", interval([0.01, 0.02]), at_least=-0.01))
     'Phocas - Mean: +0.015 [-0.049, +0.079], wanted at least -0.01'
     >>> describe(Check("Phocas - Mean", interval([0.0001, 0.0001]), at_most=0.0))

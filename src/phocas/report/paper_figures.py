@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from PIL import Image
 
-from phocas.experiments.reproduce import BASELINE
+from phocas.experiments.reproduction.tasks import BASELINE
 from phocas.report.figures import COLOURS
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from phocas.experiments.reproduce import Figure
-    from phocas.experiments.reproduce_outcomes import Outcomes, Repeats
+    from phocas.experiments.reproduction.outcomes import Outcomes, Repeats
+    from phocas.experiments.reproduction.tasks import Figure
 
 AXES = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
 MARKS = 8  # along a line

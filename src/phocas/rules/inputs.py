@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas import kernels
+from phocas.floats import FORMATS, to_bfloat16
 from phocas.kernels import Rows, SparseMix
 from phocas.rules import measures
 from phocas.rules.algebra import Decision, Floats, Request
 
 COPIED_COLUMNS = 1 << 15
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 ACCEPTED = (
     "an (m, d) array or tensor, a sequence of m vectors, or a sequence of m mappings of names to"
     " arrays or tensors"
@@ -147,10 +147,7 @@ def _stored(values: NDArray[Any], element: str) -> NDArray[Any]:
         return values.astype(element, copy=False)
     if values.dtype != np.float32:
         return values
-    bits = values.view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    rounded = np.where(np.isnan(values), bits | np.uint32(0x400000), rounded)
-    return (rounded >> np.uint32(16)).astype(np.uint16)
+    return to_bfloat16(values)
 
 
 # -- opening ---------------------------------------------------------------------------------------
@@ -306,9 +303,9 @@ def _element(dtype: Any) -> str:
 def _array(value: Any, place: str) -> tuple[NDArray[Any], str]:
     """Return the values as an array that shares their memory, and the name of their type."""
     name = _element(value.dtype)
-    if name not in FLOATS:
+    if name not in FORMATS:
         raise TypeError(
-            f"values must be {', '.join(FLOATS)}: {place} is {name};"
+            f"values must be {', '.join(FORMATS)}: {place} is {name};"
             " convert it, or leave it out of the mapping"
         )
     if isinstance(value, np.ndarray):
@@ -341,6 +338,6 @@ def _on_device(stacked: list[Any], rebuild: Callable[[list[Any]], Any]) -> Any:
 
     for tensor in stacked:
         name = str(tensor.dtype).removeprefix("torch.")
-        if name not in FLOATS:
-            raise TypeError(f"values must be {', '.join(FLOATS)}: got {name}")
+        if name not in FORMATS:
+            raise TypeError(f"values must be {', '.join(FORMATS)}: got {name}")
     return DeviceMatrix(stacked, rebuild)

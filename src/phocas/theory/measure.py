@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from phocas.rules import Phocas, TrimmedMean
 from phocas.specs import unknown
-from phocas.theory import bounds, worst
+from phocas.theory import bounds, extremes
 
 Array: TypeAlias = NDArray[np.float64]
 Draw: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
@@ -96,7 +96,7 @@ def two_point_error(m: int, q: int, b: int, p: float) -> float:
     Each value is low with probability p and else high, with mean 0 and variance 1. A column is then
     known by its number of low values, which is binomial, and no sampling is needed for rare ones.
 
-    >>> round(two_point_error(3, 1, 1, 0.5), 12)  # every value is off by 1, and so is the worst
+    >>> round(two_point_error(3, 1, 1, 0.5), 12)  # every value is off by 1, and so is the extremes
     1.0
     """
     lows = np.arange(m + 1)
@@ -114,15 +114,15 @@ def two_point_error(m: int, q: int, b: int, p: float) -> float:
 
 
 def _trimmed_mean_squares(columns: Array, q: int, b: int, *, after: bool) -> Array:
-    return worst.worst_trimmed_mean(columns, q, b, after=after) ** 2
+    return extremes.worst_trimmed_mean(columns, q, b, after=after) ** 2
 
 
 def _phocas_squares(columns: Array, q: int, b: int, *, after: bool) -> Array:
-    return worst.worst_error(Phocas(b), TrimmedMean(b), columns, q, after=after) ** 2
+    return extremes.worst_error(Phocas(b), TrimmedMean(b), columns, q, after=after) ** 2
 
 
 def _krum_squares(columns: Array, q: int, b: int, *, after: bool) -> Array:
-    return worst.worst_krum(columns.T[:, :, None], q, b, after=after)
+    return extremes.worst_krum(columns.T[:, :, None], q, b, after=after)
 
 
 MEASURED = {

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from phocas.training.atomic import write_atomically
+from phocas.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,19 +11,18 @@ import numpy.typing as npt
 import torch
 
 from phocas.attacks import attack_rng
+from phocas.data import batch_indices
+from phocas.seeds import Stream, generator
 from phocas.specs import count
-from phocas.training.data import batch_indices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from phocas.attacks import Attack
-    from phocas.training.data import Assignment
-    from phocas.training.gradients import WorkerGradients
+    from phocas.data import Assignment
+    from phocas.training.gradients.base import WorkerGradients
     from phocas.training.samples import Samples
     from phocas.training.server import Action, Aggregate, ParameterServer
-
-_RULE_STREAM = 0x12E
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +176,7 @@ class LocalCluster:
 
 def rule_rng(seed: int, round: int) -> np.random.Generator:  # noqa: A002
     """Return the randomness of a rule in one round, for every server the same."""
-    return np.random.default_rng((_RULE_STREAM, seed, round))
+    return generator(Stream.RULE, seed, round)
 
 
 class Clock:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import torch
 from torch import nn
 
-_STREAM = 0xD0
+from phocas.seeds import Stream, sequence
 
 
 def worker_generator(seed: int, round: int, worker: int) -> torch.Generator:  # noqa: A002
     """Return the generator of one worker in one round."""
-    words = np.random.SeedSequence((_STREAM, seed, round, worker)).generate_state(2)
+    words = sequence(Stream.DROPOUT, seed, round, worker).generate_state(2)
     return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
 
 

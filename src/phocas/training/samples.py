@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from phocas.training.data import Dataset
+from phocas.data import Dataset
 
 Pair = tuple[Any, Any]
 

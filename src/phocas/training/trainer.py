@@ -13,17 +13,18 @@ import torch
 from torch.nn import functional
 
 from phocas.attacks import parse_attack
+from phocas.data import IID, Split
 from phocas.rules import parse_rule
+from phocas.rules.suspicion import Suspicion
+from phocas.seeds import Stream, generator
 from phocas.specs import count
 from phocas.training.cluster import Cluster, LocalCluster
-from phocas.training.data import IID, Split
 from phocas.training.gradients import worker_gradients
 from phocas.training.lanes import Lanes, one_torch_thread
 from phocas.training.parameters import FlatParameters
 from phocas.training.samples import Pair, Samples
 from phocas.training.schedules import Constant
 from phocas.training.server import Action, OnNonfinite, ParameterServer
-from phocas.training.suspicion import Suspicion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +32,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from phocas.attacks import Attack
+    from phocas.data import Dataset
     from phocas.rules import Rule
-    from phocas.training.data import Dataset
-    from phocas.training.gradients import Loss, Reduction
+    from phocas.training.gradients.base import Loss, Reduction
 
-_SPLIT_STREAM = 0x5B117
 # Fixed, so that an evaluation does not depend on the threads.
 _TEST_BATCH = 1000
 _TEST_IMAGES = 100  # convolutions of so many, channels-last, stay in cache: 0.4 ms for 1.3 an image
@@ -87,7 +87,7 @@ class Trainer:
     """Train a model by rounds of m workers and s servers, under a rule and perhaps an attack.
 
     >>> import phocas
-    >>> from phocas.training.data import load
+    >>> from phocas.data import load
     >>> data = load("synthetic:train=500,test=100")
     >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     >>> with Trainer(model, torch.nn.CrossEntropyLoss(), data, num_workers=10, lr=0.5,
@@ -99,7 +99,7 @@ class Trainer:
     Args:
         model: any module; its parameters become views of one vector and are trained in place.
         loss: ``loss(outputs, targets)``, the mean over a batch.
-        data: a :class:`phocas.training.data.Dataset`, or a pair of arrays (inputs, targets).
+        data: a :class:`phocas.data.Dataset`, or a pair of arrays (inputs, targets).
         test: a pair of arrays to evaluate on, if ``data`` has none of its own.
         num_workers: m.
         rule: a rule or its spelling, ``"phocas:b=8"``.
@@ -176,7 +176,7 @@ class Trainer:
         )
         self.split = split or IID()
         self.assignment = self.split.assign(
-            self.samples.classes(), num_workers, np.random.default_rng((_SPLIT_STREAM, self.seed))
+            self.samples.classes(), num_workers, generator(Stream.SPLIT, self.seed)
         )
         sample = self.samples.draw(np.zeros((1, self.batch_size), np.int64))
         self.gradients = worker_gradients(

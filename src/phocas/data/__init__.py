@@ -1,0 +1,95 @@
+"""Data sets, fetched and checked, and their division over workers.
+
+>>> import numpy as np
+>>> data = load("synthetic:train=500,test=100")
+>>> split = parse_split("dirichlet:alpha=0.5")
+>>> parts = split.assign(data.train_labels, 5, np.random.default_rng(0))
+>>> batch_indices(parts, 5, 32, seed=1, round=0).shape
+(5, 32)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phocas.data.dataset import Dataset, DataSpec
+from phocas.data.fetching import Fetched, fetch_published
+from phocas.data.picture import holdings, picture
+from phocas.data.published import CIFAR10, MNIST, FashionMNIST, Published
+from phocas.data.splits import (
+    IID,
+    SPLITS,
+    Assignment,
+    ByLabel,
+    Dirichlet,
+    Partition,
+    Split,
+    batch_indices,
+    parse_split,
+    sample,
+)
+from phocas.data.store import DataError, data_folder
+from phocas.data.synthetic import Synthetic
+from phocas.specs import Table
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+__all__ = [
+    "CIFAR10",
+    "DATASETS",
+    "IID",
+    "MNIST",
+    "SPLITS",
+    "Assignment",
+    "ByLabel",
+    "DataError",
+    "DataSpec",
+    "Dataset",
+    "Dirichlet",
+    "FashionMNIST",
+    "Fetched",
+    "Partition",
+    "Published",
+    "Split",
+    "Synthetic",
+    "batch_indices",
+    "data_folder",
+    "fetch",
+    "holdings",
+    "load",
+    "parse_split",
+    "picture",
+    "sample",
+]
+
+DATASETS: Table[DataSpec] = Table("dataset", [MNIST, FashionMNIST, CIFAR10, Synthetic])
+
+
+def load(
+    name: str | DataSpec, folder: str | os.PathLike[str] | None = None, download: bool = True
+) -> Dataset:
+    """Return a data set by name (``mnist``, ``synthetic:train=2000``), fetching what is missing.
+
+    >>> load("mnits")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: unknown dataset 'mnits'; did you mean 'mnist'? datasets: mnist, ...
+    """
+    spec = DATASETS.parse(name) if isinstance(name, str) else name
+    return spec.load(folder, download=download)
+
+
+def fetch(
+    name: str | DataSpec,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    sources: Sequence[str] = (),
+    progress: bool | None = None,
+) -> Fetched:
+    """Bring and verify a published data set; whole files are left alone, damaged ones replaced."""
+    spec = DATASETS.parse(name) if isinstance(name, str) else name
+    if not isinstance(spec, Published):
+        raise ValueError(f"{spec.name} is made up on the spot: there is nothing to fetch")  # noqa: TRY004
+    return fetch_published(spec, folder, sources=sources, progress=progress)

@@ -1,0 +1,103 @@
+"""A problem made up from a seed: nothing to fetch, and neither trivial nor out of reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from phocas.data.dataset import Dataset, DataSpec
+from phocas.specs import count, normalise, positive
+
+if TYPE_CHECKING:
+    import os
+
+PATTERNS = 6  # a class is several patterns, so that its images are no single cluster
+COARSE = 7  # patterns are COARSE x COARSE patches, enlarged
+DARKEST = 40.0  # of 255: the dimmest images drown in the noise
+
+
+@dataclass(frozen=True)
+class Synthetic(DataSpec):
+    """Made-up images of ten classes: patches of light under noise, from a seed.
+
+    An image shows one of its class's six patterns, brighter or darker, under Gaussian noise of
+    standard deviation ``noise``, clipped to bytes. The paper's MLP gets 0.95 right after 200 rounds
+    and 0.96 after 500.
+
+    >>> data = Synthetic(train=100, test=20).load()
+    >>> data.train_images.shape, data.test_labels.shape
+    ((100, 1, 28, 28), (20,))
+    """
+
+    name = "synthetic"
+
+    train: int = 10000
+    test: int = 2000
+    classes: int = 10
+    channels: int = 1
+    side: int = 28
+    noise: float = 80.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checked = {
+            field: count("synthetic", field, getattr(self, field), minimum)
+            for field, minimum in (
+                ("train", 1),
+                ("test", 1),
+                ("classes", 2),
+                ("channels", 1),
+                ("side", 1),
+                ("seed", 0),
+            )
+        }
+        normalise(self, **checked, noise=positive("synthetic", "noise", self.noise))
+
+    def load(
+        self, folder: str | os.PathLike[str] | None = None, *, download: bool = True
+    ) -> Dataset:
+        """Generate the images; the folder is not looked at."""
+        del folder, download
+        rng = np.random.default_rng(self.seed)
+        patterns = self._patterns(rng)
+        train_images, train_labels = self._draw(patterns, self.train, rng)
+        test_images, test_labels = self._draw(patterns, self.test, rng)
+        by_channel = np.moveaxis(train_images, 1, 0).reshape(self.channels, -1) / np.float32(255)
+        return Dataset(
+            self.name,
+            train_images,
+            train_labels,
+            test_images,
+            test_labels,
+            num_classes=self.classes,
+            mean=tuple(by_channel.mean(1, dtype=float).tolist()),
+            std=tuple(by_channel.std(1, dtype=float).tolist()),
+            classes=tuple(str(label) for label in range(self.classes)),
+        )
+
+    def _patterns(self, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+        """Draw (classes, PATTERNS, channels, side, side) images, a third of them lit."""
+        coarse = (
+            rng.random((self.classes, PATTERNS, self.channels, COARSE, COARSE), np.float32) < 1 / 3
+        )
+        nearest = np.arange(self.side) * COARSE // self.side
+        return coarse[..., nearest[:, None], nearest].astype(np.float32)
+
+    def _draw(
+        self, patterns: npt.NDArray[np.float32], number: int, rng: np.random.Generator
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        labels = rng.integers(self.classes, size=number)
+        images = np.empty((number, self.channels, self.side, self.side), np.uint8)
+        for start in range(0, number, 1024):  # in pieces: the floats take four times the bytes
+            part = slice(start, min(start + 1024, number))
+            size = part.stop - part.start
+            light = rng.uniform(DARKEST, 255.0, size).astype(np.float32)[:, None, None, None]
+            values = rng.standard_normal(images[part].shape, np.float32) * np.float32(self.noise)
+            values += light * patterns[labels[part], rng.integers(PATTERNS, size=size)]
+            images[part] = np.clip(values, 0, 255)
+        images.flags.writeable = False  # as files that are mapped
+        labels.flags.writeable = False
+        return images, labels

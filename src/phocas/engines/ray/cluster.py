@@ -1,0 +1,405 @@
+"""Workers and servers as actors on a Ray cluster: the rows of a round, and the step along them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from phocas.engines import EngineError
+from phocas.engines.faults import Fault, Stale
+from phocas.engines.ray.hosts import Harvest, Host, Hosts, survives
+from phocas.engines.ray.servers import Result, Servers
+from phocas.engines.ray.settings import RaySettings
+from phocas.engines.ray.shard import (
+    Answer,
+    Part,
+    Shard,
+    ShardJob,
+    check_optimizer,
+    fill,
+    piece_shapes,
+    read_rows,
+)
+from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut, without_test
+from phocas.sharding import shard_bounds
+from phocas.training.cluster import Clock, Gathered
+from phocas.training.gradients import Looped
+from phocas.training.gradients.merged import Merged
+from phocas.training.server import Action, Aggregate
+
+if TYPE_CHECKING:
+    from phocas.engines.ray.session import Session
+    from phocas.training.trainer import Trainer
+
+_START_SECONDS = 300.0
+
+
+class RayCluster:
+    """The cluster of a trainer, on Ray."""
+
+    def __init__(self, trainer: Trainer, session: Session, settings: RaySettings) -> None:
+        self.trainer = trainer
+        self.session = session
+        self._ray = session.ray
+        server = trainer.server
+        m, s = server.num_workers, server.num_servers
+        settings.faults.check(m, s)
+        attack = trainer.attack
+        if attack is not None:
+            dtype = str(server.rows.dtype).removeprefix("torch.")
+            attack.check(m, server.parameters.size, dtype, s)
+            if s > 1 and not attack.sharded:
+                raise ValueError(
+                    f"{attack} looks at all columns, and a server holds only its own: run it on"
+                    " the local engine, or with one server"
+                )
+        check_optimizer(server)
+        self.allowed = survives(trainer.rule, m)
+        if settings.missing is not None:
+            if settings.missing > self.allowed:
+                raise ValueError(
+                    f"{trainer.rule} with m={m} workers survives at most {self.allowed} missing"
+                    f" rows: got missing={settings.missing}"
+                )
+            self.allowed = settings.missing
+        self._script = settings.faults
+        self._previous: list[Source] | None = None
+        self._values: list[Any] = []
+        self._states: list[dict[str, np.ndarray]] = [{} for _ in range(s)]
+        self._buffers = _changing_buffers(trainer)
+        # A round reads slices twice, of now and of before: half of the deadline is left to reduce.
+        self._patience = settings.server_deadline / 4
+        self._shard_jobs = self._make_shard_jobs()
+        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+        self._shard_class = self._ray.remote(**options)(Shard)
+        # Ray starts dead workers again by itself; a call that died is not made again by it.
+        self._worker_class = self._ray.remote(**options, max_restarts=-1)(WorkerProcess)
+        self.servers = Servers(
+            [self._make_shard(number) for number in range(s)],
+            self._make_shard,
+            lambda round_, number: self._script.take(round_, server=number),
+            deadline=settings.server_deadline,
+        )
+        self.compute_seconds = 0.0
+        """What the slowest process spent on its gradients in the last round."""
+        self._parameters: list[Any] = []
+        self._publish()
+        self.hosts = Hosts(
+            self._make_hosts(settings),
+            self._ask,
+            lambda round_, workers: self._script.take(round_, workers=workers),
+            allowed=self.allowed,
+            deadline=settings.deadline,
+            on_missing=settings.on_missing,
+            wait_seconds=settings.wait_seconds,
+        )
+        self._wait_until_ready()
+
+    # -- making ------------------------------------------------------------------------------------
+
+    def _make_shard_jobs(self) -> list[ShardJob]:
+        trainer, server = self.trainer, self.trainer.server
+        threads = max(1, self.session.cores // server.num_servers)
+        return [
+            ShardJob(
+                rule=trainer.rule,
+                num_workers=server.num_workers,
+                start=bounds.start,
+                d=server.parameters.size,
+                shapes=piece_shapes(server.parameters.shapes, bounds),
+                optimizer=server.make_optimizer,
+                lr=trainer.lr,
+                seed=trainer.seed,
+                attack=trainer.attack,
+                threads=threads,
+                patience=self._patience,
+            )
+            for bounds in server.bounds
+        ]
+
+    def _make_shard(self, number: int) -> Any:
+        """Start a server from its checkpoint: its columns as they are here, and its state."""
+        server = self.trainer.server
+        columns = server.vector.numpy()[server.bounds[number]]
+        return self._shard_class.remote(self._shard_jobs[number], columns, self._states[number])
+
+    def _make_hosts(self, settings: RaySettings) -> list[Host]:
+        trainer = self.trainer
+        m = trainer.server.num_workers
+        kind = type(trainer.gradients)
+        path = "merged" if kind is Merged else "looped" if kind is Looped else "vectorised"
+        self.job = self._ray.put(  # kept: a worker that is started again reads it once more
+            WorkerJob(
+                model=trainer.model,
+                loss=trainer.loss,
+                samples=without_test(trainer.samples),
+                assignment=trainer.assignment,
+                num_workers=m,
+                bounds=trainer.server.bounds,
+                batch_size=trainer.batch_size,
+                seed=trainer.seed,
+                reduction=trainer.gradients.reduction,
+                path=path,
+                attack=trainer.attack,
+                momentum=trainer.worker_momentum,
+                keeps_rows=any(isinstance(fault, Stale) for fault in self._script.faults),
+            )
+        )
+        cores = self.session.cores
+        enough = math.ceil(m / self.allowed) if self.allowed else 1
+        processes = settings.processes or cores * math.ceil(enough / cores)
+        return [
+            Host(self._worker_class.remote(first, last), first, last)
+            for first, last in shard_bounds(m, min(m, processes))
+        ]
+
+    def _wait_until_ready(self) -> None:
+        """Let every process come up before the first deadline runs; errors in them come out."""
+        begun = [host.actor.prepare.remote([self.job]) for host in self.hosts.hosts]
+        begun += [actor.pid.remote() for actor in self.servers.actors]
+        try:
+            self._ray.get(begun, timeout=_START_SECONDS)
+        except self._ray.exceptions.RayError as error:
+            raise EngineError(
+                f"the processes of {len(self.hosts.hosts)} workers and"
+                f" {len(self.servers.actors)} servers did not start: {error}"
+            ) from error
+        for host in self.hosts.hosts:
+            host.ready = True
+
+    # -- a round -----------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Put the trainer's copy of the parameters where workers can pull it."""
+        vector = self.trainer.server.vector.numpy()
+        self._parameters = [self._ray.put(vector[part]) for part in self.trainer.server.bounds]
+
+    def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:  # noqa: A002
+        call = host.actor.gradients.options(num_returns=len(self.servers.actors) + 1)
+        job = [] if host.ready else [self.job]
+        # References as arguments of their own: in a list, a worker would ask the trainer for each.
+        references: list[Any] = call.remote(job, round, self._buffers, faults, *self._parameters)
+        return references
+
+    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
+        """Ask the workers, wait for them until the deadline, and have the servers reduce."""
+        del by_server  # every server counts what it drops, whether or not it is asked for
+        clock = Clock()
+        harvest = self.hosts.begin(round)
+        missing, results = self._reduce(harvest, clock, honest=honest)
+        aggregate = self._aggregate(results)
+        answers: list[Answer] = [result.values[1] for result in results]
+        repeated = set.intersection(*(answer.repeated for answer in answers))
+        harvest.news += [f"worker {i} sent its last row once more" for i in sorted(repeated)]
+        harvest.news += self.servers.news
+        self.servers.news.clear()
+        if self.trainer.attack is not None and self.trainer.attack.needs_previous:
+            self._previous = list(harvest.sources.values())
+        clock.stop("aggregate")
+        distance = None
+        means = [answer.honest for answer in answers]
+        if honest and all(mean is not None for mean in means):
+            mean = torch.from_numpy(np.concatenate(means))  # type: ignore[arg-type]
+            distance = float(torch.dist(aggregate.value, mean))
+        losses = self._losses(harvest, missing)
+        self.compute_seconds = max(report.seconds for report in harvest.reports.values())
+        self._take_buffers(harvest)
+        clock.stop("metrics")
+        return Gathered(
+            aggregate,
+            losses,
+            distance,
+            sum(answer.touched for answer in answers),
+            clock.seconds,
+            tuple(sorted(missing)),
+            tuple(harvest.news),
+        )
+
+    def _reduce(
+        self, harvest: Harvest, clock: Clock, *, honest: bool
+    ) -> tuple[set[int], list[Result]]:
+        """Collect rows and reduce them, until no column lacks more of them than is allowed."""
+        while True:
+            self.hosts.collect(harvest)
+            clock.stop("gradients")
+            absent = harvest.missing(self.hosts.hosts)
+            self.servers.begin()
+            arguments = [
+                (
+                    harvest.round,
+                    _parts(harvest.sources.values(), number),
+                    None if self._previous is None else _parts(self._previous, number),
+                    honest,
+                )
+                for number in range(len(self.servers.actors))
+            ]
+            results = self.servers.call("aggregate", arguments, harvest.round)
+            while True:
+                answers: list[Answer] = [result.values[1] for result in results]
+                if answers[0].partial is None:
+                    break
+                partials = [answer.partial for answer in answers]
+                results = self.servers.call("answer", [(partials,)] * len(answers))
+            bad: dict[int, str] = {}
+            for answer in answers:
+                for worker, problem in answer.problems.items():
+                    bad.setdefault(worker, problem)
+            harvest.news += [f"worker {worker} {text}" for worker, text in sorted(bad.items())]
+            missing = absent | set(bad)
+            if max(len(absent | set(answer.problems)) for answer in answers) <= self.allowed:
+                self.servers.begin()  # lets go of the rows, whose memory the next ones can have
+                return missing, results
+            self.hosts.lack(harvest, missing)
+            self.hosts.discard(harvest, missing)
+            self._publish()  # in case it was these values that were lost
+
+    def _aggregate(self, results: Sequence[Result]) -> Aggregate:
+        self._values = [result.references[0] for result in results]
+        values = np.concatenate([result.values[0] for result in results])
+        answers: list[Answer] = [result.values[1] for result in results]
+        shares = np.stack([np.asarray(answer.dropped) for answer in answers])
+        widths = np.array([part.stop - part.start for part in self.trainer.server.bounds])
+        return Aggregate(
+            torch.from_numpy(values),
+            widths @ shares / widths.sum(),
+            answers[0].expected,
+            shares,
+            all(answer.finite for answer in answers),
+        )
+
+    def _losses(self, harvest: Harvest, missing: set[int]) -> np.ndarray:
+        """Return the losses of the workers whose rows came, in their order."""
+        found = [
+            harvest.reports[host].losses[worker - host.first]
+            for host in self.hosts.hosts
+            if host in harvest.reports
+            for worker in host.workers
+            if worker not in missing
+        ]
+        return np.asarray(found, self.trainer.server.vector.numpy().dtype)
+
+    def _take_buffers(self, harvest: Harvest) -> None:
+        """Take the median of what the workers made of the model's buffers, as local workers do."""
+        if self._buffers is None:
+            return
+        sent = [
+            buffers
+            for host in self.hosts.hosts
+            if host in harvest.reports
+            for buffers in harvest.reports[host].buffers
+        ]
+        for name, buffer in self.trainer.model.named_buffers():
+            values = [torch.from_numpy(np.array(buffers[name])) for buffers in sent]
+            buffer.copy_(torch.stack(values).median(0).values)
+        self._buffers = _copies(self.trainer)
+
+    def update(self, aggregate: Aggregate, factor: float) -> Action:
+        """Have every server step along its part of the last aggregate, and keep what comes out."""
+        action = self.trainer.server.verdict(aggregate)
+        if action != "applied":
+            return action
+        self.servers.begin()
+        results = self.servers.call(
+            "step",
+            [([], factor)] * len(self._values),
+            again=[([value], factor) for value in self._values],
+        )
+        self._parameters = [result.references[0] for result in results]
+        self._states = [result.values[1] for result in results]
+        vector = self.trainer.server.vector.numpy()
+        for part, result in zip(self.trainer.server.bounds, results, strict=True):
+            vector[part] = result.values[0]
+        return action
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the servers' optimisers, the workers' momentum and, for some attacks, their rows.
+
+        The momentum of a worker that does not answer now is lost, as if it had been started again.
+        """
+        state = {
+            f"server.{number}.{name}": torch.from_numpy(np.array(values))
+            for number, kept in enumerate(self._states)
+            for name, values in kept.items()
+        }
+        rows = self.trainer.server.rows
+        if self.trainer.worker_momentum:
+            velocity = torch.zeros_like(rows)
+            asked = {host.actor.momentum.remote([self.job]): host for host in self.hosts.hosts}
+            ready, _ = self._ray.wait(
+                list(asked), num_returns=len(asked), timeout=self.hosts.deadline
+            )
+            for reference in ready:
+                host = asked[reference]
+                try:
+                    velocity.numpy()[host.first : host.last] = self._ray.get(reference)
+                except self._ray.exceptions.RayError:
+                    continue
+            state["velocity"] = velocity
+        if self._previous is not None:
+            matrix = torch.empty_like(rows)
+            for number, part in enumerate(self.trainer.server.bounds):
+                columns = matrix.numpy()[:, part]
+                sent = _parts(self._previous, number)
+                found, _ = read_rows(sent, columns[0], len(columns), self._patience)
+                columns[:] = fill(found, columns[0])
+            state["previous"] = matrix
+        return state
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a checkpoint, whose parameters the trainer has already."""
+        bounds = self.trainer.server.bounds
+        self._states = [{} for _ in bounds]
+        for name, tensor in state.items():
+            if name.startswith("server."):
+                _, which, rest = name.split(".", 2)
+                self._states[int(which)][rest] = tensor.numpy()
+        vector = self.trainer.server.vector.numpy()
+        self.servers.begin()
+        self.servers.call(
+            "restore",
+            [(vector[part], kept) for part, kept in zip(bounds, self._states, strict=True)],
+        )
+        self._publish()
+        if self._buffers is not None:
+            self._buffers = _copies(self.trainer)
+        if "velocity" in state:
+            velocity = state["velocity"].numpy()
+            self._ray.get(
+                [
+                    host.actor.set_momentum.remote([self.job], velocity[host.first : host.last])
+                    for host in self.hosts.hosts
+                ]
+            )
+        if "previous" in state:
+            rows = state["previous"].numpy()
+            parts = [self._ray.put([cut(row[part]) for row in rows]) for part in bounds]
+            self._previous = [(0, len(rows), parts)]
+
+    def close(self) -> None:
+        """End the actors, and Ray itself if it was begun for us."""
+        if self._ray.is_initialized():
+            for actor in (*self.servers.actors, *(host.actor for host in self.hosts.hosts)):
+                self._ray.kill(actor)
+        self.session.close()
+
+
+def _parts(sources: Iterable[Source], number: int) -> list[Part]:
+    """Return what one server is to read: a reference to another's would only cost its keeping."""
+    return [(first, last, references[number]) for first, last, references in sources]
+
+
+def _changing_buffers(trainer: Trainer) -> dict[str, np.ndarray] | None:
+    gradients = trainer.gradients
+    if isinstance(gradients, Looped) and gradients.serial and [*trainer.model.buffers()]:
+        return _copies(trainer)
+    return None
+
+
+def _copies(trainer: Trainer) -> dict[str, np.ndarray]:
+    return {name: buffer.numpy().copy() for name, buffer in trainer.model.named_buffers()}

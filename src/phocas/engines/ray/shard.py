@@ -1,0 +1,348 @@
+"""What runs in a server process of a Ray cluster: some columns, their optimiser, their rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from phocas.attacks import Attack, attack_rng
+from phocas.engines.faults import Fault, strike
+from phocas.engines.ray.session import the_ray
+from phocas.engines.ray.worker import Values, join
+from phocas.kernels import set_num_threads
+from phocas.rules import Mean, Rule
+from phocas.rules.measures import Partial
+from phocas.rules.sharded import Evaluation
+from phocas.training.cluster import rule_rng
+from phocas.training.parameters import FlatParameters
+from phocas.training.server import Aggregate, ParameterServer
+
+_MARKS = 16  # values of a slice that are remembered to know it again
+
+Part = tuple[int, int, Any]
+"""The workers first to last - 1, and a reference to the list of their slices for this server."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardJob:
+    """What one server needs to know."""
+
+    rule: Rule
+    num_workers: int
+    start: int
+    d: int
+    shapes: list[tuple[int, ...]]
+    """The shapes of the parameters here; one that another server shares is a flat piece."""
+    optimizer: Any
+    lr: float
+    seed: int
+    attack: Attack | None
+    threads: int
+    patience: float
+    """Seconds to wait for slices: less than the trainer waits for this server."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """What a server says of the rows of a round, besides the aggregate of its columns."""
+
+    partial: Partial | None = None
+    """What it measured, if the rule wants to know more before it decides."""
+    dropped: npt.NDArray[np.float64] | None = None
+    expected: float = 0.0
+    finite: bool = True
+    touched: int = 0
+    honest: Values | None = None
+    """The mean of the rows that came, before the attack."""
+    problems: dict[int, str] = field(default_factory=dict)
+    """Workers whose slice could not be used, and why."""
+    repeated: set[int] = field(default_factory=set)
+    """Workers who sent what they had sent the round before."""
+
+
+class Shard:
+    """A server: a range of columns of the parameters, their optimiser, and the rows of a round."""
+
+    def __init__(
+        self, job: ShardJob, vector: Values, state: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        set_num_threads(job.threads)
+        torch.set_num_threads(1)
+        self.job = job
+        pieces, offset = [], 0
+        for shape in job.shapes:
+            size = int(np.prod(shape))
+            piece = torch.from_numpy(np.array(vector[offset : offset + size])).view(shape)
+            pieces.append(nn.Parameter(piece))
+            offset += size
+        self.server = ParameterServer(
+            FlatParameters(nn.ParameterList(pieces)),
+            num_workers=job.num_workers,
+            rule=job.rule,
+            optimizer=job.optimizer,
+            lr=job.lr,
+            on_nonfinite="apply",  # whether all of it is finite is not known here
+        )
+        _load_optimizer(self.server.optimizer, state)
+        self._evaluation: Evaluation | None = None
+        self._rows: Any = None
+        self._value: Values | None = None
+        self._answer = Answer()
+        self._marks: dict[int, tuple[int, bytes]] = {}
+
+    def aggregate(
+        self,
+        round: int,  # noqa: A002
+        parts: Sequence[Part],
+        previous: Sequence[Part] | None,
+        honest: bool,
+        faults: Sequence[Fault],
+    ) -> tuple[Values | None, Answer]:
+        """Take the slices of the columns here, and reduce them or say what was measured."""
+        strike(faults)
+        self._answer = Answer()
+        rows, self._answer.problems = self._gather(parts)
+        self._recognise(rows, round)
+        present = [row for row in rows if row is not None]
+        if honest and present:
+            self._answer.honest = Mean()(present)
+        like = self.server.vector.numpy()
+        matrix: Any = fill(rows, like)
+        attack = self.job.attack
+        if attack is not None:
+            matrix = np.stack(matrix)
+            past = None
+            if previous is not None:
+                past = np.stack(fill(self._gather(previous)[0], like))
+            self._answer.touched = attack.corrupt(
+                matrix,
+                rng=attack_rng(self.job.seed, round),
+                round=round,
+                previous=past,
+                start=self.job.start,
+                d=self.job.d,
+            ).count
+        self._rows = matrix
+        rng = rule_rng(self.job.seed, round)
+        self._evaluation = Evaluation(self.job.rule, self.job.num_workers, rng)
+        return self._advance()
+
+    def answer(self, partials: Sequence[Partial]) -> tuple[Values | None, Answer]:
+        """Take what all servers measured, and go on."""
+        if self._evaluation is None:
+            raise RuntimeError("there is nothing to answer: no round was begun here")
+        self._evaluation.answer(partials)
+        return self._advance()
+
+    def _advance(self) -> tuple[Values | None, Answer]:
+        evaluation = self._evaluation
+        if evaluation is None:
+            raise RuntimeError("no round was begun here")
+        answer = self._answer
+        if evaluation.request is not None:
+            answer.partial = evaluation.partial(self._rows, self.job.start)
+            return None, answer
+        explained = evaluation.explain(self._rows)
+        self._evaluation = self._rows = None  # lets go of the object store's memory
+        answer.partial = None
+        answer.dropped, answer.expected = explained.dropped, float(explained.expected)
+        answer.finite = bool(np.isfinite(explained.value).all())
+        self._value = explained.value
+        return explained.value, answer
+
+    def step(
+        self, value: Sequence[Any], factor: float
+    ) -> tuple[Values, dict[str, npt.NDArray[Any]]]:
+        """Step along the aggregate, and return the parameters and the optimiser's state.
+
+        The aggregate is the last one made here; a server that did not live then is given it.
+        """
+        known = np.array(the_ray().get(value[0])) if value else self._value
+        if known is None:
+            raise RuntimeError("there is nothing to step along: no round was reduced here")
+        gradient = torch.from_numpy(known)
+        nobody = np.zeros(self.job.num_workers)
+        self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None], finite=True), factor)
+        return self.server.vector.numpy(), optimizer_state(self.server.optimizer)
+
+    def pid(self) -> int:
+        """Return the number of the process."""
+        return os.getpid()
+
+    def restore(self, vector: Values, state: Mapping[str, npt.NDArray[Any]]) -> tuple[None, None]:
+        """Go on from a checkpoint."""
+        self.server.vector.numpy()[:] = vector
+        self.server.optimizer.state.clear()
+        _load_optimizer(self.server.optimizer, state)
+        self._value = None
+        self._marks.clear()
+        return None, None
+
+    def _gather(self, parts: Sequence[Part]) -> tuple[list[Values | None], dict[int, str]]:
+        like = self.server.vector.numpy()
+        return read_rows(parts, like, self.job.num_workers, self.job.patience)
+
+    def _recognise(self, rows: list[Values | None], round: int) -> None:  # noqa: A002
+        """Note who sent the same as in a round before, by a few values of the slice."""
+        places = np.linspace(0, self.server.vector.numel() - 1, _MARKS).astype(np.int64)
+        for worker, row in enumerate(rows):
+            if row is not None:
+                seen = row[places]
+                when, mark = self._marks.get(worker, (round, b""))
+                self._marks[worker] = round, seen.tobytes()
+                if when < round and seen.any() and mark == seen.tobytes():
+                    self._answer.repeated.add(worker)
+
+
+def read_rows(
+    parts: Sequence[Part], like: Values, num_workers: int, patience: float
+) -> tuple[list[Values | None], dict[int, str]]:
+    """Read slices where they are; who sent none that is ``like`` what is due is told, with why."""
+    rows: list[Values | None] = [None] * num_workers
+    problems: dict[int, str] = {}
+    fetched = _fetch([at for *_, at in parts], patience)
+    for (first, last, _), part in zip(parts, fetched, strict=True):
+        if isinstance(part, Exception):
+            lost = f"its values were lost on the way ({type(part).__name__})"
+            if isinstance(part, TimeoutError):
+                lost = f"its values did not come within {patience:g} s"
+            problems |= dict.fromkeys(range(first, last), lost)
+            continue
+        whole = isinstance(part, list) and len(part) == last - first
+        for worker in range(first, last):
+            found = _row(part[worker - first] if whole else part, like)
+            if isinstance(found, str):
+                problems[worker] = found
+            else:
+                rows[worker] = found
+    return rows, problems
+
+
+def fill(rows: Sequence[Values | None], like: Values) -> list[Values]:
+    """Put a row of NaN where there is none."""
+    nothing = np.full_like(like, np.nan)
+    return [nothing if row is None else row for row in rows]
+
+
+def _row(pieces: Any, like: Values) -> Values | str:
+    """Return the slice of a worker, or what is wrong with it."""
+    if not isinstance(pieces, list) or not pieces:
+        return f"sent {type(pieces).__name__} where a list of arrays was due"
+    for piece in pieces:
+        if type(piece) is not np.ndarray or piece.ndim != 1:
+            return f"sent {type(piece).__name__} where an array of one dimension was due"
+        if piece.dtype != like.dtype:  # other bytes first is another dtype too
+            return f"sent {piece.dtype} where {like.dtype} was due"
+    length = sum(map(len, pieces))
+    if length != len(like):
+        return f"sent shape ({length},) where {like.shape} was due"
+    return join(pieces)
+
+
+def _fetch(references: Sequence[Any], patience: float) -> list[Any]:
+    """Get all that come in time; for each of the others, an exception stands in its place."""
+    ray = the_ray()
+    until = time.monotonic() + patience
+    try:
+        return list(ray.get(list(references), timeout=patience))
+    except ray.exceptions.RayError:  # at the first that is lost, or when time is over
+        left = max(0.0, until - time.monotonic())
+    ready, _ = ray.wait(list(references), num_returns=len(references), timeout=left)
+    there = set(ready)
+    until = time.monotonic() + patience / 2  # what is ready is here, unless it was lost since
+    found: list[Any] = []
+    for reference in references:
+        if reference not in there:
+            found.append(TimeoutError())
+            continue
+        try:
+            found.append(ray.get(reference, timeout=max(0.0, until - time.monotonic())))
+        except ray.exceptions.RayError as error:
+            found.append(error)
+    return found
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, npt.NDArray[Any]]:
+    """Return what an optimiser keeps, as arrays by ``index.key``; plain numbers as float64."""
+    return {
+        f"{index}.{key}": value.numpy()
+        if isinstance(value, torch.Tensor)
+        else np.array(value, np.float64)
+        for index, entries in optimizer.state_dict()["state"].items()
+        for key, value in entries.items()
+        if value is not None
+    }
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, npt.NDArray[Any]]
+) -> None:
+    entries: dict[int, dict[str, Any]] = {}
+    for name, values in state.items():
+        index, _, key = name.partition(".")
+        number = values.ndim == 0 and values.dtype == np.float64
+        kept = float(values) if number else torch.from_numpy(np.array(values))
+        entries.setdefault(int(index), {})[key] = kept
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def piece_shapes(shapes: Sequence[torch.Size], bounds: slice) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters in a range of columns, flat where one is cut.
+
+    >>> piece_shapes([torch.Size((2, 3)), torch.Size((4,))], slice(0, 8))
+    [(2, 3), (2,)]
+    """
+    pieces: list[tuple[int, ...]] = []
+    offset = 0
+    for shape in shapes:
+        inside = min(bounds.stop, offset + shape.numel()) - max(bounds.start, offset)
+        if inside == shape.numel():
+            pieces.append(tuple(shape))
+        elif inside > 0:
+            pieces.append((inside,))
+        offset += shape.numel()
+    return pieces
+
+
+def check_optimizer(server: ParameterServer) -> None:
+    """Refuse an optimiser that looks beside a value, where servers would cut its parameters."""
+    if server.num_servers == 1:
+        return
+    optimizer = server.optimizer
+    if len(optimizer.param_groups) != 1:
+        raise ValueError(
+            f"servers step on their own columns: {type(optimizer).__name__} with"
+            f" {len(optimizer.param_groups)} groups of parameters needs one server"
+        )
+    rng = np.random.default_rng(0)
+    start, steps = rng.normal(size=12), rng.normal(size=(3, 12))
+
+    def run(shapes: list[tuple[int, ...]]) -> np.ndarray:
+        parts = [slice(*cut) for cut in itertools.pairwise(np.cumsum([0, *map(math.prod, shapes)]))]
+        pieces = [
+            torch.nn.Parameter(torch.from_numpy(start[part].copy()).view(shape))
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+        twin = server.make_optimizer(pieces)
+        for step in steps:
+            for part, piece in zip(parts, pieces, strict=True):
+                piece.grad = torch.from_numpy(step[part].copy()).view(piece.shape)
+            twin.step()
+        return np.concatenate([piece.detach().numpy().ravel() for piece in pieces])
+
+    if not np.allclose(run([(3, 4)]), run([(5,), (7,)]), rtol=1e-9, atol=0):
+        raise ValueError(
+            f"{type(optimizer).__name__} steps otherwise when a parameter is cut, and"
+            f" {server.num_servers} servers cut them: use one server, or the local engine"
+        )

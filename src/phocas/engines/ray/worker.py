@@ -1,0 +1,248 @@
+"""What runs in a worker process of a Ray cluster.
+
+Rows travel as slices: a process returns one list for each server, of views of its own matrix that
+Ray copies into the object store once; a server reads them where they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from phocas.attacks import Attack, attack_rng
+from phocas.data import Assignment, batch_indices
+from phocas.engines.faults import Fault, RowFault, strike
+from phocas.engines.ray.session import the_ray
+from phocas.training.gradients import worker_gradients
+from phocas.training.gradients.base import Loss, Reduction
+from phocas.training.lanes import Lanes
+from phocas.training.parameters import FlatParameters
+from phocas.training.samples import Samples
+
+Values = npt.NDArray[np.floating[Any]]
+Source = tuple[int, int, list[Any]]
+"""The workers first to last - 1, and a reference for each server to the list of their slices."""
+
+_PIECE = 1 << 20  # bytes; Ray copies what is larger with six new threads: 34 ms of CPU, not 22
+
+
+class NoJobError(LookupError):
+    """A process that was started again is asked for a row, and has not been told its job."""
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerJob:
+    """All that workers need to know, the same for each of them."""
+
+    model: nn.Module
+    loss: Loss
+    samples: Samples
+    assignment: Assignment
+    num_workers: int
+    bounds: list[slice]
+    batch_size: int
+    seed: int
+    reduction: Reduction
+    path: str
+    attack: Attack | None
+    momentum: float
+    keeps_rows: bool
+    """Whether a script will want the row of the round before."""
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What comes with the rows of a process."""
+
+    losses: Values
+    buffers: list[dict[str, npt.NDArray[Any]]]
+    """For each worker, the buffers that its model changed; empty if there are none."""
+    seconds: float
+
+
+class WorkerProcess:
+    """The actor: it learns its job from :meth:`prepare`, or with a question.
+
+    (An actor that is made with its job has Ray warn that it may be lost; it is the trainer's.)
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._workers: Workers | None = None
+
+    def _at_work(self, job: Sequence[Any]) -> Workers:
+        if self._workers is None:
+            if not job:
+                raise NoJobError(f"workers {self.first} to {self.last - 1} were started again")
+            self._workers = Workers(the_ray().get(job[0]), self.first, self.last)
+        return self._workers
+
+    def prepare(self, job: Sequence[Any]) -> None:
+        """Get ready; the job is a reference in a list, which Ray leaves alone."""
+        self._at_work(job)
+
+    def gradients(self, job: Sequence[Any], *question: Any) -> tuple[Any, ...]:
+        """Answer as :meth:`Workers.gradients` does; who knows the job is asked with an empty list.
+
+        (A reference that is sent along has to be registered with its owner, in every round.)
+        """
+        return self._at_work(job).gradients(*question)
+
+    def momentum(self, job: Sequence[Any]) -> Values | None:
+        """Return the velocities, for a checkpoint."""
+        velocity = self._at_work(job).velocity
+        return None if velocity is None else velocity.numpy()
+
+    def set_momentum(self, job: Sequence[Any], values: Values) -> None:
+        """Go on from a checkpoint."""
+        velocity = self._at_work(job).velocity
+        if velocity is not None:
+            velocity.copy_(torch.from_numpy(np.array(values)))
+
+    def pid(self) -> int:
+        """Return the number of the process."""
+        return os.getpid()
+
+
+class Workers:
+    """The workers first to last - 1, in one process."""
+
+    def __init__(self, job: WorkerJob, first: int, last: int) -> None:
+        self.job = job
+        self.first, self.last = first, last
+        torch.set_num_threads(1)
+        self.flat = FlatParameters(job.model)
+        sample = job.samples.draw(np.zeros((1, job.batch_size), np.int64))
+        self.compute = worker_gradients(
+            job.model,
+            job.loss,
+            self.flat,
+            Lanes(1),
+            sample=sample,
+            reduction=job.reduction,
+            path=job.path,
+        )
+        self.rows = torch.zeros(last - first, self.flat.size, dtype=self.flat.vector.dtype)
+        self.velocity = torch.zeros_like(self.rows) if job.momentum else None
+        self._before: torch.Tensor | None = None
+        self._last: tuple[int, Report] | None = None
+
+    def gradients(
+        self,
+        round: int,  # noqa: A002
+        buffers: Mapping[str, npt.NDArray[Any]] | None,
+        faults: Sequence[Fault],
+        *parameters: Values,
+    ) -> tuple[Any, ...]:
+        """Take the model and return the slices of the rows for each server, then a report."""
+        strike(faults)
+        rows = [fault for fault in faults if isinstance(fault, RowFault)]
+        if self.velocity is not None and self._last is not None and self._last[0] == round:
+            # Asked again for the same round: to add the gradient to the momentum twice is wrong.
+            return *self._slices(rows), self._last[1]
+        if self.job.keeps_rows and self._last is not None:
+            self._before = self.rows.clone()
+        start = time.perf_counter()
+        vector = self.flat.vector.numpy()
+        for bounds, values in zip(self.job.bounds, parameters, strict=True):
+            vector[bounds] = values
+        losses, changed = self.differentiate(round, buffers)
+        if self.velocity is not None:
+            self.velocity.mul_(self.job.momentum).add_(self.rows, alpha=1 - self.job.momentum)
+            self.rows.copy_(self.velocity)
+        report = Report(losses, changed, time.perf_counter() - start)
+        self._last = round, report
+        return *self._slices(rows), report
+
+    def _batches(self, round: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
+        job = self.job
+        indices = batch_indices(job.assignment, job.num_workers, job.batch_size, job.seed, round)
+        if job.attack is None or not job.samples.num_classes:
+            return job.samples.draw(indices[self.first : self.last])
+        inputs, targets = job.samples.draw(indices)  # labels are corrupted for all workers at once
+        rng = attack_rng(job.seed, round)
+        job.attack.corrupt_labels(targets.numpy(), job.samples.num_classes, rng=rng, round=round)
+        return inputs[self.first : self.last], targets[self.first : self.last]
+
+    def differentiate(
+        self,
+        round: int,  # noqa: A002
+        buffers: Mapping[str, npt.NDArray[Any]] | None,
+    ) -> tuple[Values, list[dict[str, npt.NDArray[Any]]]]:
+        """Draw the batches, write their gradients into ``rows``; return losses and buffers."""
+        job = self.job
+        inputs, targets = self._batches(round)
+        if buffers is None:
+            losses = self.compute(inputs, targets, self.rows, job.seed, round, self.first)
+            return losses.numpy(), []
+        own = dict(job.model.named_buffers())
+        found, changed = [], []
+        for i in range(self.last - self.first):
+            for name, values in buffers.items():
+                own[name].copy_(torch.from_numpy(np.array(values)))
+            one = slice(i, i + 1)
+            worker = self.first + i
+            found.append(
+                self.compute(inputs[one], targets[one], self.rows[one], job.seed, round, worker)
+            )
+            changed.append({name: buffer.numpy().copy() for name, buffer in own.items()})
+        return torch.cat(found).numpy(), changed
+
+    def _slices(self, faults: Sequence[RowFault]) -> list[list[Any]]:
+        rows = self.rows.numpy()
+        before = None if self._before is None else self._before.numpy()
+        slices: list[list[Any]] = [[row[bounds] for row in rows] for bounds in self.job.bounds]
+        for fault in faults:
+            i = (fault.worker or 0) - self.first
+            for bounds, part in zip(self.job.bounds, slices, strict=True):
+                past = None if before is None else before[i, bounds]
+                part[i] = fault.change(rows[i, bounds], past, bounds.start)
+        return [[cut(row) for row in part] for part in slices]
+
+
+def cut(row: Values) -> list[Values]:
+    """Cut a vector into pieces that Ray copies in the thread it is called from.
+
+    >>> [len(piece) for piece in cut(np.zeros(300_000, np.float32))]
+    [262144, 37856]
+    """
+    step = _PIECE // row.itemsize
+    return [row[start : start + step] for start in range(0, max(1, len(row)), step)]
+
+
+def join(pieces: Sequence[Values]) -> Values:
+    """Return a vector that was cut, in place where its pieces lie side by side, as Ray puts them.
+
+    >>> row = np.arange(300_000, dtype=np.float32)
+    >>> np.shares_memory(join(cut(row)), row), np.array_equal(join(cut(row)), row)
+    (True, True)
+    """
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    ends = [piece.ctypes.data + piece.nbytes for piece in pieces]
+    begins = [piece.ctypes.data for piece in pieces]
+    whole = all(piece.flags.c_contiguous and piece.dtype == first.dtype for piece in pieces)
+    if not whole or begins[1:] != ends[:-1]:
+        return np.concatenate(pieces)
+    length = sum(map(len, pieces))
+    return np.lib.stride_tricks.as_strided(first, (length,), writeable=False)
+
+
+def without_test(samples: Samples) -> Samples:
+    """Return samples without those for evaluation, which workers have no use for."""
+    lean = copy.copy(samples)
+    lean.test = None
+    if lean.dataset is not None:
+        none = lean.dataset.test_images[:1], lean.dataset.test_labels[:1]
+        lean.dataset = replace(lean.dataset, test_images=none[0], test_labels=none[1])
+    return lean

@@ -1,0 +1,288 @@
+"""Every claim of the paper's experiments, its discussion and its appendix, in our words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phocas.experiments.reproduction.checks import (
+    LIKE,
+    SMALL,
+    against,
+    against_baseline,
+    best_of,
+    cheaper,
+    every,
+    fails,
+    farther,
+    gap_narrows,
+    insensitive,
+    like_no_failures,
+    reason_is_b,
+    slower,
+    survival_is_likelier,
+    survives,
+    whatever_q,
+)
+from phocas.experiments.reproduction.verdicts import Claim
+
+ATTACKS = ("gaussian", "omniscient", "bit-flip", "gambler")
+SETTINGS = ("none", *ATTACKS)
+
+# What was found out about the claims that did not hold on MNIST (docs/reproduction.md has more).
+BIASED = (
+    "Columns are skewed, and leaving values out is then biased: after 200 rounds Phocas is off by"
+    " 0.40 of the gradient's length (Trmean 0.29, Multi-Krum 0.24); in columns made symmetric the"
+    " bias is gone. That the step is shorter explains only a fifth of the gap to Mean."
+)
+CLEAN_ROW = (
+    "44% of the values at the first server are 0, which no factor makes a lie: Krum found and chose"
+    " a clean row in 198 of 200 rounds (171 at the last server)."
+)
+ONE_BATCH = (
+    "Krum follows one worker's 32 samples. A single honest worker alone is as far behind over the"
+    " rounds (2.7 of 3.0 points, three seeds); at the end (1.4 of 2.3) Krum's bias adds the rest."
+)
+SAME_ROWS = (
+    "With b = q both average exactly the 14 honest rows, so that their curves coincide. The paper's"
+    " Multi-Krum may average fewer: one of m - q - 2 = 12 rows is 0.2 points behind, as it says."
+)
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "none-phocas",
+        "Appendix, batch size",
+        "Without failures Phocas is like Mean.",
+        like_no_failures("none", "Phocas"),
+        BIASED,
+    ),
+    Claim(
+        "none-trmean",
+        "Appendix, batch size",
+        "Without failures Trmean is slightly slower than Mean.",
+        slower("none", "Trmean", "Mean", SMALL),
+        BIASED,
+    ),
+    Claim(
+        "none-krum",
+        "Appendix, batch size",
+        "Without failures Krum is the slowest.",
+        every(slower("none", "Krum", than) for than in ("Mean", "Multi-Krum", "Trmean", "Phocas")),
+    ),
+    Claim(
+        "batch-gap",
+        "Appendix, batch size",
+        "The gaps of Krum and of Trmean to Mean narrow when the batch grows.",
+        every(gap_narrows(label) for label in ("Krum", "Trmean")),
+    ),
+    Claim(
+        "gaussian-mean",
+        "Gaussian attack",
+        "Mean does not survive the Gaussian attack.",
+        fails("gaussian", "Mean"),
+    ),
+    Claim(
+        "gaussian-gaps",
+        "Gaussian attack",
+        "The gaps between the other rules are tiny.",
+        every(
+            against("gaussian", "Phocas", label, -SMALL, SMALL, "final")
+            for label in ("Krum", "Multi-Krum", "Trmean")
+        ),
+        ONE_BATCH,
+    ),
+    Claim(
+        "gaussian-phocas",
+        "Gaussian attack",
+        "Phocas performs as if there were no failures.",
+        like_no_failures("gaussian", "Phocas"),
+    ),
+    *(
+        Claim(
+            f"gaussian-{label.lower()}",
+            "Gaussian attack",
+            f"{label} converges slightly slower than Phocas.",
+            slower("gaussian", label, "Phocas", SMALL),
+            reason,
+        )
+        for label, reason in (("Krum", ONE_BATCH), ("Multi-Krum", SAME_ROWS), ("Trmean", BIASED))
+    ),
+    Claim(
+        "omniscient-phocas",
+        "Omniscient attack",
+        "Phocas performs as if there were no failures.",
+        like_no_failures("omniscient", "Phocas"),
+    ),
+    Claim(
+        "omniscient-multi-krum",
+        "Omniscient attack",
+        "Multi-Krum is behind Phocas, by a small gap.",
+        against("omniscient", "Phocas", "Multi-Krum", 0.0, SMALL, "final"),
+        SAME_ROWS,
+    ),
+    Claim(
+        "omniscient-krum",
+        "Omniscient attack",
+        "Krum converges slower than Phocas and Multi-Krum.",
+        every(slower("omniscient", "Krum", than) for than in ("Phocas", "Multi-Krum")),
+    ),
+    Claim(
+        "omniscient-trmean",
+        "Omniscient attack",
+        "Trmean converges to bad solutions.",
+        fails("omniscient", "Trmean"),
+    ),
+    Claim(
+        "bit-flip-survivors",
+        "Bit-flip attack",
+        "Phocas and Trmean survive the bit-flip attack.",
+        every(survives("bit-flip", label) for label in ("Phocas", "Trmean")),
+    ),
+    Claim(
+        "bit-flip-others",
+        "Bit-flip attack",
+        "No other rule survives the bit-flip attack.",
+        every(fails("bit-flip", label) for label in ("Mean", "Krum", "Multi-Krum")),
+    ),
+    *(
+        Claim(
+            f"bit-flip-q-{label.lower()}",
+            "Bit-flip attack",
+            f"Whatever q it is given, {label} is stuck at bad solutions.",
+            whatever_q(label),
+        )
+        for label in ("Krum", "Multi-Krum")
+    ),
+    Claim(
+        "gambler-survivors",
+        "Gambler attack",
+        "Phocas and Trmean survive the gambler attack.",
+        every(survives("gambler", label) for label in ("Phocas", "Trmean")),
+    ),
+    Claim(
+        "gambler-others",
+        "Gambler attack",
+        "No other rule survives the gambler attack.",
+        every(fails("gambler", label) for label in ("Mean", "Krum", "Multi-Krum")),
+        CLEAN_ROW,
+    ),
+    *(
+        Claim(
+            f"gambler-slower-{label.lower()}",
+            "Gambler attack",
+            f"Under the gambler {label} is slightly slower than Mean without failures.",
+            against_baseline("gambler", label, -SMALL, 0.0, "average"),
+            BIASED,
+        )
+        for label in ("Phocas", "Trmean")
+    ),
+    *(
+        Claim(
+            f"gambler-b-{label.lower()}",
+            "Sensitivity",
+            f"The best accuracy of {label} does not change much with b.",
+            insensitive(label),
+            "The smallest b are fewer than the lies that meet in a column: two meet in every fourth"
+            " round, three in one of 1200 (phocas plan gives the chances).",
+        )
+        for label in ("Phocas", "Trmean")
+    ),
+    Claim(
+        "mean",
+        "Discussion",
+        "Mean survives none of the four attacks.",
+        every(fails(figure, "Mean") for figure in ATTACKS),
+    ),
+    *(
+        Claim(
+            f"classic-{label.lower()}",
+            "Discussion",
+            f"{label} survives wrong rows (Gaussian, omniscient) and not wrong values (bit-flip,"
+            " gambler).",
+            every(
+                [
+                    *(survives(figure, label) for figure in ("gaussian", "omniscient")),
+                    *(fails(figure, label) for figure in ("bit-flip", "gambler")),
+                ]
+            ),
+        )
+        for label in ("Krum", "Multi-Krum")
+    ),
+    Claim(
+        "omniscient-variance",
+        "Discussion",
+        "Under the omniscient attack Trmean is farther from the honest gradients than Phocas.",
+        farther("omniscient", "Trmean", "Phocas"),
+    ),
+    Claim(
+        "gambler-probability",
+        "Discussion",
+        "Under the gambler Phocas and Trmean survive more often than Krum and Multi-Krum.",
+        survival_is_likelier,
+        CLEAN_ROW,
+    ),
+    Claim(
+        "gambler-trmean",
+        "Discussion",
+        "Under the gambler Trmean is slightly better than Phocas.",
+        against("gambler", "Trmean", "Phocas", 0.0, SMALL, "final"),
+        BIASED,
+    ),
+    Claim(
+        "gambler-reason",
+        "Discussion",
+        "Trmean leads Phocas there because b = 8 is too many: the lead is smaller with b = 4.",
+        reason_is_b,
+        "The lead is there with either b. " + BIASED,
+    ),
+    Claim(
+        "phocas-best",
+        "Discussion",
+        "Phocas is the best rule, or within a point of it, in every experiment.",
+        every(best_of(figure) for figure in SETTINGS),
+        BIASED,
+    ),
+    Claim(
+        "multi-krum-good",
+        "Discussion",
+        "Multi-Krum is good too under wrong rows: within two points of Mean without failures.",
+        every(
+            against_baseline(figure, "Multi-Krum", low=-SMALL)
+            for figure in ("none", "gaussian", "omniscient")
+        ),
+    ),
+    Claim(
+        "phocas-multi-krum",
+        "Discussion",
+        "Phocas is as good as Multi-Krum or better in every experiment.",
+        every(
+            against(figure, "Phocas", "Multi-Krum", -LIKE, np.inf, "final") for figure in SETTINGS
+        ),
+        BIASED,
+    ),
+    Claim(
+        "phocas-cost",
+        "Discussion",
+        "Phocas costs less time than Krum and Multi-Krum.",
+        every(cheaper("Phocas", label) for label in ("Krum", "Multi-Krum")),
+    ),
+    Claim(
+        "trmean-cost",
+        "Discussion",
+        "Trmean is the cheapest of the robust rules.",
+        every(cheaper("Trmean", label) for label in ("Phocas", "Krum", "Multi-Krum")),
+    ),
+    Claim(
+        "candidates",
+        "Discussion",
+        "Rules that average more candidates do better: Phocas and Multi-Krum (14 of 20) lead Trmean"
+        " (8), which leads Krum (1), without failures.",
+        every(
+            [
+                slower("none", "Trmean", "Phocas"),
+                slower("none", "Trmean", "Multi-Krum"),
+                slower("none", "Krum", "Trmean"),
+            ]
+        ),
+        BIASED,
+    ),
+)

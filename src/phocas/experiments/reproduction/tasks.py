@@ -1,0 +1,260 @@
+"""The paper's experiments as data: a task and its figures, read from TOML, as runs of a sweep.
+
+A task file has the settings that its figures share (the paper's Table 1) and its scales; a figure
+file has a title, what its axes are, and a grid of runs. Both are kept in ``reproduction/`` here,
+where each says what was chosen where the paper is silent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from phocas.experiments.config import ConfigError, RunConfig, expand_grid, read_toml
+from phocas.rules import parse_rule
+from phocas.specs import unknown
+from phocas.training.models import MODELS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+Metric = Literal["top1", "top3"]
+LABELS = {
+    "mean": "Mean",
+    "krum": "Krum",
+    "multi-krum": "Multi-Krum",
+    "trimmed-mean": "Trmean",
+    "phocas": "Phocas",
+}
+REPEATS = 10  # the paper's
+BASELINE = "Mean without Byzantine"
+_File = TypeVar("_File", bound=BaseModel)
+
+
+class _Scale(BaseModel):
+    """What a scale changes: settings, repeats, and which figures, b and batch sizes are left."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    repeats: int = Field(default=REPEATS, ge=1)
+    skip: list[str] = Field(default_factory=list)
+    b: list[int] | None = None
+    batch_sizes: list[int] | None = None
+
+
+class _TaskFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    title: str
+    metric: Metric
+    figures: list[str]
+    settings: dict[str, Any]
+    zoom: dict[str, list[float]] = Field(default_factory=dict)
+    scale: dict[str, _Scale] = Field(default_factory=lambda: {"paper": _Scale()})
+
+
+class _FigureFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    title: str
+    axis: Literal["rounds", "b"]
+    value: Literal["final", "best"] = "final"
+    panel: Literal["batch_size"] | None = None
+    grid: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a figure, or one point of a figure of sensitivity: a run to be repeated."""
+
+    label: str
+    config: RunConfig
+    """With the seed of the first repeat."""
+
+    @property
+    def b(self) -> int | None:
+        """What the rule was told to survive."""
+        return getattr(parse_rule(self.config.rule), "b", None)
+
+    def repeat(self, number: int) -> RunConfig:
+        """Return the run of a repeat, from 0."""
+        return self.config.model_copy(update={"seed": self.config.seed + number})
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the paper and the cases in it."""
+
+    name: str
+    title: str
+    axis: Literal["rounds", "b"]
+    value: Literal["final", "best"]
+    panel: Literal["batch_size"] | None
+    zoom: tuple[float, float] | None
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A task of the paper at a scale."""
+
+    task: str
+    title: str
+    scale: str
+    metric: Metric
+    figures: tuple[Figure, ...]
+    repeats: int
+
+    def runs(self) -> list[RunConfig]:
+        """Return all runs without repetition: all first repeats come before the second ones."""
+        found: dict[str, RunConfig] = {}
+        for number in range(self.repeats):
+            for figure in self.figures:
+                for case in figure.cases:
+                    config = case.repeat(number)
+                    found.setdefault(config.identity(), config)
+        return list(found.values())
+
+
+def tasks() -> list[str]:
+    """Return the tasks that come with the package.
+
+    >>> tasks()
+    ['cifar10', 'mnist']
+    """
+    found = [path.stem for path in _folder().glob("*.toml") if "figures" in read_toml(path)]
+    return sorted(found)
+
+
+def plan(
+    task: str,
+    *,
+    scale: str = "paper",
+    repeats: int | None = None,
+    only: Sequence[str] = (),
+    places: Mapping[str, Any] | None = None,
+) -> Reproduction:
+    """Read a task, the name of one of ours or the path of a TOML file, and its figures.
+
+    ``repeats`` is by default what the scale says; ``only`` picks some of the figures; ``places``
+    are settings that change no result, such as ``results`` and ``data_dir``.
+
+    >>> mnist = plan("mnist", repeats=1)
+    >>> len(mnist.runs()), [figure.name for figure in mnist.figures][:3]
+    (100, ['none', 'batch-size', 'gaussian'])
+    """
+    path = _task_path(task)
+    file: _TaskFile = _read(path, _TaskFile)
+    if scale not in file.scale:
+        raise ConfigError(unknown("scale", scale, file.scale))
+    chosen = file.scale[scale]
+    names = [name for name in file.figures if name not in chosen.skip]
+    for name in only:
+        if name not in names:
+            raise ConfigError(unknown("figure", name, names))
+    settings = {**file.settings, **(chosen.model_extra or {}), **(places or {})}
+    figures = [
+        _figure(_figure_path(name, path), settings, chosen, file.zoom)
+        for name in names
+        if not only or name in only
+    ]
+    return Reproduction(
+        task=path.stem,
+        title=file.title,
+        scale=scale,
+        metric=file.metric,
+        figures=tuple(figures),
+        repeats=chosen.repeats if repeats is None else repeats,
+    )
+
+
+def label_of(config: RunConfig) -> str:
+    """Return the paper's name of a rule, or the rule itself where the paper has none."""
+    name = config.rule.partition(":")[0]
+    return LABELS.get(name, config.rule)
+
+
+def _folder() -> Path:
+    return Path(str(resources.files("phocas.experiments.reproduction")))
+
+
+def _task_path(task: str) -> Path:
+    if task.endswith(".toml"):
+        return Path(task)
+    if task not in tasks():
+        raise ConfigError(unknown("task", task, tasks()) + ", or the path of a TOML file")
+    return _folder() / f"{task}.toml"
+
+
+def _figure_path(name: str, task: Path) -> Path:
+    """Look beside the task first, then among the figures that come with the package."""
+    beside = task.parent / f"{name}.toml"
+    return beside if beside.exists() else _folder() / f"{name}.toml"
+
+
+def _read(path: Path, kind: type[_File]) -> _File:
+    try:
+        return kind.model_validate(read_toml(path))
+    except ValidationError as error:
+        problems = [
+            f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            for problem in error.errors()
+        ]
+        raise ConfigError("\n".join(problems)) from None
+
+
+def _figure(
+    path: Path, settings: Mapping[str, Any], scale: _Scale, zoom: Mapping[str, list[float]]
+) -> Figure:
+    file: _FigureFile = _read(path, _FigureFile)
+    model = str(settings.get("model", "mlp"))
+    blocks = [block for given in file.grid for block in _blocks(given, file, scale, model)]
+    configs = expand_grid({**settings, "grid": blocks}, str(path))
+    window = zoom.get(path.stem, zoom.get("default"))
+    attacked = any(config.attack for config in configs)
+    cases = []
+    for config in configs:
+        plain = attacked and config.attack is None and config.rule == "mean"
+        label = config.name or (BASELINE if plain else label_of(config))
+        name = f"{path.stem}: {label}"
+        if file.axis == "b" and not plain:
+            name += f" b={Case(label, config).b}"
+        elif file.panel:
+            name += f" {file.panel}={getattr(config, file.panel)}"
+        cases.append(Case(label, config.model_copy(update={"name": name})))
+    return Figure(
+        name=path.stem,
+        title=file.title,
+        axis=file.axis,
+        value=file.value,
+        panel=file.panel,
+        zoom=None if window is None else (window[0], window[1]),
+        cases=tuple(cases),
+    )
+
+
+def _blocks(
+    block: dict[str, Any], file: _FigureFile, scale: _Scale, model: str
+) -> Iterator[dict[str, Any]]:
+    """Write a list of b into the rules, and leave out what the scale leaves out.
+
+    Initial weights, ``init``, are written into the task's model, if it is one that has them.
+    """
+    block = dict(block)
+    if "init" in block:
+        name, colon, options = model.partition(":")
+        if name not in MODELS or "init=" in options:
+            return  # a model of the user's own, or one whose task has chosen
+        block["model"] = f"{name}:{options}{',' if colon else ''}init={block.pop('init')}"
+    if file.panel and scale.batch_sizes and block.get("batch_size") not in scale.batch_sizes:
+        return
+    values = block.pop("b", None)
+    if values is not None:
+        rules = block["rule"] if isinstance(block["rule"], list) else [block["rule"]]
+        wanted = [b for b in values if scale.b is None or b in scale.b]
+        block["rule"] = [f"{rule}:b={b}" for rule in rules for b in wanted]
+    yield block

@@ -1,0 +1,271 @@
+"""The gradients of all workers at once, each written straight into its row of the matrix.
+
+Three ways, chosen by the model and all checked against plain autograd:
+
+- :class:`Merged`: the batches of many workers go through a dense model as one, and a backward pass
+  written by hand leaves a gradient a worker (the paper's MLP, m = 20: 4 ms; a loop 30 ms).
+- :class:`Vectorised`: ``torch.func.vmap`` over the workers, for small models without convolutions.
+- :class:`Looped`: one worker after another by autograd, convolutions in channels-last layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from phocas.specs import unknown
+from phocas.training.dropout import Noise, seed_dropout, worker_generator
+from phocas.training.gradients.base import SAMPLES_A_BLOCK, Loss, Reduction, WorkerGradients
+from phocas.training.gradients.merged import Merged, is_dense
+
+if TYPE_CHECKING:
+    from phocas.training.lanes import Lanes
+    from phocas.training.parameters import FlatParameters
+
+Buffers = dict[str, torch.Tensor]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Vectorised(WorkerGradients):
+    """Differentiate all workers of a block in one call with ``torch.func.vmap``."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, flat: FlatParameters, lanes: Lanes, reduction: Reduction
+    ) -> None:
+        super().__init__(model, loss, flat, lanes, reduction)
+        self.replica = _replica(model).train()
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        out: torch.Tensor,
+        seed: int,
+        round: int,  # noqa: A002
+        first_worker: int = 0,
+    ) -> torch.Tensor:
+        """Run blocks of workers one after another: vmap's transformations share the module."""
+        del seed, round, first_worker  # random models are looped
+        num_workers, batch_size = targets.shape[:2]
+        step = math.ceil(SAMPLES_A_BLOCK / batch_size)
+        scale = self._scale(batch_size)
+        losses = torch.empty(num_workers, dtype=out.dtype)
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        parameters = {names[id(tensor)]: tensor.detach() for tensor in self.flat.tensors}
+
+        def objective(
+            values: Buffers, batch: torch.Tensor, target: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            outputs = torch.func.functional_call(self.replica, values, (batch,))
+            loss = self.loss(outputs, target)
+            return loss * scale, loss
+
+        gradients = torch.func.vmap(
+            torch.func.grad(objective, has_aux=True), in_dims=(None, 0, 0), randomness="error"
+        )
+
+        def block(start: int) -> None:
+            rows = slice(start, start + step)
+            found, losses[rows] = gradients(parameters, inputs[rows], targets[rows])
+            offset = 0
+            for gradient in found.values():
+                part = gradient.flatten(1)
+                out[rows, offset : offset + part.shape[1]] = part
+                offset += part.shape[1]
+
+        for start in range(0, num_workers, step):
+            self.lanes.map(block, [start])
+        return losses
+
+
+class Looped(WorkerGradients):
+    """Differentiate one worker after another with autograd, for any module.
+
+    Workers run side by side unless the model changes its buffers or draws random numbers other than
+    nn.Dropout's. Buffers (running means of batch norm) start each worker from the server's values;
+    the server then takes the median over the workers, since a worker may lie there too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        flat: FlatParameters,
+        lanes: Lanes,
+        reduction: Reduction,
+        *,
+        channels_last: bool,
+    ) -> None:
+        super().__init__(model, loss, flat, lanes, reduction)
+        self.noise = Noise()
+        self.replica = _replica(model)
+        seed_dropout(self.replica, self.noise)
+        self.replica.train()
+        self.channels_last = channels_last
+        own = dict(self.replica.named_parameters())
+        names = {id(tensor): name for name, tensor in model.named_parameters()}
+        self.tensors = [own[names[id(tensor)]] for tensor in flat.tensors]
+        self._relaid = [
+            (mine, theirs)
+            for mine, theirs in zip(self.tensors, flat.tensors, strict=True)
+            if self.channels_last and mine.dim() == 4
+        ]
+        for mine, _ in self._relaid:
+            mine.data = mine.data.clone(memory_format=torch.channels_last)
+        self.serial = False
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        out: torch.Tensor,
+        seed: int,
+        round: int,  # noqa: A002
+        first_worker: int = 0,
+    ) -> torch.Tensor:
+        """Run the workers side by side, or in order where they would disturb each other."""
+        num_workers, batch_size = targets.shape[:2]
+        scale = self._scale(batch_size)
+        losses = torch.empty(num_workers, dtype=out.dtype)
+        for mine, theirs in self._relaid:
+            mine.data.copy_(theirs.data)
+
+        def worker(i: int) -> None:
+            self.noise.generator = worker_generator(seed, round, first_worker + i)
+            batch = inputs[i]
+            if self.channels_last and batch.dim() == 4:
+                batch = batch.contiguous(memory_format=torch.channels_last)
+            loss = self.loss(self.replica(batch), targets[i])
+            found = torch.autograd.grad(loss * scale, self.tensors, allow_unused=True)
+            for view, gradient in zip(self.flat.views(out[i]), found, strict=True):
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient)
+            losses[i] = loss.detach()
+
+        if self.serial:
+            self._in_order(worker, num_workers, seed, round, first_worker)
+        else:
+            self.lanes.map(worker, range(num_workers))
+        return losses
+
+    def _in_order(
+        self,
+        worker: Callable[[int], None],
+        num_workers: int,
+        seed: int,
+        round: int,  # noqa: A002
+        first_worker: int,
+    ) -> None:
+        theirs = dict(self.model.named_buffers())
+        kept: list[Buffers] = []
+        with torch.random.fork_rng(devices=[]):
+            for i in range(num_workers):
+                for name, buffer in self.replica.named_buffers():
+                    buffer.copy_(theirs[name])
+                torch.manual_seed(worker_generator(seed, round, first_worker + i).initial_seed())
+                self.lanes.map(worker, [i])
+                kept.append({key: b.clone() for key, b in self.replica.named_buffers()})
+        for name, buffer in theirs.items():
+            buffer.copy_(torch.stack([buffers[name] for buffers in kept]).median(0).values)
+
+
+def worker_gradients(
+    model: nn.Module,
+    loss: Loss,
+    flat: FlatParameters,
+    lanes: Lanes,
+    *,
+    sample: tuple[torch.Tensor, torch.Tensor],
+    reduction: Reduction = "mean",
+    path: str | None = None,
+) -> WorkerGradients:
+    """Choose how to compute the workers' gradients, by the model and a trial on a sample.
+
+    ``sample`` is a pair of inputs (some workers, n, ...) and targets of the real shapes; ``path``
+    forces ``merged``, ``vectorised`` or ``looped``.
+    """
+    ways = {"merged": Merged, "vectorised": Vectorised, "looped": Looped}
+    if path is not None and path not in ways:
+        raise ValueError(unknown("gradient path", path, ways))
+    if path == "merged" or (path is None and is_dense(model, sample[0].dim() - 2)):
+        return Merged(model, loss, flat, lanes, reduction)
+    looped = _looped(model, loss, flat, lanes, reduction, sample)
+    small = not any(isinstance(part, _CONVOLUTIONS) for part in model.modules())
+    if path == "vectorised" or (path is None and small and not looped.serial):
+        vectorised = Vectorised(model, loss, flat, lanes, reduction)
+        if path == "vectorised" or _agrees(vectorised, looped, sample):
+            return vectorised
+    return looped
+
+
+def _looped(
+    model: nn.Module,
+    loss: Loss,
+    flat: FlatParameters,
+    lanes: Lanes,
+    reduction: Reduction,
+    sample: tuple[torch.Tensor, torch.Tensor],
+) -> Looped:
+    """Lay images out channels-last for convolutions, unless the model cannot take them so."""
+    if any(isinstance(part, nn.Conv2d) for part in model.modules()):
+        looped = Looped(model, loss, flat, lanes, reduction, channels_last=True)
+        # A view after a convolution wants the usual layout; any other trouble comes again below.
+        with contextlib.suppress(RuntimeError):
+            looped.serial = _disturbs(looped, sample)
+            return looped
+    looped = Looped(model, loss, flat, lanes, reduction, channels_last=False)
+    looped.serial = _disturbs(looped, sample)
+    return looped
+
+
+def _replica(model: nn.Module) -> nn.Module:
+    """Copy a module without copying its parameters."""
+    shared = {}
+    for tensor in model.parameters():
+        twin = nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
+        shared[id(tensor)] = twin
+    return copy.deepcopy(model, dict(shared))
+
+
+def _disturbs(looped: Looped, sample: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Try a worker: does it change buffers, or draw from the generator of the process?"""
+    inputs, targets = (part[:1] for part in sample)
+    buffers = {name: buffer.clone() for name, buffer in looped.replica.named_buffers()}
+    with torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        looped(
+            inputs, targets, torch.empty(1, looped.flat.size, dtype=looped.flat.vector.dtype), 0, 0
+        )
+        drew = not torch.equal(state, torch.get_rng_state())
+    changed = any(
+        not torch.equal(buffers[name], buffer) for name, buffer in looped.replica.named_buffers()
+    )
+    for name, buffer in looped.replica.named_buffers():
+        buffer.copy_(buffers[name])
+    return drew or changed
+
+
+def _agrees(
+    vectorised: Vectorised, looped: Looped, sample: tuple[torch.Tensor, torch.Tensor]
+) -> bool:
+    """Try a worker both ways; a model that vmap cannot take, or takes differently, is looped."""
+    inputs, targets = (part[:1] for part in sample)
+    found, expected = (
+        torch.empty(1, looped.flat.size, dtype=looped.flat.vector.dtype) for _ in range(2)
+    )
+    looped(inputs, targets, expected, 0, 0)
+    try:
+        vectorised(inputs, targets, found, 0, 0)
+    except Exception:  # noqa: BLE001  # whatever vmap dislikes about a foreign model, the loop can do
+        return False
+    tolerance = 1e-4 * float(expected.abs().max()) + 1e-12
+    return bool(torch.allclose(found, expected, rtol=1e-3, atol=tolerance))

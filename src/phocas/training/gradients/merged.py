@@ -1,0 +1,185 @@
+"""The gradients of dense models: batches merged, and a backward pass written by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from phocas.training.dropout import worker_generator
+from phocas.training.gradients.base import SAMPLES_A_BLOCK, Loss, Reduction, WorkerGradients
+
+if TYPE_CHECKING:
+    from phocas.training.lanes import Lanes
+    from phocas.training.parameters import FlatParameters
+
+
+class Merged(WorkerGradients):
+    """Merge the workers' batches and write the backward pass of dense layers by hand.
+
+    With A the inputs of a linear layer and D the gradient at its outputs, worker i's gradient is
+    ``D_i^T A_i``: one batched product for all workers, with the matrix's own rows as its result.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, flat: FlatParameters, lanes: Lanes, reduction: Reduction
+    ) -> None:
+        super().__init__(model, loss, flat, lanes, reduction)
+        self.layers = _dense_layers(model)
+        self.plain_cross_entropy = is_cross_entropy(loss)
+        self._starts: dict[int, int] = {}
+        offset = 0
+        for tensor in flat.tensors:
+            self._starts[id(tensor)] = offset
+            offset += tensor.numel()
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        out: torch.Tensor,
+        seed: int,
+        round: int,  # noqa: A002
+        first_worker: int = 0,
+    ) -> torch.Tensor:
+        """Run blocks of workers side by side; a block's size depends on the batch size alone."""
+        num_workers, batch_size = targets.shape[:2]
+        step = math.ceil(SAMPLES_A_BLOCK / batch_size)
+        losses = torch.empty(num_workers, dtype=out.dtype)
+        random = any(isinstance(layer, nn.Dropout) and layer.p for layer in self.layers)
+
+        def block(start: int) -> None:
+            stop = min(start + step, num_workers)
+            generators = (
+                [worker_generator(seed, round, first_worker + i) for i in range(start, stop)]
+                if random
+                else []
+            )
+            with torch.no_grad():
+                self._block(
+                    inputs[start:stop],
+                    targets[start:stop],
+                    out[start:stop],
+                    losses[start:stop],
+                    generators,
+                )
+
+        self.lanes.map(block, range(0, num_workers, step))
+        return losses
+
+    def _block(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        out: torch.Tensor,
+        losses: torch.Tensor,
+        generators: list[torch.Generator],
+    ) -> None:
+        k, n = targets.shape[:2]
+        values = inputs.reshape(k * n, -1)
+        tape: list[tuple[nn.Module, torch.Tensor]] = []  # a layer and what its backward pass needs
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                tape.append((layer, values))
+                values = functional.linear(values, layer.weight, layer.bias)
+            elif isinstance(layer, nn.ReLU):
+                values = values.relu()
+                tape.append((layer, values))
+            elif isinstance(layer, nn.Dropout) and layer.p:
+                mask = torch.empty_like(values)
+                for rows, generator in zip(mask.view(k, n, -1), generators, strict=True):
+                    rows.bernoulli_(1 - layer.p, generator=generator)
+                values = values * mask.div_(1 - layer.p)
+                tape.append((layer, mask))
+        delta = self._loss(values, targets, losses)
+        lowest = next(
+            place for place, (layer, _) in enumerate(tape) if isinstance(layer, nn.Linear)
+        )
+        for place in range(len(tape) - 1, lowest - 1, -1):
+            layer, saved = tape[place]
+            if isinstance(layer, nn.ReLU):
+                delta = torch.ops.aten.threshold_backward(delta, saved, 0)
+            elif isinstance(layer, nn.Linear):
+                self._write(layer, delta.view(k, n, -1), saved.view(k, n, -1), out)
+                if place > lowest:
+                    delta = delta @ layer.weight
+            else:
+                delta = delta * saved
+
+    def _write(
+        self, layer: nn.Linear, delta: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        start = self._starts[id(layer.weight)]
+        rows = out[:, start : start + layer.weight.numel()].view(-1, *layer.weight.shape)
+        torch.bmm(delta.transpose(1, 2), inputs, out=rows)
+        if layer.bias is not None:
+            start = self._starts[id(layer.bias)]
+            torch.sum(delta, 1, out=out[:, start : start + layer.bias.numel()])
+
+    def _loss(
+        self, outputs: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
+    ) -> torch.Tensor:
+        """Store the losses and return the gradient at the outputs."""
+        k, n = targets.shape[:2]
+        scale = self._scale(n)
+        if self.plain_cross_entropy and targets.dtype == torch.int64:
+            logs = functional.log_softmax(outputs, 1)
+            chosen = targets.reshape(-1, 1)
+            torch.mean(logs.gather(1, chosen).view(k, n), 1, out=losses).neg_()
+            delta = logs.exp_()
+            return delta.scatter_add_(1, chosen, delta.new_full((k * n, 1), -1.0)).mul_(scale / n)
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            parts = [
+                self.loss(part, target)
+                for part, target in zip(leaf.view(k, n, -1), targets, strict=True)
+            ]
+            total = torch.stack(parts)
+            (delta,) = torch.autograd.grad(total.sum() * scale, leaf)
+        losses.copy_(total.detach())
+        return delta
+
+
+def is_dense(model: nn.Module, input_dims: int) -> bool:
+    """Say whether a model is a plain stack of linear layers, ReLU, flatten and dropout."""
+    layers = _dense_layers(model)
+    if not layers or not isinstance(layers[-1], nn.Linear):
+        return False
+    flattened = input_dims == 1
+    for layer in layers:
+        if type(layer) not in (nn.Linear, nn.ReLU, nn.Flatten, nn.Dropout, nn.Identity):
+            return False
+        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:  # noqa: SLF001
+            return False
+        if isinstance(layer, nn.Flatten):
+            if (layer.start_dim, layer.end_dim) != (1, -1):
+                return False
+            flattened = True
+        if isinstance(layer, nn.Linear) and not flattened:
+            return False
+    tensors = [tensor for layer in layers for tensor in layer.parameters()]
+    return len({id(tensor) for tensor in tensors}) == len(tensors) and all(
+        tensor.requires_grad for tensor in tensors
+    )
+
+
+def is_cross_entropy(loss: Loss) -> bool:
+    """Say whether a loss is the mean cross-entropy without weights, smoothing or ignored labels."""
+    if loss is functional.cross_entropy:
+        return True
+    return (
+        type(loss) is nn.CrossEntropyLoss
+        and loss.weight is None
+        and loss.label_smoothing == 0
+        and loss.reduction == "mean"
+        and loss.ignore_index < 0
+    )
+
+
+def _dense_layers(model: nn.Module) -> list[nn.Module]:
+    if type(model) is not nn.Sequential:
+        return [model]
+    return [layer for part in model for layer in _dense_layers(part)]

@@ -1,0 +1,744 @@
+"""The ray engine with real processes: three nodes on one machine, killed, hung and lied to."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed: pip install 'phocas[ray]'", allow_module_level=True)
+
+# Before Ray is imported: everything stays on loopback, and nobody is told.
+os.environ |= {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+}
+
+from phocas import engines
+from phocas.data import DataError, Dataset, load
+from phocas.engines.faults import Corrupt, FaultScript, NaN, Stale, random_script
+from phocas.engines.ray import session as ray_session
+from phocas.engines.ray.cluster import RayCluster
+from phocas.engines.ray.hosts import MissingRowsError, survives
+from phocas.engines.ray.servers import Servers
+from phocas.engines.ray.session import RayUnreachableError, reachable, the_ray
+from phocas.engines.ray.settings import RaySettings
+from phocas.engines.ray.shard import read_rows
+from phocas.engines.ray.worker import cut, join
+from phocas.experiments.config import make_config
+from phocas.experiments.runner import execute
+from phocas.rules import parse_rule
+from phocas.training import Round, Trainer
+from phocas.training.checkpoints import load_checkpoint, save_checkpoint
+from phocas.training.models import build_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """Three nodes, each with its own object store, started once for all tests."""
+    ray = the_ray()
+    cluster_utils = importlib.import_module("ray.cluster_utils")
+    node = {"num_cpus": 1, "object_store_memory": 256 << 20, "node_ip_address": "127.0.0.1"}
+    cluster = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={**node, "include_dashboard": False}
+    )
+    for _ in range(2):
+        cluster.add_node(**node)
+    ray.init(
+        address=cluster.address,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield ray
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def data() -> Dataset:
+    return load("synthetic:train=400,test=120,side=8,noise=20")
+
+
+def make(engine: str, data: Dataset, **options: Any) -> Trainer:
+    torch.manual_seed(5)
+    model = options.pop("model", None) or build_model("mlp:hidden=16", data.shape, 10, seed=3)
+    settings: dict[str, Any] = {
+        "num_workers": 8,
+        "num_servers": 2,
+        "batch_size": 16,
+        "rule": "phocas:b=3",
+        "lr": 0.5,
+    }
+    return engines.start(engine, model, functional.cross_entropy, data, **{**settings, **options})
+
+
+def bits(trainer: Trainer) -> np.ndarray:
+    return trainer.server.vector.numpy().view(np.uint32).copy()
+
+
+def local_bits(data: Dataset, rounds: int, **options: Any) -> np.ndarray:
+    with make("local", data, **options) as trainer:
+        for _ in trainer.rounds(rounds):
+            pass
+        return bits(trainer)
+
+
+class Absent:
+    """Blanks the rows that were missing in a run on Ray, as an attack on the local engine."""
+
+    needs_previous = False
+
+    def __init__(self, rounds: list[Round]) -> None:
+        self.missing = [list(done.missing) for done in rounds]
+
+    def check(self, *_: object) -> None:
+        """Everything is possible."""
+
+    def corrupt_labels(self, *_: object, **__: object) -> None:
+        """No labels are changed."""
+
+    def corrupt(self, rows: np.ndarray, *, round: int, **_: object) -> Any:  # noqa: A002
+        rows[self.missing[round]] = np.nan
+
+        class Touched:
+            count = 0
+
+        return Touched
+
+
+def told(rounds: list[Round], number: int) -> str:
+    return "; ".join(rounds[number - 1].news)
+
+
+def test_every_fault_is_a_row_of_nan_for_its_round_and_nothing_more(
+    ray: Any, data: Dataset
+) -> None:
+    script = """
+        shape:round=2,worker=1
+        dtype:round=3,worker=2
+        dtype:round=3,worker=5
+        raise:round=4,worker=4      # its process has worker 5 too
+        delay:round=5,worker=1,seconds=4
+        stale:round=6,worker=3
+        kill:round=8,worker=2
+    """
+    options: dict[str, Any] = {"num_workers": 6, "rule": "phocas:b=2", "lr": 0.1}
+    with make("ray", data, processes=3, deadline=3, faults=script, **options) as trainer:
+        assert sum(node["Alive"] for node in ray.nodes()) == 3
+        rounds = list(trainer.rounds(5))
+        cluster = trainer.cluster
+        assert isinstance(cluster, RayCluster)
+        late = cluster.hosts.hosts[0].asked
+        assert late is not None
+        ray.wait([late[1][-1]])  # else two processes could be away at once, and b rows be too few
+        rounds += trainer.rounds(3)
+        while rounds[-1].missing and len(rounds) < 200:
+            rounds += trainer.rounds(1)
+        found = bits(trainer)
+        losses = [done.loss for done in rounds]
+    assert rounds[-1].missing == ()
+    missing = {done.number: done.missing for done in rounds[:8]}
+    assert missing[1] == ()
+    assert missing[2] == (1,)
+    assert missing[3] == (2, 5)
+    assert missing[4] == (4, 5)
+    assert missing[5] == (0, 1)
+    assert missing[6] == missing[7] == ()
+    assert missing[8] == (2, 3)
+    assert "worker 1 sent shape" in told(rounds, 2)
+    assert "worker 5 sent float64 where float32 was due" in told(rounds, 3)
+    assert "workers 4 to 5 raised InjectedError: raise:round=4,worker=4" in told(rounds, 4)
+    assert "workers 0 to 1 is late: no row after 3.0 s" in told(rounds, 5)
+    assert "worker 3 sent its last row once more" in told(rounds, 6)
+    news = [line for done in rounds for line in done.news]
+    # In round 8, or later if the machine is so busy that the death is not seen by the deadline.
+    assert any("workers 2 to 3 died, and is started again" in line for line in news)
+    assert sum("is back" in line for line in news) == 3
+    assert all(done.action == "applied" for done in rounds)
+    assert np.isfinite(losses).all()
+    # The stale row of worker 3 is a value like any other: the local engine is told the same lie.
+    same = StaleOnce(Absent(rounds), worker=3, round_=5)
+    assert np.array_equal(found, local_bits(data, len(rounds), attack=same, **options))
+
+
+class StaleOnce:
+    """As Absent, and one worker sends its last row in one round."""
+
+    needs_previous = True
+
+    def __init__(self, absent: Absent, worker: int, round_: int) -> None:
+        self.absent, self.worker, self.round = absent, worker, round_
+
+    def check(self, *_: object) -> None:
+        """Everything is possible."""
+
+    def corrupt_labels(self, *_: object, **__: object) -> None:
+        """No labels are changed."""
+
+    def corrupt(self, rows: np.ndarray, *, round: int, previous: Any, **_: object) -> Any:  # noqa: A002
+        if round == self.round:
+            rows[self.worker] = previous[self.worker]
+        return self.absent.corrupt(rows, round=round)
+
+
+def test_who_waits_for_everybody_gets_the_bits_of_a_run_without_faults(
+    ray: Any, data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Krum, so that servers must exchange distances; momentum, so that they have a state."""
+    script = """
+        kill:round=2,worker=0
+        delay:round=3,worker=5,seconds=1.5
+        shape:round=4,worker=1
+        hang:round=5,worker=3
+        kill:round=5,server=0
+    """
+    options: dict[str, Any] = {
+        "rule": "multi-krum:b=2",
+        "num_workers": 7,
+        "num_servers": 2,
+        "optimizer_options": {"momentum": 0.9},
+    }
+    with make("ray", data, processes=2, deadline=1, missing=0, faults=script, **options) as trainer:
+        rounds = list(trainer.rounds(6))
+        cluster = trainer.cluster
+        assert isinstance(cluster, RayCluster)
+        killed = ray.get(cluster.servers.actors[1].pid.remote())
+        step = cluster.update
+
+        def killing(*arguments: Any) -> Any:
+            os.kill(killed, signal.SIGKILL)
+            return step(*arguments)
+
+        monkeypatch.setattr(cluster, "update", killing)
+        rounds += trainer.rounds(1)
+        monkeypatch.setattr(cluster, "update", step)
+        rounds += trainer.rounds(1)
+        assert ray.get(cluster.servers.actors[1].pid.remote()) != killed
+        found = bits(trainer)
+    assert all(done.missing == () for done in rounds)
+    news = [line for done in rounds for line in done.news]
+    for line in ("died, and is started", "server 0 died", "sent shape", "three deadlines"):
+        assert any(line in text for text in news), line
+    assert "server 1 died: restored from its checkpoint" in told(rounds, 8)
+    assert np.array_equal(found, local_bits(data, 8, **options))
+
+
+def test_too_many_missing_stop_the_run_before_a_wrong_step(ray: Any, data: Dataset) -> None:
+    options: dict[str, Any] = {"num_workers": 4, "num_servers": 1, "rule": "phocas:b=1"}
+    script = "raise:round=3,worker=0"  # its process has worker 1 too
+    with make(
+        "ray", data, processes=2, on_missing="stop", deadline=20, faults=script, **options
+    ) as trainer:
+        assert len(list(trainer.rounds(2))) == 2
+        before = bits(trainer)
+        with pytest.raises(
+            MissingRowsError, match=r"round 3 needs all rows but 1: 2 are missing.*workers 0, 1"
+        ):
+            trainer.step()
+        assert np.array_equal(bits(trainer), before)
+        assert trainer.rounds_done == 2
+        # Nothing was lost: the round is run again as if nothing had been.
+        assert all(done.missing == () for done in trainer.rounds(2))
+        assert np.array_equal(bits(trainer), local_bits(data, 4, **options))
+        # Who dies between two rounds and is back before the next learns its job once more.
+        cluster = trainer.cluster
+        assert isinstance(cluster, RayCluster)
+        host = cluster.hosts.hosts[1]
+        before_that = ray.get(host.actor.pid.remote())
+        os.kill(before_that, signal.SIGKILL)
+        assert pid_again(ray, host.actor, before_that) != before_that
+        assert trainer.step().missing == ()
+        assert np.array_equal(bits(trainer), local_bits(data, 5, **options))
+
+
+def pid_again(ray: Any, actor: Any, before: int) -> int:
+    """Wait until a process that was killed is there again."""
+    deadline = time.monotonic() + 60
+    found = before
+    while found == before and time.monotonic() < deadline:
+        try:
+            found = ray.get(actor.pid.remote())
+        except ray.exceptions.RayActorError:
+            continue
+    return found
+
+
+def test_checkpoints_attacks_momentum_adam_and_batch_norm_are_those_of_the_local_engine(
+    ray: Any, data: Dataset, tmp_path: Path
+) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 10))
+
+    options: dict[str, Any] = {
+        "rule": "nnm:b=2|phocas:b=2",
+        "attack": "straggler:q=2",  # sends the rows of the round before, which are kept too
+        "optimizer": torch.optim.AdamW,
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "worker_momentum": 0.5,
+        "num_servers": 2,
+        "schedule": lambda t: 1 / (1 + t),
+    }
+    with make("local", data, model=model(), **options) as local:
+        expected = list(local.rounds(6))
+        whole = bits(local)
+        statistics = {name: value.clone() for name, value in local.model.named_buffers()}
+    assert float(statistics["2.running_mean"].abs().max()) > 0
+    with make("ray", data, model=model(), processes=2, **options) as trainer:
+        rounds = list(trainer.rounds(3))
+        save_checkpoint(tmp_path / "c", trainer)
+        rounds += trainer.rounds(3)
+        assert np.array_equal(bits(trainer), whole)
+        load_checkpoint(tmp_path / "c", trainer)
+        assert trainer.rounds_done == 3
+        again = list(trainer.rounds(3))
+        assert np.array_equal(bits(trainer), whole)
+        for name, value in trainer.model.named_buffers():
+            assert torch.equal(value, statistics[name]), name
+    for mine, theirs in zip([*rounds, *again], [*expected, *expected[3:]], strict=True):
+        assert mine.loss == theirs.loss
+        assert mine.touched == theirs.touched
+        np.testing.assert_allclose(mine.dropped, theirs.dropped, rtol=1e-6, atol=1e-9)
+        assert mine.honest_distance == pytest.approx(theirs.honest_distance, rel=1e-5)
+
+
+def test_a_configured_run_is_recorded_as_on_the_local_engine(ray: Any, tmp_path: Path) -> None:
+    common = {
+        "dataset": "synthetic:train=300,test=60,side=8",
+        "model": "mlp:hidden=8",
+        "workers": 5,
+        "servers": 2,
+        "rule": "trimmed-mean:b=2",
+        "attack": "gaussian:q=2",
+        "rounds": 6,
+        "evaluate_every": 3,
+    }
+    local = execute(make_config({**common, "results": str(tmp_path / "a")}))
+    on_ray = {"engine": "ray", "processes": 1, "results": str(tmp_path / "b")}
+    seen: list[str] = []
+    script = ["shape:round=2,worker=4"]  # asked again, since no row may be missing
+    record = execute(
+        make_config({**common, **on_ray, "faults": script, "missing": 0}),
+        watch=lambda _config, done, _evaluation: seen.extend(done.news),
+    )
+    assert record.status == "complete"
+    assert record.final_accuracy == local.final_accuracy
+    assert len(seen) == 1
+    assert "worker 4 sent shape" in seen[0]
+
+
+@pytest.mark.parametrize("length", [1, 1 << 17, 1 << 18, (1 << 18) + 1, 600_000])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_slices_go_through_the_object_store_in_pieces_and_are_read_in_place(
+    ray: Any, length: int, dtype: str
+) -> None:
+    row = np.random.default_rng(3).normal(size=length).astype(dtype)
+    pieces = ray.get(ray.put(cut(row)))
+    assert all(piece.nbytes <= 1 << 20 for piece in pieces)
+    found = join(pieces)
+    assert np.array_equal(found, row)
+    assert found.dtype == dtype
+    assert all(np.shares_memory(found, piece) for piece in pieces)
+    # Pieces that lie elsewhere are put together, and so are those with gaps or of other types.
+    apart = [piece.copy() for piece in cut(row)]
+    for other in (apart[::-1], [np.repeat(piece, 2)[::2] for piece in apart], [*apart, row[:0]]):
+        assert np.array_equal(join(other), np.concatenate(other))
+    assert join([*apart, np.zeros(3, "float16")]).dtype == dtype
+
+
+class Silent:
+    """An actor that never answers."""
+
+    def hang(self) -> None:
+        """Wait for what never comes."""
+        threading.Event().wait()
+
+
+@pytest.fixture
+def never(ray: Any) -> Iterator[Any]:
+    """Return a reference to what is never there, as behind a node that cannot be reached."""
+    silent = ray.remote(num_cpus=0)(Silent).remote()
+    yield silent.hang.remote()
+    ray.kill(silent)
+
+
+DUE = np.arange(4, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("sent", "problem"),
+    [
+        ([DUE.astype(">f4")], "sent >f4 where float32 was due"),
+        ([DUE[:2], DUE[2:].astype(">f4")], "sent >f4 where float32 was due"),
+        ([DUE[:2], DUE[2:].astype("float64")], "sent float64 where float32 was due"),
+        ([DUE[:2], DUE[2:].astype("datetime64[s]")], "sent datetime64[s] where float32 was due"),
+        ([DUE[:2], np.array(["a", None], object)], "sent object where float32 was due"),
+        ([DUE[:2], np.zeros(2, [("x", "f4")])], "sent [('x', '<f4')] where float32 was due"),
+        ([np.ma.masked_less(DUE, 2)], "sent MaskedArray where an array of one dimension was due"),
+        ([DUE[None]], "sent ndarray where an array of one dimension was due"),
+        ([DUE[:2], 3.0], "sent float where an array of one dimension was due"),
+        ([DUE, DUE], "sent shape (8,) where (4,) was due"),
+        ([], "sent list where a list of arrays was due"),
+        (DUE, "sent ndarray where a list of arrays was due"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_named_and_nothing_else_is_lost(
+    ray: Any, sent: Any, problem: str
+) -> None:
+    parts = [(0, 2, ray.put([[DUE[:1], DUE[1:]], sent])), (2, 3, ray.put([[DUE]]))]
+    rows, problems = read_rows(parts, np.zeros_like(DUE), 3, 10)
+    assert problems == {1: problem}
+    assert rows[1] is None
+    for row in (rows[0], rows[2]):
+        assert row is not None
+        assert np.array_equal(row, DUE)
+
+
+def test_slices_that_never_come_cost_one_wait_however_many_they_are(ray: Any, never: Any) -> None:
+    silent = [ray.remote(num_cpus=0)(Silent).remote() for _ in range(2)]
+    late = [never, *(actor.hang.remote() for actor in silent)]
+    # An actor that died is an error at once, and no reason to wait for anything else.
+    ray.kill(silent[1])
+    ray.wait(late[2:])
+    parts = [(i, i + 1, reference) for i, reference in enumerate([*late, ray.put([[DUE]])])]
+    start = time.monotonic()
+    rows, problems = read_rows(parts, np.zeros_like(DUE), 5, 1.5)
+    assert 1.5 <= time.monotonic() - start < 4
+    ray.kill(silent[0])
+    assert [row is not None for row in rows] == [False, False, False, True, False]
+    assert problems[0] == problems[1] == "its values did not come within 1.5 s"
+    assert "lost on the way (ActorDiedError)" in problems[2]
+    assert set(problems) == {0, 1, 2}  # nobody was to read a row of worker 4
+
+
+def test_rows_that_never_come_or_do_not_fit_are_rows_of_nan_and_no_servers_fault(
+    ray: Any, data: Dataset, never: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two rows are lost, and the straggler may send one that was lost before: b = 3.
+    options: dict[str, Any] = {"rule": "phocas:b=3", "attack": "straggler:q=1"}
+    with make("ray", data, processes=4, server_deadline=12, **options) as trainer:
+        cluster = trainer.cluster
+        assert isinstance(cluster, RayCluster)
+        host = cluster.hosts.hosts[1]
+        bounds = trainer.server.bounds
+        honest = [np.zeros(part.stop - part.start, np.float32) for part in bounds]
+        hostile = [
+            ray.put([[row.astype(">f4")], [row[:1], row[1:].astype("M8[s]")]]) for row in honest
+        ]
+        collect = cluster.hosts.collect
+        for references, reason in (
+            ([never, never], "its values did not come within 3 s"),
+            # The rows of the round before are read too: still out of reach, for as long again.
+            (hostile, "worker 2 sent >f4 where float32 was due"),
+        ):
+
+            def replacing(harvest: Any, references: list[Any] = references) -> None:
+                collect(harvest)
+                harvest.sources[host] = host.first, host.last, references
+
+            monkeypatch.setattr(cluster.hosts, "collect", replacing)
+            done = trainer.step()
+            assert done.missing == (2, 3)
+            assert reason in "; ".join(done.news)
+            assert not any("server" in line for line in done.news)
+            assert done.action == "applied"
+        assert "worker 3 sent datetime64[s] where float32 was due" in done.news
+        previous = cluster.state()["previous"].isnan().all(1)
+        assert previous.tolist() == [worker in {2, 3} for worker in range(8)]
+
+
+DIES, HANGS = -1, -2
+
+
+class Slow:
+    """A server that dies or hangs on demand, or has much to say."""
+
+    def answer(self, size: int) -> tuple[np.ndarray, int]:
+        """Return zeros and how many; or none at all."""
+        if size == DIES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if size == HANGS:
+            threading.Event().wait()
+        return np.zeros(size), size
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(DIES, "died"), (HANGS, "did not answer for 2 s")], ids=["dies", "hangs"]
+)
+def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(
+    ray: Any, how: int, said: str
+) -> None:
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    here = ray.get_runtime_context().get_node_id()
+    elsewhere = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != here)
+    there = strategies.NodeAffinitySchedulingStrategy(elsewhere, soft=False)
+    make_slow = ray.remote(num_cpus=0)(Slow).options(scheduling_strategy=there).remote
+    actors = [make_slow() for _ in range(2)]
+    ray.get(actors[1].answer.remote(1))
+    restored = []
+
+    def restore(number: int) -> Any:
+        restored.append(number)
+        actor = make_slow()
+        ray.get(actor.answer.remote(1))
+        time.sleep(max(0.0, until - time.monotonic()))  # a restoration that takes all the time
+        return actor
+
+    servers = Servers(actors, restore, lambda *_: [], deadline=2.0)
+    until = time.monotonic() + 2.5
+    # Too large to come with the answer: it has to be fetched from another node.
+    results = servers.call("answer", [(how,), (1 << 19,)], again=[(7,), (1 << 19,)])
+    assert [result.values[1] for result in results] == [7, 1 << 19]
+    assert restored == [0]
+    assert servers.news == [f"server 0 {said}: restored from its checkpoint"]
+    for actor in servers.actors:
+        ray.kill(actor)
+
+
+# -- without a cluster -----------------------------------------------------------------------------
+
+
+def test_addresses_that_lead_nowhere_are_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = free.getsockname()[1]
+    monkeypatch.setattr(ray_session, "CONNECT_SECONDS", 1.0)
+    start = time.monotonic()
+    with pytest.raises(RayUnreachableError, match=rf"127.0.0.1 port {closed} gave Connection"):
+        reachable(f"127.0.0.1:{closed}")
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed}")
+    with pytest.raises(RayUnreachableError, match=rf"auto \(that is 127.0.0.1:{closed}\)"):
+        reachable("auto")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        with pytest.raises(
+            RayUnreachableError, match=r"does not answer as a Ray head node.*set that"
+        ):
+            reachable(f"127.0.0.1:{port}")
+    assert time.monotonic() - start < 10
+    for bad in ("nowhere", "host:", "host:port", "host:0", "host:99999", ""):
+        with pytest.raises(RayUnreachableError, match=r"auto or host:port"):
+            reachable(bad)
+    with pytest.raises(RayUnreachableError, match="not through a Ray client"):
+        reachable("ray://127.0.0.1:10001")
+
+
+@pytest.mark.parametrize(
+    ("rule", "most"),
+    [
+        ("mean", 0),
+        ("median", 4),
+        ("phocas:b=2", 2),
+        ("trimmed-mean:b=4", 4),
+        ("krum:b=3", 3),
+        ("nnm:b=2|phocas:b=3", 2),
+        ("geometric-median", 4),
+    ],
+)
+def test_as_many_rows_may_be_missing_as_the_rule_survives(rule: str, most: int) -> None:
+    assert survives(parse_rule(rule), 9) == most
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"missing": 4}, "survives at most 3 missing rows: got missing=4"),
+        ({"attack": "min-max:q=1"}, "looks at all columns"),
+        ({"optimizer": torch.optim.Adafactor}, "steps otherwise when a parameter is cut"),
+        ({"faults": "kill:round=1,worker=8"}, "workers are 0 to 7"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_process_is_started(
+    ray: Any, data: Dataset, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make("ray", data, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"deadline": 0.0}, "deadline > 0"),
+        ({"processes": 0}, "processes >= 1"),
+        ({"missing": -1}, "missing >= 0"),
+        ({"on_missing": "panic"}, "unknown on_missing 'panic'"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RaySettings(**settings)
+
+
+@pytest.mark.slow
+def test_a_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
+    try:
+        mnist = load("mnist")
+    except DataError as error:
+        pytest.skip(f"MNIST is out of reach: {error}")
+    rng = np.random.default_rng(17)
+    m, b = 10, 4
+    # Each round at most two faults that lose a row, one that changes it, and one of a server: b in
+    # all. A process has one worker, so that no fault strikes more than the one it names, and at
+    # most two rows may be missing: who is started again is away for rounds that have faults too.
+    losing = ("kill", "hang", "delay", "raise", "shape", "dtype")
+    lost = random_script(
+        rng, rounds=100, num_workers=m, most=2, kinds=(*losing, "kill", "hang"), seconds=3.0
+    )
+    lies = random_script(
+        rng, rounds=100, num_workers=m, most=1, kinds=("nan", "corrupt", "stale", "corrupt")
+    )
+    struck = rng.permutation(np.arange(2, 100))[:8]
+    servers = [
+        f"{kind}:round={number},server={rng.integers(2)}{',seconds=1' * (kind == 'delay')}"
+        for kind, number in zip(["kill"] * 4 + ["delay"] * 3 + ["hang"], struck, strict=True)
+    ]
+    script = FaultScript([*lost.faults, *lies.faults, *FaultScript.parse(servers).faults])
+    with engines.start(
+        "ray",
+        build_model("mlp", mnist.shape, 10, seed=0),
+        functional.cross_entropy,
+        mnist,
+        num_workers=m,
+        num_servers=2,
+        rule=f"phocas:b={b}",
+        batch_size=32,
+        lr=0.1,
+        processes=m,
+        deadline=2.0,
+        server_deadline=20.0,
+        missing=2,
+        faults=script,
+    ) as trainer:
+        rounds = list(trainer.rounds(100))
+        accuracy = trainer.evaluate().top1
+    counts = Counter(
+        f"{type(fault).name} {'server' if fault.worker is None else 'worker'}"
+        for fault in script.struck
+    )
+    print(f"accuracy {accuracy:.3f} after", ", ".join(f"{n} {k}" for k, n in counts.most_common()))
+    assert len(script.struck) > 100
+    for kind in (*losing, "nan", "corrupt", "stale"):
+        assert counts[f"{kind} worker"] >= 4, kind
+    assert counts["kill server"] == 4
+    assert counts["hang server"] == 1
+    news = [line for done in rounds for line in done.news]
+    for line in ("died, and is", "is late", "three deadlines", "raised", "sent shape", "once more"):
+        assert any(line in text for text in news), line
+    lied = Counter(
+        fault.round for fault in script.struck if isinstance(fault, NaN | Corrupt | Stale)
+    )
+    assert all(len(done.missing) + lied[done.number] <= b for done in rounds)
+    assert all(done.action == "applied" for done in rounds)
+    assert accuracy > 0.85
+
+
+LISTENERS = """
+import os, pathlib, sys
+from phocas import engines
+from phocas.data import load
+from phocas.training.models import build_model
+import torch
+
+data = load("synthetic:train=100,test=20,side=8")
+model = build_model("softmax", data.shape, 10, 0)
+with engines.start("ray", model, torch.nn.functional.cross_entropy, data, num_workers=3,
+                   num_servers=1, rule="median", processes=1, batch_size=4) as trainer:
+    list(trainer.rounds(2))
+    parents = {}
+    for status in pathlib.Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        except OSError:
+            continue
+        parents[int(fields["Pid"])] = int(fields["PPid"])
+    family = {os.getpid()}
+    while new := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= new
+    inodes = set()
+    for pid in family:
+        try:
+            for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+                inodes.add(os.readlink(link))
+        except OSError:
+            continue
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in pathlib.Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                found.append(words[1].split(":")[0])
+    print(len(family), *found)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the listeners from /proc")
+def test_without_an_address_everything_listens_on_loopback_and_ends() -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", LISTENERS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    family, *listeners = ended.stdout.split()
+    assert int(family) > 5
+    assert len(listeners) > 3
+    loopback = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}
+    assert set(listeners) <= loopback
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_on_ray_through_a_script_of_faults(tmp_path: Path) -> None:
+    script = tmp_path / "faults.txt"
+    script.write_text("nan:round=2,worker=0\nshape:round=3,worker=1\nkill:round=4,server=1\n")
+    arguments = [
+        "train", "--engine", "ray", "--dataset", "synthetic:train=500,test=100,side=8",
+        "--workers", "5", "--servers", "2", "--rule", "phocas:b=2", "--rounds", "8",
+        "--faults", str(script), "--processes", "1", "--results", str(tmp_path / "r.sqlite"),
+    ]  # fmt: skip
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+
+    def phocas(*extra: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", "from phocas.cli import main; main()", *arguments, *extra],
+            env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+
+    ended = phocas()
+    assert ended.returncode == 0, ended.stderr
+    assert "round 3: worker 1 sent shape" in ended.stderr
+    assert "round 4: server 1 died: restored from its checkpoint" in ended.stderr
+    assert "complete" in ended.stdout
+    start = time.monotonic()
+    refused = phocas("--address", "127.0.0.1:1")
+    assert time.monotonic() - start < 60  # most of it is loading the data set and torch
+    assert refused.returncode == 3
+    assert "no Ray at 127.0.0.1:1" in refused.stderr
+    assert "Traceback" not in refused.stderr

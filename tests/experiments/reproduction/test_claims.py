@@ -1,0 +1,259 @@
+"""Claims as predicates: intervals, verdicts, and made-up results that bear the paper out or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from phocas.experiments.reproduction.claims import CLAIMS
+from phocas.experiments.reproduction.outcomes import Outcomes, Repeats
+from phocas.experiments.reproduction.tasks import BASELINE, Case, Figure, Reproduction, plan
+from phocas.experiments.reproduction.verdicts import Check, Finding, Interval, interval, judge
+from phocas.report.claims_table import describe, markdown
+from phocas.report.paper_figures import draw
+
+if TYPE_CHECKING:
+    from phocas.experiments.reproduction.verdicts import Verdict
+
+Level = Callable[[Figure, Case], float]
+
+
+def as_the_paper_says(figure: Figure, case: Case) -> float:
+    """Return an accuracy at the end for which every claim holds."""
+    label = case.label.split()[0] if case.label != BASELINE else BASELINE
+    steps = {"Mean": 0.0, BASELINE: 0.0, "Phocas": -0.002, "Multi-Krum": -0.006, "Trmean": -0.009}
+    level = 0.93 + {**steps, "Krum": -0.014}.get(label, 0.0)
+    attacked = case.config.attack is not None
+    if attacked and label == "Mean":
+        return 0.1
+    if attacked and figure.name in ("bit-flip", "gambler", "krum-q", "gambler-b"):
+        if "Krum" in label:
+            return 0.1
+        lead = 0.001 if case.b == 8 else 0.0
+        return 0.925 + (lead if label == "Trmean" else 0.0)
+    if figure.name == "omniscient" and label == "Trmean":
+        return 0.7
+    if figure.name == "batch-size":
+        return 0.93 + (level - 0.93) * 32 / case.config.batch_size
+    return level
+
+
+def made_up(level: Level, repeats: int = 5, *, without: int = 0) -> Outcomes:
+    """Make results; in every case the last ``without`` repeats are missing."""
+    reproduction = plan("mnist", repeats=repeats)
+    milliseconds = {"Mean": 1.0, "Trmean": 2.0, "Phocas": 3.0, "Krum": 5.0, "Multi-Krum": 6.0}
+    figures: dict[str, list[Repeats]] = {}
+    for figure in reproduction.figures:
+        figures[figure.name] = []
+        for case in figure.cases:
+            rng = np.random.default_rng(7)  # repeats differ alike in every case, as seeds do
+            end = level(figure, case) + rng.normal(0, 0.002, (repeats, 1))
+            curve = 0.1 + (end - 0.1) * np.array([0.0, 0.7, 0.95, 1.0])
+            kept = repeats - without
+            figures[figure.name].append(
+                Repeats(
+                    case=case,
+                    wanted=repeats,
+                    seeds=tuple(range(kept)),
+                    rounds=(0, 100, 300, 500),
+                    accuracy=curve[:kept],
+                    distance=np.full(kept, 0.5 if case.label == "Trmean" else 0.2),
+                    aggregate_ms=np.full(kept, milliseconds.get(case.label, 1.0)),
+                    nonfinite=np.zeros(kept, np.int64),
+                )
+            )
+    return Outcomes(reproduction, figures)
+
+
+def verdicts(outcomes: Outcomes) -> dict[str, Finding]:
+    return {claim.name: judge(claim, outcomes) for claim in CLAIMS}
+
+
+def test_an_interval_is_students() -> None:
+    found = interval([0.90, 0.92, 0.97])  # by hand: s = 0.0360555, t = 4.303, / sqrt 3
+    assert found.mean == pytest.approx(0.93)
+    assert found.high - found.mean == pytest.approx(4.303 * 0.0360555 / math.sqrt(3), rel=1e-5)
+    assert interval([0.5] * 4) == Interval(0.5, 0.5, 0.5, 4)
+    long = interval(np.arange(101.0))
+    assert long.high - long.mean == pytest.approx(1.96 * 29.3 / math.sqrt(101), rel=1e-3)
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(2000):
+        found = interval(rng.normal(3.0, 1.0, 5))
+        inside += found.low <= 3.0 <= found.high
+    assert inside / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.005, 0.005, "holds"),
+        (-0.01, 0.01, "holds"),
+        (-0.02, 0.005, "not decided"),
+        (0.005, 0.02, "not decided"),
+        (-1.0, 1.0, "not decided"),
+        (0.011, 0.02, "does not hold"),
+        (-0.03, -0.02, "does not hold"),
+        (-math.inf, math.inf, "not decided"),
+        (math.nan, math.nan, "not decided"),
+    ],
+)
+def test_a_check_is_decided_by_its_whole_interval(
+    low: float, high: float, verdict: Verdict
+) -> None:
+    assert Check("x", Interval((low + high) / 2, low, high, 3), -0.01, 0.01).verdict == verdict
+
+
+def test_every_claim_holds_where_the_results_are_the_papers() -> None:
+    found = verdicts(made_up(as_the_paper_says))
+    assert {name: f.verdict for name, f in found.items()} == dict.fromkeys(found, "holds")
+    assert {finding.repeats for finding in found.values()} == {5}
+
+
+@pytest.mark.parametrize(
+    ("figure", "label", "level", "broken"),
+    [
+        ("omniscient", "Trmean", 0.92, {"omniscient-trmean"}),
+        ("gambler", "Krum", 0.91, {"gambler-others", "classic-krum", "gambler-probability"}),
+        (
+            "bit-flip",
+            "Phocas",
+            0.3,
+            {"bit-flip-survivors", "phocas-best"},
+        ),
+        ("none", "Phocas", 0.91, {"none-phocas", "none-krum", "candidates", "phocas-best",
+                                  "phocas-multi-krum"}),
+    ],
+)  # fmt: skip
+def test_a_claim_that_the_results_contradict_does_not_hold(
+    figure: str, label: str, level: float, broken: set[str]
+) -> None:
+    def other(where: Figure, case: Case) -> float:
+        changed = where.name == figure and case.label == label
+        return level if changed else as_the_paper_says(where, case)
+
+    found = verdicts(made_up(other))
+    assert {name for name, f in found.items() if f.verdict == "does not hold"} == broken
+
+
+def test_one_value_of_b_that_breaks_a_rule_is_enough() -> None:
+    def other(where: Figure, case: Case) -> float:
+        weak = where.name == "gambler-b" and case.label == "Phocas" and case.b == 1
+        return 0.3 if weak else as_the_paper_says(where, case)
+
+    finding = verdicts(made_up(other))["gambler-b-phocas"]
+    assert finding.verdict == "does not hold"
+    assert [check.what for check in finding.checks if check.verdict == "does not hold"] == [
+        "Phocas, b=1 - b=8, best"
+    ]
+
+
+def test_one_repeat_decides_nothing_but_says_where_it_points() -> None:
+    found = verdicts(made_up(as_the_paper_says, repeats=1))
+    assert {finding.verdict for finding in found.values()} == {"not decided"}
+    assert all("agree with" in finding.note for finding in found.values())
+
+
+def test_repeats_that_disagree_leave_a_claim_open() -> None:
+    outcomes = made_up(as_the_paper_says, repeats=4)
+    wild = outcomes.get("gaussian", "Phocas")
+    wild.accuracy[:, -1] = [0.1, 0.93, 0.93, 0.93]
+    finding = verdicts(outcomes)["gaussian-phocas"]
+    assert finding.verdict == "not decided"
+    assert "speak against" in finding.note
+
+
+def test_a_rounding_does_not_speak_against_a_claim() -> None:
+    assert Check("equal", Interval(-1e-17, -0.1, 0.1, 3), at_least=0.0).mean_says
+    assert not Check("less", Interval(-1e-6, -0.1, 0.1, 3), at_least=0.0).mean_says
+
+
+def test_a_claim_without_runs_is_not_decided() -> None:
+    outcomes = Outcomes(plan("mnist", repeats=2, only=["none"]), {"none": []})
+    for finding in verdicts(outcomes).values():
+        assert finding.verdict == "not decided"
+        assert finding.checks == ()
+        assert "no complete run" in finding.note
+
+
+def test_differences_are_taken_between_the_same_repeats() -> None:
+    outcomes = made_up(as_the_paper_says, repeats=5)
+    figures = {name: outcomes.figure(name) for name in ("none", "gaussian")}
+    phocas = outcomes.get("gaussian", "Phocas")
+    late = Repeats(**{**vars(phocas), "seeds": (0, 2, 4), "accuracy": phocas.accuracy[[0, 2, 4]]})
+    figures["gaussian"] = [late if case is phocas else case for case in figures["gaussian"]]
+    finding = verdicts(Outcomes(outcomes.reproduction, figures))["gaussian-phocas"]
+    assert finding.repeats == 3
+    assert finding.checks[0].found.mean == pytest.approx(-0.002)
+    assert finding.checks[0].found.high == pytest.approx(-0.002)  # the repeats' common part is gone
+
+
+def test_the_report_says_what_was_wanted_found_and_missing() -> None:
+    outcomes = made_up(as_the_paper_says, repeats=5, without=1)
+    findings = [judge(claim, outcomes) for claim in CLAIMS]
+    text = markdown(
+        outcomes.reproduction, outcomes, findings, command="phocas reproduce mnist", facts=["f"]
+    )
+    assert f"holds: {len(CLAIMS)}, does not hold: 0, not decided: 0." in text
+    assert "`phocas reproduce mnist`" in text
+    assert "4 of 5" in text
+    assert "Phocas - Mean without failures, at the end (gaussian): -0.002 [" in text
+    check = Check("x", interval([12.0, 13.0]), at_most=3.0, unit="ms")
+    assert describe(check) == "x: +12.5 ms [+6.15, +18.9], wanted at most 3"
+
+
+def test_figures_say_how_many_repeats_they_show(tmp_path: Path) -> None:
+    whole, short = made_up(as_the_paper_says), made_up(as_the_paper_says, without=2)
+    for name in ("gaussian", "batch-size", "gambler-b"):
+        figure = _figure(whole.reproduction, name)
+        png, svg = draw(figure, whole, tmp_path / name)
+        assert png.read_bytes().startswith(b"\x89PNG")
+        text = svg.read_text()
+        assert "5 repeats;" in text
+        assert " of 5" not in text
+        assert "Phocas" in text
+    figure = _figure(whole.reproduction, "gaussian")
+    again = draw(figure, whole, tmp_path / "again")[1]
+    assert again.read_text() == (tmp_path / "gaussian.svg").read_text()
+    few = draw(figure, short, tmp_path / "short")[1].read_text()
+    assert "3 of 5 repeats: some are missing" in few
+    assert "Phocas (3 of 5 repeats)" in few
+
+
+def test_where_some_repeats_crash_each_is_drawn(tmp_path: Path) -> None:
+    outcomes = made_up(as_the_paper_says)
+    figure = _figure(outcomes.reproduction, "gambler")
+    calm = draw(figure, outcomes, tmp_path / "calm")[1].read_text()
+    outcomes.get("gambler", "Krum").accuracy[:, -1] = [0.1, 0.9, 0.1, 0.9, 0.1]
+    wild = draw(figure, outcomes, tmp_path / "wild")[1].read_text()
+    assert "thin: each repeat" in wild
+    assert "thin: each repeat" not in calm
+    # Two panels, each with a line more for every repeat and a band less.
+    assert wild.count('id="line2d_') == calm.count('id="line2d_') + 2 * 5
+    assert wild.count('id="FillBetween') == calm.count('id="FillBetween') - 2
+
+
+def test_reasons_found_on_mnist_are_marked_as_such_elsewhere() -> None:
+    outcomes = made_up(as_the_paper_says)
+    outcomes.get("gaussian", "Krum").accuracy[:] -= 0.2
+    elsewhere = Outcomes(
+        dataclasses.replace(outcomes.reproduction, task="cifar10"),
+        {figure.name: outcomes.figure(figure.name) for figure in outcomes.reproduction.figures},
+    )
+    here, there = verdicts(outcomes)["gaussian-krum"], verdicts(elsewhere)["gaussian-krum"]
+    assert here.verdict == there.verdict == "does not hold"
+    assert here.note == here.claim.reason
+    assert there.note == f"On MNIST: {here.claim.reason}"
+
+
+def _figure(reproduction: Reproduction, name: str) -> Figure:
+    return next(figure for figure in reproduction.figures if figure.name == name)

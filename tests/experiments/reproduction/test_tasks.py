@@ -1,0 +1,296 @@
+"""The paper's experiments as data, run end to end on a small problem, interrupted and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phocas.experiments.config import ConfigError
+from phocas.experiments.reproduction.outcomes import collect
+from phocas.experiments.reproduction.tasks import plan, tasks
+from phocas.experiments.results import Results
+from phocas.experiments.runner import execute
+
+TASK = """
+title = "softmax on made-up images"
+metric = "top1"
+figures = ["{figure}"]
+[settings]
+dataset = "synthetic:train=400,test=100,side=8"
+model = "{model}"
+rounds = {rounds}
+batch_size = 4
+evaluate_every = 10
+on_nonfinite = "apply"
+"""
+CODE = "import sys; sys.argv[0] = 'phocas'; from phocas.cli import main; main()"
+
+
+OWN_FIGURE = """
+title = "Two rules"
+axis = "rounds"
+[[grid]]
+rule = ["median", "phocas:b=6"]
+attack = "gaussian:q=6"
+"""
+
+
+def task_file(
+    folder: Path, *, model: str = "softmax", rounds: int = 20, figure: str = "gaussian"
+) -> Path:
+    path = folder / "tiny.toml"
+    path.write_text(TASK.format(model=model, rounds=rounds, figure=figure))
+    (folder / "own.toml").write_text(OWN_FIGURE)
+    return path
+
+
+def command(task: Path, *words: str) -> list[str]:
+    return [
+        sys.executable,
+        "-c",
+        CODE,
+        "reproduce",
+        str(task),
+        "--repeats",
+        "2",
+        "--processes",
+        "1",
+        *words,
+    ]
+
+
+def reproduce(task: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(task, *words), cwd=task.parent, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_settings_are_those_of_the_papers_first_table() -> None:
+    assert tasks() == ["cifar10", "mnist"]
+    expected = {
+        "mnist": ("mnist", "mlp", 0.1, 500, 32, "top1"),
+        "cifar10": ("cifar10", "cnn", 5e-4, 4000, 128, "top3"),
+    }
+    for task, (dataset, model, lr, rounds, batch, metric) in expected.items():
+        reproduction = plan(task, repeats=1)
+        assert reproduction.metric == metric
+        for config in reproduction.runs():
+            assert (config.dataset, config.rounds) == (dataset, rounds)
+            assert config.model in {model, f"{model}:init=torch"}
+            assert (config.workers, config.servers) == (20, 20)
+            assert config.on_nonfinite == "apply" or "skipped" in (config.name or "")
+            # gamma = 0.1 x batchsize / 32, for every batch size
+            assert config.lr == pytest.approx(lr * config.batch_size / batch, rel=1e-12)
+
+
+def test_attacks_and_b_are_the_papers() -> None:
+    figures = {figure.name: figure for figure in plan("mnist", repeats=1).figures}
+    attacks = {
+        "none": (None, 6),
+        "gaussian": ("gaussian:q=6", 6),
+        "omniscient": ("omniscient:q=6", 6),
+        "bit-flip": ("bit-flip", 8),
+        "gambler": ("gambler", 8),
+    }
+    for name, (attack, b) in attacks.items():
+        cases = {case.label: case for case in figures[name].cases}
+        assert set(cases) >= {"Mean", "Krum", "Multi-Krum", "Trmean", "Phocas"}
+        for label, case in cases.items():
+            if label == "Mean without Byzantine":
+                assert case.config.attack is None
+            else:
+                assert case.config.attack == attack
+            assert case.b == (None if label.startswith("Mean") else b)
+    assert {(case.label, case.b) for case in figures["krum-q"].cases[1:]} == {
+        (label, b) for label in ("Krum", "Multi-Krum") for b in range(1, 9)
+    }
+    assert figures["krum-q"].value == "final"
+    assert figures["gambler-b"].value == "best"
+
+
+def test_repeats_are_seeds_and_the_first_come_first() -> None:
+    one, three = plan("mnist", repeats=1).runs(), plan("mnist", repeats=3).runs()
+    assert [config.identity() for config in three[: len(one)]] == [c.identity() for c in one]
+    assert [config.seed for config in three] == sorted(config.seed for config in three)
+    assert len(three) == 3 * len(one) == len({config.identity() for config in three})
+    assert 80 <= len(one) <= 100
+
+
+def test_small_scales_are_smaller() -> None:
+    for task in tasks():
+        small, paper = plan(task, scale="small", repeats=1), plan(task, repeats=1)
+        assert len(small.runs()) < len(paper.runs())
+        assert small.runs()[0].rounds < paper.runs()[0].rounds
+        assert small.runs()[0].model.partition(":")[0] == paper.runs()[0].model
+    assert plan("cifar10").repeats == 10
+    assert plan("cifar10", scale="small").repeats == 3
+    assert plan("cifar10", scale="small", repeats=7).repeats == 7
+    names = [config.name for config in plan("mnist", repeats=1).runs()]
+    assert len(set(names)) == len(names)
+    runs = plan("cifar10", scale="small", repeats=1).runs()
+    assert {c.lr * c.batch_size for c in runs if c.reduction == "sum"} == {5e-4 * 128}
+    assert {c.lr for c in runs if c.reduction == "mean"} == {5e-4}
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ({"task": "mnits"}, "unknown task 'mnits'; did you mean 'mnist'"),
+        ({"task": "nowhere.toml"}, "there is no configuration file nowhere.toml"),
+        ({"task": "mnist", "scale": "smal"}, "unknown scale 'smal'; did you mean 'small'"),
+        ({"task": "mnist", "only": ["gausian"]}, "unknown figure 'gausian'; did you mean 'gauss"),
+    ],
+)
+def test_what_there_is_not_is_refused_with_what_there_is(
+    words: dict[str, str], complaint: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(**words)  # type: ignore[arg-type]
+    assert complaint in str(error.value)
+
+
+def test_a_task_that_makes_no_sense_is_refused_with_its_keys(tmp_path: Path) -> None:
+    path = task_file(tmp_path)
+    path.write_text(path.read_text().replace("metric", "metrik"))
+    with pytest.raises(ConfigError, match=r"tiny\.toml: metric: Field required"):
+        plan(str(path))
+    path = task_file(tmp_path)
+    path.write_text(path.read_text().replace("rounds = 20", "rounds = 20\nworkers = 12"))
+    with pytest.raises(ConfigError, match=r"gaussian\.toml: .*b"):  # krum:b=6 of 12
+        plan(str(path))
+
+
+def test_a_task_from_its_file_to_figures_and_claims(tmp_path: Path) -> None:
+    task = task_file(tmp_path)
+    ended = reproduce(task)
+    assert ended.returncode == 0, ended.stderr
+    assert "[12/12]" in ended.stderr
+    assert "left" in ended.stderr  # how long it will take
+    folder = tmp_path / "phocas-tiny-paper"
+    text = (folder / "claims.md").read_text()
+    assert "Made by `phocas reproduce " in text
+    assert "| Mean does not survive the Gaussian attack. |" in text
+    assert "no complete run of figure" in text  # of those that this task does not have
+    assert (folder / "gaussian.png").read_bytes().startswith(b"\x89PNG")
+    assert "2 repeats;" in (folder / "gaussian.svg").read_text()
+
+    with Results(folder / "results.sqlite") as results:
+        before = results.runs()
+    outcomes = collect(plan(str(task), repeats=2), folder / "results.sqlite")
+    phocas = outcomes.get("gaussian", "Phocas")
+    by_seed = {record.seed: record for record in before if record.rule == "phocas:b=6"}
+    assert phocas.seeds == (0, 1)
+    assert phocas.final.tolist() == [by_seed[seed].final_accuracy for seed in (0, 1)]
+    assert phocas.best.tolist() == [by_seed[seed].best_accuracy for seed in (0, 1)]
+    assert phocas.rounds == (0, 10, 20)
+
+    again = reproduce(task)
+    assert again.returncode == 0
+    assert "12 of 12 runs are there already" in again.stderr
+    with Results(folder / "results.sqlite") as results:
+        assert results.runs() == before
+    assert (folder / "claims.md").read_text() == text
+
+
+def test_a_repeat_that_dies_is_reported_and_left_out_of_the_figure(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(
+        """
+import os, signal
+import torch
+def model(input_shape, num_classes):
+    if torch.initial_seed() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))
+"""
+    )
+    task = task_file(tmp_path, model="deadly:model", figure="own")
+    ended = reproduce(task, "--figure", "own")
+    assert ended.returncode == 1
+    assert "failed: own: Phocas, seed 1: its process ended with status -9" in ended.stderr, (
+        ended.stderr
+    )
+    folder = tmp_path / "phocas-tiny-paper"
+    assert "1 of 2 repeats: some are missing" in (folder / "own.svg").read_text()
+    assert "Phocas (1 of 2 repeats)" in (folder / "own.svg").read_text()
+    text = (folder / "claims.md").read_text()
+    assert "failed and left out: own: Phocas, seed 1: its process ended" in text
+    assert "| 1 of 2 |" in text
+
+
+def test_a_group_told_to_end_loses_nothing_and_goes_on(tmp_path: Path) -> None:
+    task = task_file(tmp_path, rounds=200, figure="own")
+    child = subprocess.Popen(
+        command(task, "--processes", "2"),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stderr is not None
+    for line in child.stderr:
+        if line.startswith("[1/4]"):
+            break
+    os.killpg(child.pid, signal.SIGTERM)  # as timeout(1) and service managers do
+    _, rest = child.communicate()
+    assert child.returncode == 130, rest
+    assert "the same command goes on" in rest
+    assert "failed" not in rest
+    assert not (tmp_path / "phocas-tiny-paper" / "claims.md").exists()
+    ended = reproduce(task)
+    assert ended.returncode == 0, ended.stderr
+    with Results(tmp_path / "phocas-tiny-paper" / "results.sqlite") as results:
+        records = results.runs()
+    assert [record.status for record in records] == ["complete"] * 4
+    assert len({record.identity for record in records}) == 4
+
+
+def test_a_dry_run_says_what_would_be_run(tmp_path: Path) -> None:
+    ended = reproduce(task_file(tmp_path), "--dry-run")
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "gaussian: Mean without Byzantine"
+    assert len(lines) == 7
+    assert lines[-1].startswith("12 runs, 2 of each, into")
+    assert not (tmp_path / "phocas-tiny-paper").exists()
+
+
+def test_nothing_to_report_on_is_said_in_one_line(tmp_path: Path) -> None:
+    ended = reproduce(task_file(tmp_path), "--report-only")
+    assert ended.returncode == 2
+    assert ended.stderr.strip().endswith(
+        "there is no results file phocas-tiny-paper/results.sqlite"
+    )
+
+
+def test_the_curve_of_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    task = task_file(tmp_path, model="mlp:hidden=16", figure="omniscient")
+    task.write_text(task.read_text().replace('"apply"', '"stop"'))
+    places = {"results": str(tmp_path / "results.sqlite")}
+    reproduction = plan(str(task), repeats=1, places=places)
+    lost, kept = (
+        next(case for case in reproduction.figures[0].cases if case.label == label)
+        for label in ("Mean", "Phocas")
+    )
+    assert execute(lost.config).status == "stopped"
+    assert execute(kept.config).status == "complete"
+    outcomes = collect(reproduction, tmp_path / "results.sqlite")
+    stopped, complete = outcomes.get("omniscient", "Mean"), outcomes.get("omniscient", "Phocas")
+    assert stopped.rounds == complete.rounds == (0, 10, 20)
+    assert stopped.accuracy.shape == complete.accuracy.shape == (1, 3)
+    assert stopped.accuracy[0, 1] == stopped.accuracy[0, 2]
+
+
+def test_initial_weights_are_varied_only_where_the_model_has_a_choice(tmp_path: Path) -> None:
+    def models(model: str) -> set[str]:
+        task = task_file(tmp_path, model=model, figure="choices")
+        return {config.model for config in plan(str(task), repeats=1).runs()}
+
+    assert models("softmax") == {"softmax", "softmax:init=torch"}
+    assert models("mlp:hidden=8") == {"mlp:hidden=8", "mlp:hidden=8,init=torch"}
+    assert models("mlp:init=torch") == {"mlp:init=torch"}
+    assert models("torch.nn:Identity") == {"torch.nn:Identity"}

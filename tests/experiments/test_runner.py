@@ -1,0 +1,268 @@
+"""Runs that are killed, interrupted, stopped and resumed, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from phocas.cli import main
+from phocas.experiments.config import make_config
+from phocas.experiments.locks import RunTakenError, actual_status, checkpoint_path
+from phocas.experiments.results import Results
+from phocas.experiments.runner import execute
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TINY = {
+    "dataset": "synthetic:train=200,test=50,side=8",
+    "model": "mlp:hidden=8,dropout=0.2",
+    "workers": 9,
+    "servers": 3,
+    "rounds": 40,
+    "batch_size": 8,
+    "rule": "phocas:b=3",
+    "attack": "gaussian:q=3",
+    "evaluate_every": 4,
+    "worker_momentum": 0.5,
+    "checkpoint_rounds": 3,
+    "threads": 1,
+}
+
+
+def write_toml(path: Path, **values: Any) -> Path:
+    lines = [f"{key} = {json.dumps(value)}" for key, value in {**TINY, **values}.items()]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def command(*words: object) -> list[str]:
+    code = "import sys; sys.argv[0] = 'phocas'; from phocas.cli import main; main()"
+    return [sys.executable, "-c", code, *map(str, words)]
+
+
+@dataclass
+class Output:
+    stdout: str
+    stderr: str
+
+
+class Phocas(Protocol):
+    def __call__(self, *words: object, status: int = 0) -> Output: ...
+
+
+@pytest.fixture
+def phocas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Phocas:
+    """Run a command in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object, status: int = 0) -> Output:
+        monkeypatch.setattr(sys, "argv", ["phocas", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output = Output(*capsys.readouterr())
+        assert (ended.value.code or 0) == status, output.stderr
+        return output
+
+    return run
+
+
+def start_and_await(round_: int, *words: object, cwd: Path) -> subprocess.Popen[str]:
+    """Start a run and return when it says that it has done a round."""
+    child = subprocess.Popen(command(*words), cwd=cwd, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    for line in child.stderr:
+        if line.startswith(f"round {round_}/"):
+            return child
+    raise AssertionError(f"the run ended before round {round_}")
+
+
+def content(path: Path, run: int) -> dict[str, list[dict[str, Any]]]:
+    """Return what a run left in the results, without times."""
+    with Results(path) as results:
+        tables = {
+            name: results.table(name, run)
+            for name in ("rounds", "evaluations", "dropped", "dropped_by_server")
+        }
+    return {
+        name: [
+            {k: v for k, v in row.items() if not k.endswith(("_ms", "seconds")) and k != "run"}
+            for row in rows
+        ]
+        for name, rows in tables.items()
+    }
+
+
+def same_models(first: Path, second: Path) -> bool:
+    one, two = load_file(first), load_file(second)
+    return one.keys() == two.keys() and all(np.array_equal(one[key], two[key]) for key in one)
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_bits(
+    tmp_path: Path, phocas: Phocas
+) -> None:
+    toml = write_toml(tmp_path / "run.toml")
+    whole = make_config({**TINY, "results": str(tmp_path / "whole.sqlite")})
+    expected = execute(whole, model_file=tmp_path / "whole.safetensors")
+
+    rng = np.random.default_rng(11)
+    killed = tmp_path / "killed.sqlite"
+    # Lines come every fourth round; the kill then hits a round, a write or a checkpoint.
+    for round_ in sorted(4 * int(k) for k in rng.choice(np.arange(1, 10), 3, replace=False)):
+        child = start_and_await(
+            round_, "train", "--config", toml, "--results", killed, "--resume", cwd=tmp_path
+        )
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        with Results(killed) as results:
+            (record,) = results.runs()
+            assert record.status == "running"
+            assert actual_status(record, killed) == "killed"
+    ended = phocas(
+        "train", "--config", toml, "--results", killed, "--resume", "--json",
+        "--save-model", tmp_path / "killed.safetensors",
+    )  # fmt: skip
+    outcome = json.loads(ended.stdout)
+    assert (outcome["status"], outcome["rounds_done"], outcome["id"]) == ("complete", 40, 1)
+    assert outcome["final_accuracy"] == expected.final_accuracy
+    assert same_models(tmp_path / "whole.safetensors", tmp_path / "killed.safetensors")
+    assert content(killed, 1) == content(tmp_path / "whole.sqlite", expected.id)
+    assert not (tmp_path / "killed.sqlite.checkpoints").exists()
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path, phocas: Phocas) -> None:
+    toml = write_toml(tmp_path / "run.toml", checkpoint_rounds=1000)
+    child = start_and_await(8, "train", "--config", toml, "--seed", 4, cwd=tmp_path)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate()
+    assert child.returncode == 130
+    assert "interrupted after round" in errors
+    assert f"phocas train --config {toml} --seed 4 --resume" in errors
+    listed = json.loads(phocas("runs", "--json").stdout)
+    assert [run["status"] for run in listed] == ["interrupted"]
+
+    phocas("train", "--config", toml, "--seed", 4, "--resume", "--quiet")
+    whole = make_config({**TINY, "seed": 4, "results": str(tmp_path / "whole.sqlite")})
+    execute(whole)
+    assert content(tmp_path / "phocas.sqlite", 1) == content(tmp_path / "whole.sqlite", 1)
+
+
+def test_a_complete_run_is_not_run_again(tmp_path: Path) -> None:
+    config = make_config({**TINY, "rounds": 5, "results": str(tmp_path / "r.sqlite")})
+    first = execute(config)
+    assert execute(config, resume=True) == first
+    assert execute(config).id == 2  # unless it is asked for
+
+
+def test_a_run_that_is_running_is_refused(tmp_path: Path) -> None:
+    config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
+    refusals = []
+
+    def meddle(_config: object, done: Any, _evaluation: object) -> None:
+        if done.number == 2:
+            with Results(tmp_path / "r.sqlite") as results:
+                assert actual_status(results.runs()[0], tmp_path / "r.sqlite") == "running"
+            with pytest.raises(RunTakenError, match="another process") as refusal:
+                execute(config, resume=True, patience=0)
+            refusals.append(refusal)
+
+    assert execute(config, watch=meddle).status == "complete"
+    assert len(refusals) == 1
+
+
+def test_a_stopped_run_says_why(tmp_path: Path, phocas: Phocas) -> None:
+    options = ("--rule", "mean", "--attack", "crash:worker=2,round=3", "--on-nonfinite", "stop")
+    toml = write_toml(tmp_path / "run.toml")
+    done = phocas("train", "--config", toml, *options, "--json", status=3)
+    outcome = json.loads(done.stdout)
+    assert outcome["status"] == "stopped"
+    assert outcome["rounds_done"] == 4
+    assert outcome["message"] == "the aggregate of round 4 was not finite"
+
+
+def test_skipped_rounds_are_reported(tmp_path: Path, phocas: Phocas) -> None:
+    options = ("--rule", "mean", "--attack", "crash:worker=2,round=30")
+    toml = write_toml(tmp_path / "run.toml")
+    done = phocas("train", "--config", toml, *options)
+    assert "complete (10 skipped)" in done.stdout
+    assert "10 rounds had an aggregate that was not finite, and were skipped" in done.stderr
+
+
+def test_a_failing_run_is_recorded_as_failed(tmp_path: Path) -> None:
+    config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
+
+    def trip(*_: object) -> None:
+        raise RuntimeError("tripped")
+
+    with pytest.raises(RuntimeError, match="tripped"):
+        execute(config, watch=trip)
+    with Results(tmp_path / "r.sqlite") as results:
+        (record,) = results.runs()
+    assert (record.status, record.message) == ("failed", "RuntimeError: tripped")
+
+
+def test_mistakes_end_with_one_line_and_no_results_file(tmp_path: Path, phocas: Phocas) -> None:
+    for words, message in (
+        (("--rule", "krum:b=9"), "rule: Krum needs"),
+        (("--attack", "gambler:server=20"), "attack: gambler needs server < servers"),
+        (("--attack", "bit-flip:columns=1000000"), "columns"),
+        (("--set", "wokers=3"), "did you mean 'workers'"),
+        (("--set", "workers"), "--set takes key=value"),
+        (("--config", "none.toml"), "no configuration file"),
+        (("--servers", "2000000"), "2000000 servers"),
+    ):
+        done = phocas("train", "--dataset", "synthetic", *words, status=2)
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "phocas.sqlite").exists()
+
+
+def test_flags_win_over_the_file_and_tables_are_exported(tmp_path: Path, phocas: Phocas) -> None:
+    toml = write_toml(tmp_path / "run.toml")
+    words = ("--config", toml, "--rounds", 6, "--set", "schedule=step:every=2", "--quiet")
+    done = phocas("train", *words)
+    assert done.stderr == ""
+    assert "6/6" in done.stdout
+    listed = phocas("runs").stdout
+    assert "phocas:b=3" in listed
+    assert "complete" in listed
+    rows = phocas("export", "--csv", "-", "--table", "rounds").stdout.splitlines()
+    assert len(rows) == 7
+    rates = [row.split(",")[rows[0].split(",").index("lr")] for row in rows[1:]]
+    assert [float(rate) for rate in rates] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+    phocas("export", "--csv", "runs.csv")
+    assert (tmp_path / "runs.csv").read_text().splitlines()[0].startswith("id,identity,dataset")
+    done = phocas("export", "--csv", "-", "--table", "round", status=2)
+    assert "did you mean 'rounds'" in done.stderr
+    done = phocas("runs", "--results", "none.sqlite", status=2)
+    assert "there is no results file none.sqlite" in done.stderr
+
+
+def test_checkpoints_come_by_rounds_and_by_seconds(tmp_path: Path) -> None:
+    for settings, expected in (
+        ({"checkpoint_rounds": 7}, {7, 14}),
+        ({"checkpoint_rounds": None, "checkpoint_seconds": 0}, set(range(1, 21))),
+        ({"checkpoint_rounds": None, "checkpoint_seconds": 1e6}, set()),
+    ):
+        name = f"{len(expected)}.sqlite"
+        config = make_config({**TINY, **settings, "rounds": 20, "results": str(tmp_path / name)})
+        path = checkpoint_path(config.results, config.identity())
+        seen: dict[int, int] = {}
+
+        def look(_config: object, done: Any, _evaluation: object) -> None:
+            if path.exists():  # noqa: B023 - called before the loop goes on
+                seen.setdefault(path.stat().st_mtime_ns, done.number - 1)  # noqa: B023
+
+        execute(config, watch=look)
+        assert set(seen.values()) <= expected
+        assert len(seen) >= len(expected) - 1  # the last one is gone with the end of the run

@@ -1,0 +1,145 @@
+"""An example of every rule, and the values that nobody should send.
+
+A new rule is tested by one more row in ``EXAMPLES``; :func:`test_examples_are_complete` in
+``test_rules_contract.py`` fails until it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import phocas
+from phocas import PRE_AGGREGATORS, RULES, PreAggregator, Rule
+from phocas.floats import FORMATS
+
+Doubles: TypeAlias = NDArray[np.float64]
+
+DTYPES = tuple(FORMATS)
+TINY = {"float16": 6e-8, "bfloat16": 1e-40, "float32": 1.4e-45, "float64": 5e-324}
+LARGEST = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38, "float64": 1.7e308}
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
+
+def hostile_values(dtype: str = "float32") -> list[float]:
+    """Return what a fault or an attacker may put where a value belongs."""
+    large = LARGEST[dtype]
+    return [
+        np.nan,
+        np.inf,
+        -np.inf,
+        large,
+        -large,
+        min(1e20, large),
+        -min(1e20, large),
+        TINY[dtype],
+        -TINY[dtype],
+        -0.0,
+    ]
+
+
+# -- examples --------------------------------------------------------------------------------------
+
+
+def _counts(largest: int) -> list[int]:
+    """Return nothing, about half and all of what a rule can survive."""
+    return sorted({0, (largest + 1) // 2, largest}) if largest >= 0 else []
+
+
+EXAMPLES: dict[type[Rule], Callable[[int], list[Rule]]] = {
+    phocas.Mean: lambda _: [phocas.Mean()],
+    phocas.Median: lambda _: [phocas.Median()],
+    phocas.TrimmedMean: lambda m: [phocas.TrimmedMean(b) for b in _counts((m - 1) // 2)],
+    phocas.Phocas: lambda m: [phocas.Phocas(b) for b in _counts((m - 1) // 2)],
+    phocas.MeaMed: lambda m: [phocas.MeaMed(b) for b in _counts((m - 1) // 2)],
+    phocas.Krum: lambda m: [phocas.Krum(b) for b in _counts((m - 3) // 2)],
+    phocas.MultiKrum: lambda m: [
+        phocas.MultiKrum(b, select) for b in _counts((m - 3) // 2) for select in (None, 2)
+    ],
+    phocas.Bulyan: lambda m: [phocas.Bulyan(b) for b in _counts((m - 3) // 4)],
+    phocas.GeometricMedian: lambda _: [phocas.GeometricMedian()],
+    phocas.CenteredClipping: lambda _: [
+        phocas.CenteredClipping(radius=2.0),
+        phocas.CenteredClipping(radius=30.0, iterations=3),
+    ],
+    phocas.MDA: lambda m: [phocas.MDA(b) for b in _counts(min(4, (m - 1) // 2))],
+    phocas.CGE: lambda m: [phocas.CGE(b) for b in _counts((m - 1) // 2)],
+}
+STAGE_EXAMPLES: dict[type[PreAggregator], Callable[[int], list[PreAggregator]]] = {
+    phocas.NNM: lambda m: [phocas.NNM(b) for b in _counts((m - 1) // 2)],
+    phocas.Bucketing: lambda m: [phocas.Bucketing(size) for size in (1, 2, 3) if size <= m],
+    phocas.Clipping: lambda _: [phocas.Clipping(radius=8.0)],
+    phocas.AdaptiveClipping: lambda m: [phocas.AdaptiveClipping(b) for b in _counts((m - 1) // 2)],
+}
+
+
+def examples(m: int) -> list[Rule]:
+    """Return rules that hold with m workers: for each class of the table at least one."""
+    return [rule for cls in RULES.values() for rule in EXAMPLES[cls](m)]
+
+
+def strongest(m: int) -> list[Rule]:
+    """Return one rule of each class, told to survive as much as it can."""
+    return [EXAMPLES[cls](m)[-1] for cls in RULES.values() if EXAMPLES[cls](m)]
+
+
+def pipelines(m: int) -> list[Rule]:
+    """Return each pre-aggregator before each rule that holds with what is left of m rows."""
+    result: list[Rule] = []
+    for cls in PRE_AGGREGATORS.values():
+        stage = STAGE_EXAMPLES[cls](m)[len(STAGE_EXAMPLES[cls](m)) // 2]
+        result += [stage | rule for rule in strongest(stage.rows_after(m))]
+    return result
+
+
+def survives(rule: Rule) -> int:
+    """Return the b that a rule was told."""
+    return int(getattr(rule, "b", 0))
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def stored(values: Any, dtype: str) -> Any:
+    """Return values as an array, or as a tensor where NumPy has no such type."""
+    if dtype == "bfloat16":
+        return torch.from_numpy(np.asarray(values, np.float64)).to(torch.bfloat16)
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(values, np.float64).astype(dtype)
+
+
+def doubles(values: Any) -> Doubles:
+    """Return the values of an array or a tensor, none of them rounded."""
+    if isinstance(values, torch.Tensor):
+        return np.asarray(values.detach().to(torch.float64).numpy())
+    return np.asarray(values, np.float64)
+
+
+def bits(values: Any) -> bytes:
+    """Return the bytes of an array or a tensor, or of all those in a mapping."""
+    if isinstance(values, dict):
+        return b"".join(bits(value) for value in values.values())
+    if isinstance(values, torch.Tensor):
+        # View as bytes needs adjacent values, and an empty tensor has none.
+        return (
+            values.numpy(force=True).tobytes()
+            if values.dtype != torch.bfloat16
+            else (values.detach().view(torch.uint16).numpy().tobytes())
+        )
+    return np.asarray(values).tobytes()
+
+
+@contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    """Use so many threads for a while."""
+    before = phocas.get_num_threads()
+    phocas.set_num_threads(number)
+    try:
+        yield
+    finally:
+        phocas.set_num_threads(before)

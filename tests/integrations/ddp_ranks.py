@@ -1,0 +1,413 @@
+"""What the ranks of test_ddp do: ``python ddp_ranks.py RANK FOLDER`` runs every scene in turn.
+
+A scene's result goes to FOLDER/scene.rank.pt, for the test to compare over ranks and with the rule
+on one process. Ranks meet in a file and talk over loopback.
+"""
+
+import itertools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import phocas
+from phocas.integrations.ddp import Guard, protect
+from phocas.integrations.ddp import step as ddp_step
+from phocas.integrations.ddp import verify as ddp_verify
+from phocas.integrations.ddp.wire import Bucket, Wire, pack
+
+WORLD = 4
+LIAR = 2
+HANG_TIMEOUT = 3.0
+DEATH_TIMEOUT = 30.0
+SCENES: dict[str, Callable[[int], Any]] = {}
+
+
+def scene(run: Callable[[int], Any]) -> Callable[[int], Any]:
+    SCENES[run.__name__] = run
+    return run
+
+
+@dataclass
+class Recorded:
+    """A protected model, and what its ranks put into the hook and got out, step by step."""
+
+    model: DistributedDataParallel
+    guard: Guard
+    steps: list[list[Any]] = field(default_factory=list)
+
+    def backward(self, inputs: torch.Tensor) -> None:
+        self.model(inputs).float().square().mean().backward()
+
+    def results(self) -> list[dict[str, Any]]:
+        return [
+            {"sent": [flat for flat, _, _ in step], "got": [got for _, _, got in step]}
+            for step in self.steps
+        ]
+
+
+def record(
+    module: nn.Module, rule: str, verify: bool = False, group: Any = None, **options: Any
+) -> Recorded:
+    """Protect a model, with a copy of every bucket taken on its way into the hook."""
+    model = DistributedDataParallel(module, process_group=group, **options)
+    register = model.register_comm_hook
+    recorded: Recorded
+
+    def listen(state: Any, hook: Any) -> None:
+        def listening(
+            state: Any,
+            bucket: dist.GradBucket,  # type: ignore[name-defined]
+        ) -> torch.futures.Future[torch.Tensor]:
+            if bucket.index() == 0:
+                recorded.steps.append([])
+            recorded.steps[-1].append([bucket.buffer().clone(), bucket.parameters(), None])
+            return hook(state, bucket)  # type: ignore[no-any-return]
+
+        register(state, listening)
+
+    model.register_comm_hook = listen  # type: ignore[method-assign]
+    recorded = Recorded(model, protect(model, rule, verify))
+    return recorded
+
+
+def train(recorded: Recorded, rank: int, steps: int, poison: float = float("nan")) -> None:
+    """Take steps in which the liar's inputs are poisoned."""
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.SGD(recorded.model.parameters(), 0.05)
+    dtype = next(recorded.model.parameters()).dtype
+    for _ in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 30, dtype=dtype)
+        recorded.backward(inputs * poison if rank == LIAR else inputs)
+        look(recorded)
+        optimizer.step()
+
+
+def look(recorded: Recorded) -> None:
+    """Note the gradients that the last step ended with, in the order of its buckets."""
+    for entry in recorded.steps[-1]:
+        entry[2] = torch.cat([parameter.grad.flatten() for parameter in entry[1]])
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model of 8,058 parameters, which four ranks do not divide, in several buckets."""
+    torch.manual_seed(1)
+    widths = (30, 61, 60, 37, 5)
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def trained(
+    rule: str, rank: int, poison: float = float("nan"), verify: bool = False, **options: Any
+) -> Any:
+    recorded = record(network(), rule, verify, bucket_cap_mb=0.004, **options)
+    train(recorded, rank, 4, poison)
+    return recorded.results()
+
+
+@scene
+def columns(rank: int) -> Any:
+    return trained("phocas:b=1", rank)
+
+
+@scene
+def verified(rank: int) -> Any:
+    return trained("phocas:b=1", rank, verify=True)
+
+
+@scene
+def krum(rank: int) -> Any:
+    return trained("krum:b=0", rank)
+
+
+@scene
+def mixing(rank: int) -> Any:
+    return trained("nnm:b=1|phocas:b=1", rank, verify=True)
+
+
+@scene
+def centre(rank: int) -> Any:
+    return trained("geometric-median", rank)
+
+
+@scene
+def drawing(rank: int) -> Any:
+    return trained("bucketing:size=3|mean", rank, poison=3.0)
+
+
+@scene
+def bucket_views(rank: int) -> Any:
+    return trained("trimmed-mean:b=1", rank, gradient_as_bucket_view=True)
+
+
+def trained_bfloat16(rule: str, rank: int, poison: float) -> Any:
+    recorded = record(network(torch.bfloat16), rule, bucket_cap_mb=0.004)
+    train(recorded, rank, 3, poison)
+    return recorded.results()
+
+
+@scene
+def bfloat16(rank: int) -> Any:
+    return trained_bfloat16("phocas:b=1", rank, poison=float("inf"))
+
+
+@scene
+def bfloat16_krum(rank: int) -> Any:
+    return trained_bfloat16("krum:b=0", rank, poison=1e30)
+
+
+@scene
+def two_columns(rank: int) -> Any:
+    """Have fewer columns than ranks."""
+    recorded = record(nn.Linear(1, 1), "phocas:b=1", verify=True)
+    recorded.backward(torch.full((4, 1), float(rank)))
+    look(recorded)
+    return recorded.results()
+
+
+@scene
+def accumulated(rank: int) -> Any:
+    """Add up three batches, of which the last one is exchanged."""
+    recorded = record(network(), "phocas:b=1", bucket_cap_mb=0.004)
+    torch.manual_seed(rank)
+    for _ in range(2):
+        with recorded.model.no_sync():
+            for _ in range(2):
+                recorded.backward(torch.randn(8, 30))
+        recorded.backward(torch.randn(8, 30))
+        look(recorded)
+    return recorded.results()
+
+
+class Branches(nn.Module):
+    """Use one branch on even ranks, another on odd ones, and a third nowhere."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Linear(30, 40)
+        self.branches = nn.ModuleList([nn.Linear(40, 20) for _ in range(3)])
+        self.used = rank % 2
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.branches[self.used](self.stem(inputs).tanh())
+
+
+@scene
+def unused(rank: int) -> Any:
+    module = Branches(rank)
+    recorded = record(module, "median", find_unused_parameters=True, bucket_cap_mb=0.004)
+    torch.manual_seed(rank)
+    for _ in range(3):
+        module.zero_grad()
+        recorded.backward(torch.randn(8, 30))
+    sent = [flat for flat, _, _ in recorded.steps[-1]]
+    never = list(module.branches[2].parameters())
+    order = [parameter for _, parameters, _ in recorded.steps[-1] for parameter in parameters]
+    blank = [any(parameter is other for other in never) for parameter in order]
+    got = [
+        torch.zeros(parameter.numel()) if skip else parameter.grad.flatten()
+        for parameter, skip in zip(order, blank, strict=True)
+    ]
+    return {
+        "steps": [{"sent": sent, "got": got}],
+        "never": [parameter.grad is None for parameter in never],
+    }
+
+
+@scene
+def suspects(rank: int) -> Any:
+    """Count suspects with a liar, and without one."""
+    found = []
+    for poison in (-3.0, 1.0):
+        module = nn.Linear(30, 40)
+        recorded = record(module, "phocas:b=1", bucket_cap_mb=0.004)
+        train(recorded, rank, 60, poison)
+        found.append(
+            {
+                "suspects": [(one.rank, one.excess) for one in recorded.guard.suspects()],
+                "dropped": recorded.guard.dropped(),
+                "steps": recorded.guard.steps,
+                "each": [torch.cat([flat for flat, _, _ in step]) for step in recorded.steps],
+            }
+        )
+    return found
+
+
+def failing(rank: int, rule: str, group: Any = None) -> Any:
+    """Take a step that must fail; say how, and what a second step says."""
+    recorded = record(network(), rule, verify=True, group=group, bucket_cap_mb=0.004)
+    said = []
+    for _ in range(2):
+        try:
+            recorded.backward(torch.randn(8, 30))
+        except RuntimeError as error:
+            said.append(str(error))
+    failure = recorded.guard.failure
+    return {"said": said, "kind": type(failure).__name__, "ranks": getattr(failure, "ranks", None)}
+
+
+def with_patched(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
+    """Make this rank lie in one place of its own memory."""
+    kept = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        return run()
+    finally:
+        setattr(place, name, kept)
+
+
+@scene
+def lying_aggregator(rank: int) -> Any:
+    """Let the liar add a little to the shard that it aggregates."""
+
+    def gather(wire: Wire, parts: Any, sizes: Any = None) -> Any:
+        if rank == LIAR and sizes is not None:
+            parts[1][0] ^= 1
+        return honest(wire, parts, sizes)
+
+    honest = Wire.gather
+    return with_patched(Wire, "gather", gather, lambda: failing(rank, "phocas:b=1"))
+
+
+@scene
+def lying_measurer(rank: int) -> Any:
+    """Let the liar change the distances in its shard."""
+
+    def lying(partials: Any) -> torch.Tensor:
+        message = honest(partials)
+        if rank == LIAR and not lied:
+            lied.append(True)
+            message[-1] ^= 1
+        return message
+
+    honest = pack
+    lied: list[bool] = []
+    return with_patched(ddp_step, "pack", lying, lambda: failing(rank, "krum:b=0"))
+
+
+@scene
+def lying_checker(rank: int) -> Any:
+    """Let the liar blame the rank before it."""
+
+    def digest(parts: Any) -> torch.Tensor:
+        value = honest(parts)
+        if rank == LIAR and not lied:
+            lied.append(True)
+            value[0] ^= 1
+        return value
+
+    honest = ddp_verify.digest
+    lied: list[bool] = []
+    return with_patched(ddp_verify, "digest", digest, lambda: failing(rank, "phocas:b=1"))
+
+
+@scene
+def two_versions(rank: int) -> Any:
+    """Let the liar send one gradient to the aggregators and another to the checkers."""
+
+    def scatter(wire: Wire, flat: torch.Tensor, start: int, shifts: Any, place: int = 0) -> Bucket:
+        bucket = honest(wire, flat, start, shifts[:1], place)
+        other = flat + 1 if rank == LIAR else flat
+        bucket.columns.update(honest(wire, other, start, shifts[1:], place).columns)
+        return bucket
+
+    honest = Wire.scatter
+    return with_patched(Wire, "scatter", scatter, lambda: failing(rank, "phocas:b=1"))
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@scene
+def refused(rank: int) -> Any:
+    model = DistributedDataParallel(network())
+    sparse = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
+    both = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    said = {
+        "too many": refusal(lambda: protect(model, phocas.Phocas(b=2))),
+        "krum": refusal(lambda: protect(model, phocas.Krum(b=1))),
+        "bare": refusal(lambda: protect(network(), phocas.Phocas(b=1))),  # type: ignore[arg-type]
+        "sparse": refusal(lambda: protect(sparse, phocas.Phocas(b=1))),
+        "unlike": refusal(lambda: protect(model, "median" if rank == LIAR else "mean")),
+        "unknown": refusal(lambda: protect(model, "phoca:b=1")),
+        "dtypes": refusal(lambda: protect(DistributedDataParallel(both), "krum:b=0")),
+    }
+    protect(model, phocas.Phocas(b=1))
+    return said
+
+
+@scene
+def hung(rank: int) -> Any:
+    """Let a rank not turn up: the others must raise within the timeout of the model's group."""
+    group = dist.new_group(timeout=timedelta(seconds=HANG_TIMEOUT))
+    recorded = record(network(), "phocas:b=1", group=group, bucket_cap_mb=0.004)
+    train(recorded, rank, 2)  # from the third step on DDP itself exchanges nothing
+    dist.barrier()
+    begin = time.perf_counter()
+    said = "finished"
+    if rank != LIAR:
+        try:
+            recorded.backward(torch.randn(8, 30))
+        except RuntimeError as error:
+            said = str(error)
+    seconds = time.perf_counter() - begin
+    dist.barrier()  # where the liar waits meanwhile
+    return {"said": said, "seconds": seconds, "failure": str(recorded.guard.failure)}
+
+
+@scene
+def dead(rank: int) -> Any:
+    """Let a rank exit: the others must raise long before their timeout."""
+    recorded = record(network(), "krum:b=0", bucket_cap_mb=0.004)
+    train(recorded, rank, 2)
+    if rank == LIAR:
+        os._exit(0)
+    begin = time.perf_counter()
+    said = "finished"
+    try:
+        recorded.backward(torch.randn(8, 30))
+    except RuntimeError as error:
+        said = str(error)
+    return {"said": said, "seconds": time.perf_counter() - begin}
+
+
+def main(rank: int, folder: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # For bfloat16 oneDNN takes AMX, which some virtual machines announce and do not have.
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
+    torch.set_num_threads(1)
+    phocas.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        f"file://{folder}/meet",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=DEATH_TIMEOUT),
+    )
+    for name, run in SCENES.items():
+        try:
+            result = run(rank)
+        except Exception:  # noqa: BLE001 - it fails the test of this scene alone
+            result = traceback.format_exc()
+        torch.save(result, folder / f"{name}.{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,306 @@
+"""DDP with real processes: four ranks run the scenes of ddp_ranks.py once, for all tests here."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import phocas
+from phocas.integrations.ddp import protect
+from phocas.integrations.ddp.wire import pack, unpack
+from phocas.rules.measures import Partial
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+WORLD = 4
+LIAR = 2
+HANG_TIMEOUT = 3.0
+DEATH_TIMEOUT = 30.0
+
+Scene: TypeAlias = Callable[[str], list[Any]]
+
+
+def environment() -> dict[str, str]:
+    source = str(ROOT / "src")
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "error::FutureWarning",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    folder = tmp_path_factory.mktemp("ranks")
+    script = str(HERE / "ddp_ranks.py")
+    running = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(folder)],
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    deadline = time.monotonic() + 120
+    try:
+        for process in running:
+            _, errors = process.communicate(timeout=max(1, deadline - time.monotonic()))
+            assert process.returncode == 0, errors
+    finally:
+        for process in running:
+            process.kill()
+
+    def results(name: str) -> list[Any]:
+        found = [
+            torch.load(path, weights_only=False)
+            for rank in range(WORLD)
+            if (path := folder / f"{name}.{rank}.pt").exists()
+        ]
+        for result in found:
+            assert not isinstance(result, str), result
+        return found
+
+    return results
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def stacked(results: list[Any], step: int) -> torch.Tensor:
+    return torch.stack([torch.cat(result[step]["sent"]) for result in results])
+
+
+def compare(results: list[Any], rule: str) -> None:
+    """Compare all ranks' gradients with the rule on one process, bit by bit."""
+    assert len(results) == WORLD
+    for step in range(len(results[0])):
+        rows = stacked(results, step)
+        rng = np.random.default_rng([0, step])
+        expected = phocas.parse_rule(rule)(rows, rng=rng)
+        assert bool(expected.isfinite().all())
+        for result in results:
+            assert bits(torch.cat(result[step]["got"])) == bits(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("columns", "phocas:b=1"),
+        ("verified", "phocas:b=1"),
+        ("bucket_views", "trimmed-mean:b=1"),
+        ("krum", "krum:b=0"),
+        ("mixing", "nnm:b=1|phocas:b=1"),
+        ("centre", "geometric-median"),
+        ("drawing", "bucketing:size=3|mean"),
+        ("bfloat16", "phocas:b=1"),
+        ("bfloat16_krum", "krum:b=0"),
+        ("two_columns", "phocas:b=1"),
+        ("accumulated", "phocas:b=1"),
+    ],
+)
+def test_every_rank_has_the_bits_of_one_process(ranks: Scene, name: str, rule: str) -> None:
+    compare(ranks(name), rule)
+
+
+def test_the_liar_is_heard_and_buckets_are_several_and_rebuilt(ranks: Scene) -> None:
+    results = ranks("columns")
+    layouts = [[len(flat) for flat in step["sent"]] for step in results[0]]
+    assert layouts[0] != layouts[-1]
+    assert len(layouts[-1]) >= 3
+    assert any(len(flat) % WORLD for flat in results[0][-1]["sent"])
+    assert bool(stacked(results, 0)[LIAR].isnan().all())
+
+
+def test_krum_sees_the_whole_gradient(ranks: Scene) -> None:
+    """Bucket by bucket it would choose other rows: one choice for each bucket."""
+    results = ranks("krum")
+    differs = []
+    for step in range(len(results[0])):
+        whole = torch.cat(results[0][step]["got"])
+        buckets = zip(*(result[step]["sent"] for result in results), strict=True)
+        apart = torch.cat([phocas.Krum(b=0)(torch.stack(rows)) for rows in buckets])
+        differs.append(bits(whole) != bits(apart))
+    assert any(differs)
+
+
+def test_random_rules_draw_anew_in_each_step(ranks: Scene) -> None:
+    results = ranks("drawing")
+    rule = phocas.parse_rule("bucketing:size=3|mean")
+    first = np.random.default_rng([0, 0])
+    assert any(
+        bits(torch.cat(results[0][step]["got"])) != bits(rule(stacked(results, step), rng=first))
+        for step in range(1, len(results[0]))
+    )
+
+
+def test_gradients_are_accumulated_before_they_are_exchanged(ranks: Scene) -> None:
+    """Six batches were added up, and two exchanges made."""
+    assert [len(result) for result in ranks("accumulated")] == [2] * WORLD
+
+
+def test_unused_parameters(ranks: Scene) -> None:
+    results = ranks("unused")
+    compare([result["steps"] for result in results], "median")
+    assert [result["never"] for result in results] == [[True, True]] * WORLD
+
+
+def test_suspects(ranks: Scene) -> None:
+    for lying, honest in ranks("suspects"):
+        assert [rank for rank, _ in lying["suspects"]] == [LIAR]
+        assert lying["suspects"][0][1] == pytest.approx(lying["dropped"][LIAR] - 1 / WORLD)
+        assert lying["suspects"][0][1] > 0.5
+        assert honest["suspects"] == []
+        assert lying["steps"] == honest["steps"] == 60
+
+
+def test_dropped_shares_are_those_of_one_process(ranks: Scene) -> None:
+    results = ranks("suspects")
+    for run in range(2):
+        each = zip(*(result[run]["each"] for result in results), strict=True)
+        shares = [phocas.Phocas(b=1).explain(torch.stack(rows)).dropped for rows in each]
+        for result in results:
+            np.testing.assert_allclose(result[run]["dropped"], np.mean(shares, axis=0), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["lying_aggregator", "lying_measurer", "lying_checker"])
+def test_who_aggregates_wrongly_is_named_on_every_rank(ranks: Scene, name: str) -> None:
+    results = ranks(name)
+    assert len(results) == WORLD
+    for result in results:
+        assert result["kind"] == "AggregatorError"
+        assert result["ranks"] == (LIAR,)
+        first, second = result["said"]
+        assert f"rank {LIAR} aggregated shard" in first
+        assert "aggregation ended in an earlier step" in second
+
+
+def test_two_versions_of_a_gradient_are_noticed(ranks: Scene) -> None:
+    for result in ranks("two_versions"):
+        assert result["kind"] == "AggregatorError"
+        assert LIAR in result["ranks"]
+        assert f"different values of rank {LIAR}" in result["said"][0]
+
+
+def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
+    for rank, said in enumerate(ranks("refused")):
+        assert "2b < m: got b=2 with m=4 workers, the largest b is 1" in said["too many"]
+        assert "the largest b is 0" in said["krum"]
+        assert said["bare"].startswith("TypeError: model must be a DistributedDataParallel")
+        assert "must be dense" in said["sparse"]
+        assert "did you mean 'phocas'?" in said["unknown"]
+        assert "use a column rule" in said["dtypes"]
+        pattern = f"rank {rank} has rule '(mean|median)', rank \\d has '(mean|median)'"
+        assert re.search(pattern, said["unlike"])
+
+
+def test_a_rank_that_hangs_raises_on_the_others_within_the_timeout(ranks: Scene) -> None:
+    for rank, result in enumerate(ranks("hung")):
+        if rank != LIAR:
+            assert result["seconds"] < 2 * HANG_TIMEOUT
+            assert result["failure"] in result["said"]
+            assert re.search("Timed out|closed", result["said"])
+
+
+def test_a_rank_that_dies_raises_on_the_others(ranks: Scene) -> None:
+    results = ranks("dead")
+    assert len(results) == WORLD - 1
+    for result in results:
+        assert result["seconds"] < DEATH_TIMEOUT / 2
+        assert "closed" in result["said"] or "reset" in result["said"]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_world_of_one_and_a_guard_that_ends_with_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        module = torch.nn.Linear(3, 2)
+        model = DistributedDataParallel(module)
+        guard = weakref.ref(protect(model, "mean", verify))
+        inputs = torch.tensor([[1.0, 2.0, 3.0]])
+        model(inputs).sum().backward()
+        assert module.weight.grad is not None
+        assert module.weight.grad.tolist() == [[1.0, 2.0, 3.0]] * 2
+        assert guard() is not None
+        del model
+        gc.collect()
+        assert guard() is None
+        assert "phocas-ddp" not in [thread.name for thread in threading.enumerate()]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_measurements_survive_the_wire() -> None:
+    rng = np.random.default_rng(0)
+    sums = ((3, rng.normal(size=(2, 6))),)
+    edges = ((7, rng.normal(size=(4, 5)).astype(np.float32)), (9000, np.full((4, 1), np.nan)))
+    original = Partial(4, sums, edges)
+    again = unpack(pack([Partial(4, sums, edges[:1]), Partial(4, (), edges[1:])]))
+    assert again.m == 4
+    for sent, got in zip(original.sums + original.edges, again.sums + again.edges, strict=True):
+        assert sent[0] == got[0]
+        assert sent[1].dtype == got[1].dtype
+        np.testing.assert_array_equal(sent[1], got[1])
+
+
+@pytest.mark.parametrize(
+    ("position", "value"), [(8, -1), (8, 99), (32, -6), (40, 1 << 62), (48, 3)]
+)
+def test_measurements_that_are_none_are_refused(position: int, value: int) -> None:
+    message = pack([Partial(4, ((0, np.ones((2, 6))),))])
+    message[position : position + 8].view(torch.int64)[0] = value
+    with pytest.raises(ValueError, match="measurements must be whole"):
+        unpack(message)
+
+
+def test_measurements_that_break_off_or_go_on_are_refused() -> None:
+    message = pack([Partial(4, ((0, np.ones((2, 6))),))])
+    for broken in (message[:-1], message[:12], torch.cat([message, message[:1]])):
+        with pytest.raises(ValueError, match="measurements must be whole"):
+            unpack(broken)
+
+
+def test_the_example_under_torchrun(tmp_path: Path) -> None:
+    """One of four ranks sends 1e20 times noise; agents and ranks meet in files, on loopback."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(tmp_path / "agents")),
+        *("--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1"),
+        *(str(ROOT / "examples" / "ddp_mnist.py"), "--rounds", "60"),
+        *("--data", "synthetic:train=2000,test=500", "--rendezvous", f"file://{tmp_path}/ranks"),
+    ]
+    done = subprocess.run(
+        command,
+        # Else the agent opens a store for its ranks on all interfaces, though they have their own.
+        env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"round 60: test accuracy ([\d.]+)", done.stdout)
+    assert accuracy is not None, done.stdout
+    assert float(accuracy[1]) > 0.6
+    assert "rank 1 is suspect: 100% of its values were thrown away, where 25%" in done.stdout

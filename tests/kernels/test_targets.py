@@ -1,0 +1,147 @@
+"""The IR for every processor: it compiles for all, and those the host can be give the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from llvmlite import binding as llvm
+
+from phocas.kernels import Window, columns, distances, jit, mixing, programs
+from phocas.kernels.emit import ELEMENTS, Element
+from phocas.kernels.target import ALL_TARGETS, ARM64, X86_AVX2, X86_BASELINE, Target, host
+from phocas.kernels.threads import write_threads
+
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+
+MODULES: dict[str, Callable[[Target, Element], str]] = {
+    "mean": lambda t, e: columns.straight_module(t, e, 5, Window(plain=True), blame=False),
+    "median": lambda t, e: columns.straight_module(t, e, 8, Window(3), blame=True),
+    "phocas": lambda t, e: columns.straight_module(t, e, 20, Window(6, 6), blame=True),
+    "bulyan": lambda t, e: columns.straight_module(t, e, 7, Window(3, 4), blame=False),
+    "table": lambda t, e: programs.table_module(t, e, drop=False, blame=True),
+    "table drop": lambda t, e: programs.table_module(t, e, drop=True, blame=True),
+    "combine": mixing.combine_module,
+    "combine wide": lambda t, e: mixing.combine_module(t, e.wide()),
+    "fused": mixing.fused_module,
+    "pairs": distances.pairs_module,
+    "pairs wide": lambda t, e: distances.pairs_module(t, e.wide()),
+    "norms": distances.norms_module,
+    "norms wide": lambda t, e: distances.norms_module(t, e.wide()),
+}
+
+
+@pytest.mark.parametrize("target", ALL_TARGETS.values(), ids=ALL_TARGETS.keys())
+@pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS.keys())
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_compile_for_every_processor(name: str, element: Element, target: Target) -> None:
+    if element.name == "float16" and not target.has_half:
+        pytest.skip("such hosts convert half precision before they compute")
+    code = jit.compile_text(MODULES[name](target, element), target)
+    machine = 183 if target is ARM64 else 62
+    assert code[:4] == b"\x7fELF"
+    assert int.from_bytes(code[18:20], "little") == machine
+
+
+@pytest.mark.parametrize("target", ALL_TARGETS.values(), ids=ALL_TARGETS.keys())
+def test_threads_compile_for_every_processor(target: Target) -> None:
+    assert jit.compile_text(write_threads(target), target)[:4] == b"\x7fELF"
+
+
+def _lesser() -> list[Target]:
+    """Return processors that the host can be: its features minus some."""
+    features = dict(llvm.get_host_cpu_features())
+    fitting: list[Target] = []
+    if not host().triple.startswith("x86_64"):
+        return fitting
+    if features.get("avx2") and features.get("fma") and features.get("f16c"):
+        fitting.append(replace(X86_AVX2, triple=host().triple))
+    fitting.append(replace(X86_BASELINE, triple=host().triple))
+    return fitting
+
+
+def _run(target: Target, text: str, words: list[int], local: np.ndarray, columns_: int) -> None:
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target.machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(jit.compile_text(text, target)))
+    engine.finalize_object()
+    kernel = ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+    )(engine.get_function_address("kernel"))
+    arguments = np.array(words + [0] * (8 - len(words)), np.uint64)
+    kernel(arguments.ctypes.data, local.ctypes.data, 0, columns_)
+
+
+@pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
+@pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "window", [Window(plain=True), Window(6), Window(9), Window(6, 6), Window(9, 6), Window(9, 14)]
+)
+def test_lesser_processors_give_the_same_bits(target: Target, kind: str, window: Window) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(20, 83)).astype(np.float32)
+    values[rng.integers(20, size=83), np.arange(83)] = rng.choice([np.nan, np.inf, 3e38, -0.0], 83)
+    rows = values.astype(kind) if kind != "bfloat16" else values.view(np.uint16)[:, 1::2].copy()
+    addresses = np.array([row.ctypes.data for row in rows], np.uint64)
+    answers = []
+    for machine in (host(), target):
+        out, counts = np.zeros(83, rows.dtype), np.zeros(20, np.int64)
+        text = columns.straight_module(machine, ELEMENTS[kind], 20, window, blame=not window.plain)
+        _run(machine, text, [addresses.ctypes.data, out.ctypes.data, 20], counts, 83)
+        answers.append((out.tobytes(), counts.tolist()))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
+@pytest.mark.parametrize("window", [Window(60), Window(99, 60), Window(99, 150)])
+def test_lesser_processors_run_the_program(target: Target, window: Window) -> None:
+    rng = np.random.default_rng(1)
+    rows = rng.normal(size=(200, 37)).astype(np.float32)
+    addresses = np.array([row.ctypes.data for row in rows], np.uint64)
+    steps, numbers = programs.program(200), programs.constants(window, 200, np.float32)
+    answers = []
+    for machine in (host(), target):
+        out, counts = np.zeros(37, np.float32), np.zeros(200, np.int64)
+        text = programs.table_module(machine, ELEMENTS["float32"], bool(window.drop), blame=True)
+        words = [addresses.ctypes.data, out.ctypes.data, 200, steps.ctypes.data, len(steps)]
+        words += [window.trim, window.drop or 0, numbers.ctypes.data]
+        _run(machine, text, words, counts, 37)
+        answers.append((out.tobytes(), counts.tolist()))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("target", [t for t in _lesser() if t.has_fma], ids=lambda t: t.cpu)
+def test_lesser_processors_measure_the_same(target: Target) -> None:
+    """Lanes are added in the same order everywhere, only the blocks of pairs differ."""
+    rows = np.random.default_rng(2).normal(size=(8, 1024)).astype(np.float32)
+    addresses = np.array([row.ctypes.data for row in rows], np.uint64)
+    answers = []
+    for machine in (host(), target):
+        side = distances.block_rows(machine)
+        blocks = 8 // side
+        out = np.zeros(blocks * (blocks + 1) // 2 * side * side)
+        local = np.zeros(distances.scratch_words(machine, 8) + 8, np.uint64)
+        local = local[-local.ctypes.data % 64 // 8 :]
+        words = [addresses.ctypes.data, out.ctypes.data, blocks, 0, 1024, 128]
+        _run(machine, distances.pairs_module(machine, ELEMENTS["float32"]), words, local, 1)
+        pairs = {}
+        place = iter(out.reshape(-1, side, side))
+        for left in range(blocks):
+            for right in range(left, blocks):
+                block = next(place)
+                for i in range(side):
+                    for j in range(side):
+                        first, second = left * side + i, right * side + j
+                        if first < second:
+                            pairs[first, second] = float(block[i, j])
+        answers.append(pairs)
+    assert answers[0] == answers[1]
+
+
+def test_the_host_is_described() -> None:
+    target = host()
+    assert target.vector_bits in (128, 256, 512)
+    assert target.triple == llvm.get_process_triple()

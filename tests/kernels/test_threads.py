@@ -1,0 +1,217 @@
+"""Threads: many callers, forks, interruptions and settings that make no sense."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.helpers import bits, num_threads
+
+import phocas
+from phocas.kernels import jit, threads
+
+RULES = ("phocas:b=3", "krum:b=3", "nnm:b=3|median", "geometric-median")
+
+
+def rows_for(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(11, 30_000)).astype(np.float32)
+
+
+def answer(seed: int) -> bytes:
+    rule = RULES[seed % len(RULES)]
+    return bits(phocas.aggregate(rows_for(seed), rule))
+
+
+def explained(seed: int) -> tuple[bytes, bytes]:
+    told = phocas.parse_rule(RULES[seed % len(RULES)]).explain(rows_for(seed))
+    return bits(told.value), bits(told.dropped)
+
+
+def test_many_callers_at_once() -> None:
+    with num_threads(1):
+        wanted = [explained(seed) for seed in range(8)]
+    with num_threads(3), ThreadPoolExecutor(6) as callers:
+        for _ in range(5):
+            assert list(callers.map(explained, range(8))) == wanted
+
+
+def test_many_callers_change_the_number_of_threads() -> None:
+    wanted = [answer(seed) for seed in range(4)]
+    stop = threading.Event()
+
+    def restless() -> None:
+        number = 1
+        while not stop.is_set():
+            phocas.set_num_threads(number)
+            number = number % 6 + 1
+
+    with num_threads(2), ThreadPoolExecutor(5) as callers:
+        turning = callers.submit(restless)
+        try:
+            for _ in range(10):
+                assert list(callers.map(answer, range(4))) == wanted
+        finally:
+            stop.set()
+        turning.result()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_children_compute_the_same(method: str) -> None:
+    wanted = [answer(seed) for seed in range(4)]  # the parent has helpers by now
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        assert pool.map_async(answer, range(4)).get(timeout=120) == wanted
+    assert [answer(seed) for seed in range(4)] == wanted
+
+
+def _helpers_of_a_child(seed: int) -> int:
+    answer(seed)
+    return sum(thread.name == "phocas-kernel" for thread in threading.enumerate())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_children_have_helpers_of_their_own() -> None:
+    with num_threads(3):
+        answer(0)
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.map_async(_helpers_of_a_child, [0]).get(timeout=60) == [2]
+
+
+def _compile_in_child(results: Any) -> None:
+    results.put(bits(phocas.Median()(np.arange(51.0).reshape(17, 3))))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_another_thread_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child's first kernel must not wait for a thread that it does not have."""
+    monkeypatch.setenv("PHOCAS_CACHE", str(tmp_path))  # empty, so that there is much to compile
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    compiling = threading.Thread(target=lambda: phocas.Phocas(b=60)(np.ones((149, 3))))
+    compiling.start()
+    while not jit._lock.locked():
+        assert compiling.is_alive()
+    child = context.Process(target=_compile_in_child, args=(results,))
+    child.start()
+    try:
+        assert results.get(timeout=60) == bits(np.array([24.0, 25.0, 26.0]))
+    finally:
+        child.kill()
+        child.join()
+        compiling.join()
+
+
+def test_ctrl_c_during_the_work_leaves_the_pool_in_use() -> None:
+    """The signal is delivered when the machine code returns; the helpers must stay at hand."""
+    rows = np.random.default_rng(0).normal(size=(20, 1_000_000)).astype(np.float32)
+    rule = phocas.Phocas(b=6)
+    with num_threads(2):
+        wanted = bits(rule(rows))
+        interrupted = 0
+        end = time.monotonic() + 30
+        while interrupted < 3:
+            assert time.monotonic() < end
+            _let_helpers_sleep()
+            timer = threading.Timer(0.0005, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            try:
+                for _ in range(1000):
+                    rule(rows)
+            except KeyboardInterrupt:
+                interrupted += 1
+            timer.join()
+            assert not threads.POOL._busy.locked()
+        assert bits(rule(rows)) == wanted
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_interruption_leaves_no_helper_at_work(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after a job was posted: the job's memory is freed only when nobody uses it."""
+    rows = rows_for(0)
+    rule = phocas.Phocas(b=3)
+    wake = threads.Helper.wake
+    woken: list[threads.Helper] = []
+
+    def interrupted(helper: threads.Helper) -> None:
+        if len(woken) == after:
+            raise KeyboardInterrupt
+        woken.append(helper)
+        wake(helper)
+
+    with num_threads(3):
+        wanted = bits(rule(rows))
+        _let_helpers_sleep()
+        monkeypatch.setattr(threads.Helper, "wake", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rule(rows)
+        monkeypatch.undo()
+        states = threads.POOL.states()
+        assert threads.POSTED not in states
+        assert threads.RUNNING not in states
+        assert not threads.POOL._busy.locked()
+        assert bits(rule(rows)) == wanted
+        _let_helpers_sleep()  # none is lost
+
+
+def _let_helpers_sleep() -> None:
+    end = time.monotonic() + 20
+    while set(threads.POOL.states()) != {threads.ASLEEP}:
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2", None])
+def test_numbers_of_threads_that_are_none(wrong: Any) -> None:
+    before = phocas.get_num_threads()
+    with pytest.raises(ValueError, match=r"integer >= 1: got"):
+        phocas.set_num_threads(wrong)
+    assert phocas.get_num_threads() == before
+
+
+def test_a_numpy_integer_is_a_number_of_threads() -> None:
+    with num_threads(np.int64(2)):  # type: ignore[arg-type]
+        assert phocas.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " ", "²"])
+def test_settings_that_are_no_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHOCAS_NUM_THREADS", text)
+    with pytest.raises(ValueError, match=r"PHOCAS_NUM_THREADS must be a whole number >= 1: got"):
+        threads.default_threads()
+
+
+def test_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHOCAS_NUM_THREADS", "7")
+    assert threads.default_threads() == 7
+    monkeypatch.setenv("PHOCAS_NUM_THREADS", "")
+    assert threads.default_threads() >= 1
+
+
+def test_a_process_ends_while_helpers_sleep() -> None:
+    code = (
+        "import numpy as np, phocas; phocas.set_num_threads(4);"
+        "print(phocas.Median()(np.ones((5, 100_000)))[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1.0\n", "")

@@ -1,0 +1,178 @@
+"""What every rule of the tables promises, whatever it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.helpers import (
+    EXAMPLES,
+    STAGE_EXAMPLES,
+    Doubles,
+    bits,
+    doubles,
+    examples,
+    hostile_values,
+    pipelines,
+    stored,
+    strongest,
+)
+
+import phocas
+from phocas import PRE_AGGREGATORS, RULES, Pipeline, Rule
+from phocas.rules.reference import _RULES, _STAGES
+
+M = 11
+COLUMN_RULES = [rule for rule in examples(M) if rule.columnwise]
+ROW_RULES = [rule for rule in examples(M) if not rule.columnwise]
+SEEDS = st.integers(0, 2**32 - 1)
+# Clipping measures from the origin and in absolute lengths.
+FREE = [rule for rule in examples(M) + pipelines(M) if "clipping" not in str(rule)]
+MOVING = [rule for rule in FREE if "cge" not in str(rule)]
+
+
+def test_examples_are_complete() -> None:
+    """A new class needs a row in the examples and a twin."""
+    assert set(EXAMPLES) == set(RULES.values()) == set(_RULES)
+    assert set(STAGE_EXAMPLES) == set(PRE_AGGREGATORS.values()) == set(_STAGES)
+    for m in (3, 7, M):
+        assert {type(rule) for rule in examples(m)} == set(RULES.values())
+        for rule in examples(m) + pipelines(m):
+            rule.check(m)
+    names = {type(stage) for rule in pipelines(M) for stage in getattr(rule, "stages", ())}
+    assert names == set(PRE_AGGREGATORS.values())
+
+
+def with_lies(seed: int, rule: Rule, d: int = 37) -> Doubles:
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(M, d))
+    last: Any = rule.rule if isinstance(rule, Pipeline) else rule
+    told = int(getattr(last, "b", 1))
+    if rng.integers(2) and told and last != phocas.Mean():
+        rows[rng.integers(M)] = rng.choice(hostile_values()[:7])
+    return rows
+
+
+@pytest.mark.parametrize("rule", COLUMN_RULES, ids=str)
+@given(seed=SEEDS)
+def test_column_rules_do_not_see_the_order_of_rows(rule: Rule, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = with_lies(seed, rule).astype(np.float32)
+    for column in rows.T[:20]:
+        rng.shuffle(column)  # wrong values in another row of each column
+    shuffled = rows[rng.permutation(M)]
+    got, wanted = doubles(rule(shuffled)), doubles(rule(rows))
+    if rule == phocas.Mean() or not getattr(rule, "b", 1):
+        # A sum of everything is taken in the order of rows.
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * np.abs(rows).max())
+    else:
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6)
+    told, other = rule.explain(rows).dropped, rule.explain(shuffled).dropped
+    np.testing.assert_allclose(np.sort(told), np.sort(other), atol=1.5 / 37)
+
+
+# Two rows that are nearest to one another have the same score for Bulyan once it counts but one
+# neighbour, and many sets may have MDA's smallest diameter: there the order decides.
+UNORDERED = [
+    rule
+    for rule in ROW_RULES + pipelines(M)
+    if not any(name in str(rule) for name in ("bucketing", "bulyan", "mda"))
+]
+
+
+@pytest.mark.parametrize("rule", UNORDERED, ids=str)
+@given(seed=SEEDS)
+def test_row_rules_do_not_see_the_order_of_rows(rule: Rule, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(M)
+    rows = with_lies(seed, rule)
+    np.testing.assert_allclose(rule(rows[order]), rule(rows), rtol=0, atol=2e-5)
+    told, other = rule.explain(rows), rule.explain(rows[order])
+    np.testing.assert_allclose(told.dropped[order], other.dropped, atol=1.5 / 37)
+
+
+@pytest.mark.parametrize("b", [1, 3, 5])
+@given(seed=SEEDS)
+def test_mda_does_not_see_the_order_of_rows_if_one_set_is_best(b: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(M, 37))
+    rows[:b] += 50 * np.arange(1, b + 1)[:, None]
+    shuffled = rows[rng.permutation(M)]
+    np.testing.assert_allclose(phocas.MDA(b)(shuffled), rows[b:].mean(axis=0), atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", MOVING, ids=str)
+@given(seed=SEEDS)
+def test_rules_move_with_the_rows(rule: Rule, seed: int) -> None:
+    rows = with_lies(seed, rule)
+    shift = np.random.default_rng(seed + 1).normal(size=rows.shape[1]) * 8
+    with np.errstate(invalid="ignore"):
+        moved = rule(rows + shift)
+    np.testing.assert_allclose(moved, rule(rows) + shift, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rule", COLUMN_RULES, ids=str)
+@given(seed=SEEDS, power=st.integers(-60, 20))
+def test_column_rules_scale_exactly(rule: Rule, dtype: str, seed: int, power: int) -> None:
+    rows = stored(with_lies(seed, rule), dtype)
+    rows[np.abs(rows) > 1e19] = np.inf
+    factor = rows.dtype.type(2.0**power)
+    assert bits(rule(rows * factor)) == bits(rule(rows) * factor)
+
+
+@pytest.mark.parametrize("rule", FREE, ids=str)
+@given(seed=SEEDS, power=st.integers(-25, 25))
+def test_rules_scale(rule: Rule, seed: int, power: int) -> None:
+    rows = with_lies(seed, rule).astype(np.float32)
+    rows[np.abs(rows) > 1e19] = np.nan
+    factor = np.float32(2.0**power)
+    got, wanted = doubles(rule(rows * factor)), doubles(rule(rows)) * float(factor)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5 * float(factor))
+
+
+@pytest.mark.parametrize("rule", COLUMN_RULES, ids=str)
+@given(seed=SEEDS)
+def test_column_rules_are_odd(rule: Rule, seed: int) -> None:
+    """Without ties, what is done to the smallest is done to the largest."""
+    rows = np.random.default_rng(seed).normal(size=(M, 37))
+    np.testing.assert_allclose(rule(-rows), -rule(rows), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", [r for r in FREE if str(r) != "mean"], ids=str)
+def test_rules_keep_what_everyone_says(rule: Rule) -> None:
+    row = np.array([0.1, -3e38, 3e38, 1.4e-45, 0.0, 7.7, 1e-30], np.float32)
+    rows = np.tile(row, (M, 1))
+    if str(rule).split("|")[-1] == "mean":
+        np.testing.assert_allclose(rule(rows), row, rtol=1e-6, atol=2e-44)
+    else:
+        np.testing.assert_array_equal(rule(rows), row)
+
+
+@pytest.mark.parametrize("rule", strongest(M) + pipelines(M), ids=str)
+def test_same_input_same_bits(rule: Rule) -> None:
+    rows = with_lies(3, rule, 5000).astype(np.float32)
+    assert len({bits(rule(rows)) for _ in range(5)}) == 1
+
+
+def test_randomness_is_explicit() -> None:
+    rows = np.random.default_rng(0).normal(size=(M, 30))
+    rule = phocas.Bucketing(size=3) | phocas.Median()
+    drawn = [bits(rule(rows, rng=np.random.default_rng(seed))) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert bits(rule(rows)) == bits(rule(rows))
+    told = rule.explain(rows, rng=np.random.default_rng(1))
+    assert bits(told.value) == drawn[0]
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 20])
+def test_rules_hold_up_to_their_limit(m: int) -> None:
+    for rule in examples(m):
+        rule.check(m)
+        assert np.isfinite(rule(np.random.default_rng(m).normal(size=(m, 5)))).all()
+        b = getattr(rule, "b", None)
+        if b is not None and rule in strongest(m) and not isinstance(rule, phocas.MDA):
+            with pytest.raises(ValueError, match=f"the largest b is {b}"):
+                type(rule)(b + 1).check(m)  # type: ignore[call-arg]

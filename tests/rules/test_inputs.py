@@ -1,0 +1,230 @@
+"""Whatever holds the rows, the result has its form and the same bits; the rows are untouched."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.helpers import DTYPES, bits, doubles, examples, pipelines, stored, strongest
+
+import phocas
+from phocas import Rule
+
+M = 9
+EVERY = strongest(M) + pipelines(M)
+
+
+def hostile_rows(d: int = 4200) -> np.ndarray:
+    rows = np.random.default_rng(0).normal(size=(M, d)).astype(np.float32)
+    rows[3] = np.nan
+    rows[5, ::7] = 1e20
+    return rows
+
+
+def strided(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the same values in memory in every way that NumPy knows."""
+    m, d = rows.shape
+    wide = np.zeros((2 * m, 3 * d), rows.dtype)
+    wide[::2, 1::3] = rows
+    raw = np.zeros(rows.nbytes + 1, np.uint8)
+    unaligned = raw[1:].view(rows.dtype).reshape(m, d)
+    unaligned[:] = rows
+    padded = np.zeros((m, d + 5), rows.dtype)
+    padded[:, 2 : d + 2] = rows
+    frozen = rows.copy()
+    frozen.flags.writeable = False
+    return {
+        "transposed": np.ascontiguousarray(rows.T).T,
+        "steps": wide[::2, 1::3],
+        "backwards": np.ascontiguousarray(rows[::-1, ::-1])[::-1, ::-1],
+        "rows backwards": np.ascontiguousarray(rows[::-1])[::-1],
+        "foreign bytes": rows.astype(rows.dtype.newbyteorder()),
+        "unaligned": unaligned,
+        "padded": padded[:, 2 : d + 2],
+        "read only": frozen,
+    }
+
+
+@pytest.mark.parametrize("rule", EVERY, ids=str)
+def test_strides_change_no_bit(rule: Rule) -> None:
+    rows = hostile_rows()
+    wanted = rule(rows)
+    for name, same in strided(rows).items():
+        before = same.copy()
+        got = rule(same)
+        assert bits(got) == bits(wanted), name
+        assert got.dtype == np.float32  # in this machine's order of bytes
+        assert bits(before) == bits(same.copy()), name
+        told = rule.explain(same)
+        assert bits(told.value) == bits(wanted), name
+        np.testing.assert_array_equal(told.dropped, rule.explain(rows).dropped)
+
+
+def test_long_rows_that_are_copied_in_blocks() -> None:
+    """More than one block of copied columns, and a granule that two blocks share."""
+    rows = np.random.default_rng(1).normal(size=(70, 40_000)).astype(np.float32)
+    for rule in (phocas.Phocas(b=20), phocas.Krum(b=20), phocas.GeometricMedian()):
+        assert bits(rule(np.asfortranarray(rows))) == bits(rule(rows))
+
+
+def test_one_row_many_times() -> None:
+    row = np.random.default_rng(2).normal(size=1000).astype(np.float32)
+    repeated = np.broadcast_to(row, (M, 1000))
+    assert repeated.strides[0] == 0
+    for rule in EVERY:
+        if "clipping" not in str(rule) and "mean" not in str(rule).split("|")[-1]:
+            np.testing.assert_array_equal(rule(repeated), row)
+
+
+@pytest.mark.parametrize("rule", EVERY, ids=str)
+def test_every_container_gives_the_same_bits(rule: Rule) -> None:
+    rows = hostile_rows()
+    wanted = bits(rule(rows))
+    tensor = torch.from_numpy(rows)
+    shapes = {"w": (20, 100), "bias": (2199,), "empty": (0, 4), "scalar": ()}
+    parts = {"w": slice(0, 2000), "bias": slice(2000, 4199), "scalar": slice(4199, 4200)}
+    named = [
+        {key: row[parts.get(key, slice(0, 0))].reshape(shape) for key, shape in shapes.items()}
+        for row in rows
+    ]
+    forms: dict[str, Any] = {
+        "list": list(rows),
+        "tuple": tuple(rows),
+        "deque": collections.deque(rows),
+        "separate": [row.copy() for row in rows],
+        "some strided": [row if i % 2 else np.repeat(row, 2)[::2] for i, row in enumerate(rows)],
+        "tensor": tensor,
+        "tensors": list(tensor),
+        "parameters": [torch.nn.Parameter(row.clone()) for row in tensor],
+        "transposed tensor": tensor.T.contiguous().T,
+        "tensor that wants gradients": tensor.clone().requires_grad_(),
+    }
+    for name, form in forms.items():
+        got = rule(form)
+        assert bits(got) == wanted, name
+        kind = torch.Tensor if "tensor" in name or "param" in name else np.ndarray
+        assert isinstance(got, kind), name
+        if isinstance(got, torch.Tensor):
+            assert not got.requires_grad
+    answer = rule(named)
+    assert list(answer) == list(shapes)
+    assert {key: value.shape for key, value in answer.items()} == shapes
+    together = np.concatenate([answer[key].reshape(-1) for key in ("w", "bias", "scalar")])
+    assert bits(together) == wanted
+    tensors = [
+        collections.OrderedDict((k, torch.from_numpy(v)) for k, v in w.items()) for w in named
+    ]
+    answer = rule(tensors)
+    assert all(isinstance(value, torch.Tensor) for value in answer.values())
+    assert bits(torch.cat([answer[k].reshape(-1) for k in ("w", "bias", "scalar")])) == wanted
+    # Another worker may list its parameters in another order.
+    shuffled = [dict(reversed(list(w.items()))) if i % 2 else w for i, w in enumerate(named)]
+    answer = rule(shuffled)
+    assert bits(np.concatenate([answer[k].reshape(-1) for k in ("w", "bias", "scalar")])) == wanted
+
+
+def test_vectors_may_have_any_shape() -> None:
+    rows = np.random.default_rng(3).normal(size=(5, 2, 3, 4))
+    got = phocas.Median()(list(rows))
+    np.testing.assert_array_equal(got, np.median(rows, axis=0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", examples(M), ids=str)
+def test_type_kind_and_input_are_kept(rule: Rule, dtype: str) -> None:
+    values = np.random.default_rng(4).normal(size=(M, 100))
+    values[0, :5] = [np.nan, np.inf, -0.0, 1e-7, -np.inf]
+    for rows in (stored(values, dtype), torch.from_numpy(values).to(getattr(torch, dtype))):
+        before = bits(rows)
+        got = rule(rows)
+        assert type(got) is type(rows)
+        assert got.dtype == rows.dtype
+        assert tuple(got.shape) == (100,)
+        told = rule.explain(rows)
+        assert bits(told.value) == bits(got)
+        assert bits(rows) == before
+        got[:] = 7  # the result is the caller's own
+        assert bits(rows) == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", EVERY, ids=str)
+def test_tensors_and_arrays_agree(rule: Rule, dtype: str) -> None:
+    values = np.random.default_rng(5).normal(size=(M, 1100))
+    if dtype == "bfloat16":
+        # NumPy has no such type: the same values in single precision, rounded at the end.
+        tensor = torch.from_numpy(values).to(torch.bfloat16)
+        assert bits(rule(tensor)) == bits(rule(tensor.float()).to(torch.bfloat16))
+        return
+    rows = stored(values, dtype)
+    assert bits(rule(torch.from_numpy(rows))) == bits(rule(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_columns_at_all(dtype: str) -> None:
+    rows = stored(np.empty((M, 0)), dtype)
+    for rule in EVERY:
+        got = rule(rows)
+        assert tuple(got.shape) == (0,)
+        assert got.dtype == rows.dtype
+        assert rule.explain(rows).dropped.shape == (M,)
+    assert phocas.Krum(b=1)([{"a": rows[0]}] * M)["a"].shape == (0,)
+
+
+@pytest.mark.parametrize("rule", EVERY, ids=str)
+def test_hosts_that_cannot_convert_half_precision(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it is converted a block at a time; the bits are the same."""
+    rows = stored(np.random.default_rng(9).normal(size=(M, 1100)), "float16")
+    rows[3] = np.nan
+    wanted = rule.explain(rows)
+    monkeypatch.setattr("phocas.kernels.half_supported", lambda element: element != "float16")
+    told = rule.explain(rows)
+    assert told.value.dtype == np.float16
+    assert bits(told.value) == bits(wanted.value)
+    np.testing.assert_array_equal(told.dropped, wanted.dropped)
+
+
+def test_numpy_bfloat16_where_there_is_one() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    rows = np.random.default_rng(6).normal(size=(M, 100)).astype(ml_dtypes.bfloat16)
+    tensor = torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
+    for rule in EVERY:
+        got = rule(rows)
+        assert got.dtype == rows.dtype
+        assert bits(got) == bits(rule(tensor))
+
+
+def test_a_view_of_an_imaginary_part_is_negated() -> None:
+    numbers = torch.complex(torch.zeros(3, 4), torch.randn(3, 4))
+    rows = numbers.conj().imag
+    assert rows.is_neg()
+    assert bits(phocas.Median()(rows)) == bits(phocas.Median()(rows.clone()))
+
+
+def test_a_matrix_subclass_is_read_as_its_values() -> None:
+    class Tagged(np.ndarray):
+        pass
+
+    rows = np.random.default_rng(7).normal(size=(M, 10))
+    np.testing.assert_array_equal(phocas.Median()(rows.view(Tagged)), np.median(rows, axis=0))
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    rng = np.random.default_rng(8)
+    words = rng.integers(0, 2**16, size=(1, 60_000), dtype=np.uint16)
+    rows = torch.from_numpy(words).view(torch.bfloat16).repeat(2, 1)
+    rows[1] = torch.from_numpy(rng.integers(0, 2**16, size=60_000, dtype=np.uint16)).view(
+        torch.bfloat16
+    )
+    mean = phocas.Mean()(rows)
+    exact = doubles(rows).astype(np.float64)
+    with np.errstate(all="ignore"):
+        wanted = torch.from_numpy((exact[0] + exact[1]) / 2).float().to(torch.bfloat16)
+    same = (mean == wanted) | (mean.isnan() & wanted.isnan())
+    # Means that are subnormal in single precision are rounded twice.
+    assert bool((same | (wanted.abs() < 1e-37)).all())

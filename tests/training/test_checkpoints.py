@@ -1,0 +1,145 @@
+"""Checkpoints: the same bits after going on, whole files or none, clear refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from phocas.data import Dataset, load
+from phocas.files import write_atomically
+from phocas.training import Trainer
+from phocas.training.checkpoints import discard_checkpoint, load_checkpoint, save_checkpoint
+from phocas.training.models import build_model
+from phocas.training.schedules import Cosine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def data() -> Dataset:
+    return load("synthetic:train=200,test=50,side=8")
+
+
+def normed(*_: object) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "dropout": {"model": "mlp:hidden=8,dropout=0.5"},
+    "momentum of the workers": {"worker_momentum": 0.9},
+    "momentum of the server": {"optimizer_options": {"momentum": 0.9}},
+    "adam": {"optimizer": torch.optim.Adam, "schedule": Cosine(rounds=10)},
+    "the round before": {"attack": "straggler:q=2"},
+    "buffers": {"model": normed},
+    "random attack": {"attack": "gaussian:q=2,who=resampled"},
+}
+
+
+def make(data: Dataset, **options: Any) -> Trainer:
+    model = build_model(options.pop("model", "mlp:hidden=8"), data.shape, 10, seed=3)
+    settings: dict[str, Any] = {"num_workers": 7, "batch_size": 8, "rule": "phocas:b=2"}
+    return Trainer(model, functional.cross_entropy, data, **{**settings, **options})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_ends_with_the_same_bits(case: str, data: Dataset, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    with make(data, **CASES[case]) as whole:
+        for done in whole.rounds(9):
+            if done.number == 5:
+                save_checkpoint(path, whole, "me", {"note": torch.ones(2)})
+        expected = whole.model.state_dict()
+        with make(data, **CASES[case]) as resumed:
+            extra = load_checkpoint(path, resumed, "me")
+            assert extra["note"].tolist() == [1, 1]
+            assert resumed.rounds_done == 5
+            last = list(resumed.rounds(4))[-1]
+            found = resumed.model.state_dict()
+    assert last.number == 9
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert (whole.suspicion.logs == resumed.suspicion.logs).all()
+
+
+def test_checkpoints_of_other_runs_are_refused(data: Dataset, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    with make(data) as trainer:
+        save_checkpoint(path, trainer, "me")
+        with pytest.raises(ValueError, match="another configuration"):
+            load_checkpoint(path, trainer, "you")
+    with make(data, model="softmax") as other, pytest.raises(ValueError, match="parameters"):
+        load_checkpoint(path, other, "me")
+    with make(data, num_workers=9) as other, pytest.raises(ValueError, match="7 workers"):
+        load_checkpoint(path, other, "me")
+
+
+@pytest.mark.parametrize("size", [0, 10, 500])
+def test_truncated_checkpoints_are_refused(data: Dataset, tmp_path: Path, size: int) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    with make(data) as trainer:
+        save_checkpoint(path, trainer)
+        path.write_bytes(path.read_bytes()[:size])
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_checkpoint(path, trainer)
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    code = """
+import sys
+from pathlib import Path
+from phocas.files import write_atomically
+path, number = Path(sys.argv[1]), 0
+while True:
+    write_atomically(path, bytes([number % 256]) * 5_000_000)
+    print(number, flush=True)
+    number += 1
+"""
+    for writes in (1, 3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        for _ in range(writes):
+            child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        content = path.read_bytes()
+        assert len(content) == 5_000_000
+        assert len(set(content)) == 1
+
+
+def test_a_checkpoint_goes_with_what_a_killed_writer_left(tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    half = tmp_path / "run.safetensors.4711.tmp"
+    other = tmp_path / "other.safetensors.4711.tmp"
+    for file in (path, half, other):
+        file.write_bytes(b"x")
+    discard_checkpoint(path)
+    assert sorted(tmp_path.iterdir()) == [other]

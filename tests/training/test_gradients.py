@@ -1,0 +1,364 @@
+"""Every way to compute the workers' gradients against plain autograd, one worker at a time."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from phocas.training.dropout import worker_generator
+from phocas.training.gradients import Looped, Vectorised, worker_gradients
+from phocas.training.gradients.base import WorkerGradients
+from phocas.training.gradients.merged import Merged, is_dense
+from phocas.training.lanes import Lanes
+from phocas.training.models import CNN, MLP, Softmax, build_model
+from phocas.training.parameters import FlatParameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEED, ROUND = 5, 17
+
+
+class Residual(nn.Module):
+    """Dense, but not a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.flatten(1)
+        return self.last(values + torch.tanh(self.first(values)))  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    """Batch norm changes its buffers in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)
+        )
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.body(values)  # type: ignore[no-any-return]
+
+
+class Noisy(nn.Module):
+    """Draws from the generator of the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.last(functional.dropout(values.flatten(1), 0.5))  # type: ignore[no-any-return]
+
+
+class Unused(nn.Module):
+    """One parameter has no influence on the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(3))
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.last(values.flatten(1))  # type: ignore[no-any-return]
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 5, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.3),
+        nn.Conv2d(5, 4, 3),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+        nn.Dropout(0.1),
+    )
+
+
+def frozen_mlp() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 4))
+    model[1].weight.requires_grad_(False)
+    return model
+
+
+def tied_mlp() -> nn.Module:
+    layer = nn.Linear(12, 12)
+    return nn.Sequential(nn.Flatten(), layer, nn.ReLU(), layer, nn.Linear(12, 4))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], type[WorkerGradients]]] = {
+    "softmax": (lambda: Softmax().layers((1, 3, 4), 4), (1, 3, 4), Merged),
+    "mlp": (lambda: MLP(hidden=(7, 5)).layers((1, 3, 4), 4), (1, 3, 4), Merged),
+    "mlp dropout": (lambda: MLP(hidden=(7, 5), dropout=0.4).layers((12,), 4), (12,), Merged),
+    "dropout first": (
+        lambda: nn.Sequential(
+            nn.Dropout(0.2), nn.Linear(12, 6, bias=False), nn.ReLU(), nn.Linear(6, 4)
+        ),
+        (12,),
+        Merged,
+    ),
+    "nested": (
+        lambda: nn.Sequential(
+            nn.Flatten(), nn.Sequential(nn.Linear(12, 6), nn.ReLU()), nn.Linear(6, 4)
+        ),
+        (3, 4),
+        Merged,
+    ),
+    "residual": (Residual, (3, 4), Vectorised),
+    "unused": (Unused, (3, 4), Vectorised),
+    "frozen": (frozen_mlp, (3, 4), Vectorised),
+    "tied": (tied_mlp, (3, 4), Vectorised),
+    "convolutions": (small_cnn, (3, 8, 8), Looped),
+    "batch norm": (Normed, (3, 4), Looped),
+    "noisy": (Noisy, (3, 4), Looped),
+}
+
+
+def draw(
+    shape: tuple[int, ...], num_workers: int, batch_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.rand(num_workers, batch_size, *shape, generator=generator)
+    return inputs, torch.randint(0, 4, (num_workers, batch_size), generator=generator)
+
+
+def run_twin(model: nn.Module, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Run the layers of a stack in order, drawing dropout masks from the worker's generator."""
+    if type(model) is nn.Dropout:
+        kept = torch.empty(values.shape).bernoulli_(1 - model.p, generator=generator)
+        return values * kept / (1 - model.p)
+    if type(model) is nn.Sequential:
+        for layer in model:
+            values = run_twin(layer, values, generator)
+        return values
+    return model(values)  # type: ignore[no-any-return]
+
+
+def plain_autograd(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = functional.cross_entropy,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Differentiate each worker's loss on a fresh copy of the model."""
+    rows, losses = [], []
+    for i, (batch, target) in enumerate(zip(inputs, targets, strict=True)):
+        twin = copy.deepcopy(model).train()
+        generator = worker_generator(SEED, ROUND, i)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator.initial_seed())
+            value = loss(run_twin(twin, batch, generator), target)
+        value.backward()  # type: ignore[no-untyped-call]
+        rows.append(
+            torch.cat(
+                [
+                    (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
+                    for p in twin.parameters()
+                    if p.requires_grad
+                ]
+            )
+        )
+        losses.append(value.detach())
+    return torch.stack(rows), torch.stack(losses)
+
+
+def compute(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    threads: int = 1,
+    **options: object,
+) -> tuple[WorkerGradients, torch.Tensor, torch.Tensor]:
+    flat = FlatParameters(model)
+    loss = options.pop("loss", functional.cross_entropy)
+    with Lanes(threads) as lanes:
+        way = worker_gradients(model, loss, flat, lanes, sample=(inputs, targets), **options)  # type: ignore[arg-type]
+        out = torch.full((inputs.shape[0], flat.size), float("nan"))
+        losses = way(inputs, targets, out, SEED, ROUND)
+    return way, out, losses
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_model_takes_its_path_and_agrees_with_autograd(case: str) -> None:
+    build, shape, path = CASES[case]
+    model = build_model(lambda *_: build(), shape, 4, seed=1)
+    inputs, targets = draw(shape, num_workers=7, batch_size=6)
+    expected, expected_losses = plain_autograd(model, inputs, targets)
+    way, rows, losses = compute(model, inputs, targets)
+    assert type(way) is path
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(losses, expected_losses)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_do_not_depend_on_threads(case: str) -> None:
+    build, shape, _ = CASES[case]
+    inputs, targets = draw(shape, num_workers=25, batch_size=30)
+    found = []
+    for threads, torch_threads in ((1, 1), (2, 1), (3, 2)):
+        before = torch.get_num_threads()
+        torch.set_num_threads(torch_threads)
+        try:
+            model = build_model(lambda *_: build(), shape, 4, seed=1)
+            found.append(compute(model, inputs, targets, threads)[1])
+            assert torch.get_num_threads() == torch_threads
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("path", ["merged", "vectorised", "looped"])
+def test_forced_paths_agree(path: str) -> None:
+    model = build_model("mlp:hidden=9", (3, 4), 4, seed=2)
+    inputs, targets = draw((3, 4), 5, 8)
+    expected, _ = plain_autograd(model, inputs, targets)
+    _, rows, _ = compute(model, inputs, targets, path=path)
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["mlp", "residual", "convolutions"])
+def test_sum_is_the_batch_size_times_the_mean(case: str) -> None:
+    build, shape, _ = CASES[case]
+    inputs, targets = draw(shape, 3, 8)
+    model = build_model(lambda *_: build(), shape, 4, seed=1)
+    _, mean, mean_losses = compute(model, inputs, targets)
+    _, total, sum_losses = compute(model, inputs, targets, reduction="sum")
+    torch.testing.assert_close(total, mean * 8, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sum_losses, mean_losses)
+
+
+@pytest.mark.parametrize("case", ["mlp dropout", "residual", "convolutions"])
+def test_any_loss_is_differentiated(case: str) -> None:
+    loss = nn.CrossEntropyLoss(label_smoothing=0.2, weight=torch.tensor([1.0, 2.0, 0.5, 3.0]))
+    build, shape, path = CASES[case]
+    model = build_model(lambda *_: build(), shape, 4, seed=1)
+    inputs, targets = draw(shape, 4, 6)
+    expected, expected_losses = plain_autograd(model, inputs, targets, loss)
+    way, rows, losses = compute(model, inputs, targets, loss=loss)
+    assert type(way) is path
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(losses, expected_losses)
+
+
+def test_the_paper_models_agree_with_autograd() -> None:
+    for model, shape in ((MLP(), (1, 28, 28)), (CNN(), (3, 32, 32))):
+        module = build_model(model.layers, shape, 10, seed=4)
+        inputs, targets = draw(shape, 2, 4)
+        expected, _ = plain_autograd(module, inputs, targets)
+        _, rows, _ = compute(module, inputs, targets)
+        torch.testing.assert_close(rows, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_dropout_differs_between_workers_rounds_and_seeds() -> None:
+    masks = [
+        torch.rand(8, generator=worker_generator(*key))
+        for key in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))
+    ]
+    assert len({tuple(mask.tolist()) for mask in masks}) == 4
+
+
+def test_a_block_of_workers_gets_the_rows_it_would_get_among_all() -> None:
+    model = build_model("mlp:hidden=9,dropout=0.3", (12,), 4, seed=2)
+    inputs, targets = draw((12,), 6, 8)
+    way, rows, _ = compute(model, inputs, targets)
+    part = torch.empty(2, rows.shape[1])
+    way(inputs[4:], targets[4:], part, SEED, ROUND, first_worker=4)
+    torch.testing.assert_close(part, rows[4:])
+
+
+def test_buffers_become_the_median_over_the_workers() -> None:
+    model = build_model(lambda *_: Normed(), (3, 4), 4, seed=1)
+    inputs, targets = draw((3, 4), 5, 6)
+    inputs[0] = 1e6  # one worker's lie about the mean of its inputs
+    ranges = []
+    for batch in inputs:
+        twin = copy.deepcopy(model).train()
+        twin(batch)
+        ranges.append(twin.body[2].running_mean)  # type: ignore[index, union-attr]
+    compute(model, inputs, targets)
+    mean = model.body[2].running_mean  # type: ignore[index, union-attr]
+    torch.testing.assert_close(mean, torch.stack(ranges).median(0).values)
+    assert mean.abs().max() < 10
+
+
+def test_nan_parameters_give_nan_rows_and_no_error() -> None:
+    model = build_model("mlp:hidden=9", (12,), 4, seed=2)
+    inputs, targets = draw((12,), 3, 8)
+    with torch.no_grad():
+        model[1].weight.fill_(float("nan"))  # type: ignore[index]
+    _, rows, losses = compute(model, inputs, targets)
+    expected, _ = plain_autograd(model, inputs, targets)
+    assert torch.equal(rows.isnan(), expected.isnan())
+    assert losses.isnan().all()
+
+
+def test_a_stack_that_would_be_misread_is_not_merged() -> None:
+    assert is_dense(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), 3)
+    assert is_dense(nn.Linear(4, 2), 1)
+    assert not is_dense(nn.Linear(4, 2), 2)  # would act on the last axis alone
+    assert not is_dense(nn.Sequential(nn.Flatten(2), nn.Linear(4, 2)), 3)
+    assert not is_dense(nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.ReLU()), 3)
+    assert not is_dense(nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), 3)
+    hooked = nn.Linear(4, 2)
+    hooked.register_forward_hook(lambda _module, _inputs, outputs: outputs * 2)
+    assert not is_dense(hooked, 1)
+
+
+def test_flat_parameters_refuse_what_cannot_be_one_vector() -> None:
+    with pytest.raises(ValueError, match="at least one parameter"):
+        FlatParameters(nn.Flatten())
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(TypeError, match=r"float32.*float64"):
+        FlatParameters(mixed)
+
+
+def test_models_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    first, again, other = (build_model("mlp", (1, 28, 28), 10, seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first[1].weight, again[1].weight)  # type: ignore[index]
+    assert not torch.equal(first[1].weight, other[1].weight)  # type: ignore[index]
+
+
+def test_models_of_the_user_and_unknown_ones() -> None:
+    module = build_model("torch.nn:Identity", (3,), 4, seed=0)
+    assert isinstance(module, nn.Identity)
+    with pytest.raises(ValueError, match="did you mean 'mlp'"):
+        build_model("mpl", (3,), 4, seed=0)
+    with pytest.raises(ValueError, match="no Python module 'nowhere'"):
+        build_model("nowhere:model", (3,), 4, seed=0)
+    with pytest.raises(
+        ValueError, match=r"unknown name in torch.nn 'Linar'; did you mean 'Linear'"
+    ):
+        build_model("torch.nn:Linar", (3,), 4, seed=0)
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module"):
+        build_model("argparse:Namespace", (3,), 4, seed=0)
+    with pytest.raises(ValueError, match="images of"):
+        build_model("cnn", (3, 2, 2), 4, seed=0)
+    with pytest.raises(ValueError, match="dropout < 1"):
+        build_model("mlp:dropout=1", (3,), 4, seed=0)
+    with pytest.raises(ValueError, match="cnn: unknown init 'xavir'; did you mean 'xavier'"):
+        build_model("cnn:init=xavir", (3, 8, 8), 4, seed=0)
+    with pytest.raises(ValueError, match="width >= 1"):
+        build_model("cnn:width=0", (3, 8, 8), 4, seed=0)
+
+
+def test_weights_begin_as_xaviers_or_as_torchs_own() -> None:
+    first = next(build_model("mlp", (784,), 10, seed=0).parameters())
+    bound = (6 / (784 + 128)) ** 0.5
+    assert 0.99 * bound < float(first.detach().abs().max()) <= bound
+    first = next(build_model("mlp:init=torch", (784,), 10, seed=0).parameters())
+    assert 0.99 / 28 < float(first.detach().abs().max()) <= 1 / 28

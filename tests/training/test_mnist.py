@@ -1,0 +1,42 @@
+"""The paper's experiment on real MNIST: 500 rounds, the four attacks; 30 s on two cores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phocas.data import DataError, load
+from phocas.experiments.config import make_config
+from phocas.experiments.sweep import sweep
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CASES = {
+    ("mean", "none"): 0.92,
+    ("phocas:b=6", "gaussian:q=6"): 0.90,
+    ("phocas:b=6", "omniscient:q=6"): 0.90,
+    ("phocas:b=8", "bit-flip"): 0.90,
+    ("phocas:b=8", "gambler"): 0.90,
+}
+
+
+def test_the_papers_settings_reach_the_papers_accuracy(tmp_path: Path) -> None:
+    try:
+        load("mnist")
+    except DataError as error:
+        pytest.skip(f"MNIST is out of reach: {error}")
+    configs = [
+        make_config({"rule": rule, "attack": attack, "results": str(tmp_path / "r.sqlite")})
+        for rule, attack in CASES
+    ]
+    records = sweep(configs)
+    for record, (case, least) in zip(records, CASES.items(), strict=True):
+        assert record is not None
+        assert record.status == "complete"
+        assert record.final_accuracy is not None
+        assert record.final_accuracy >= least, case
+        assert record.skipped_rounds == 0
+        liars = (0, 1, 2, 3, 4, 5) if "q=6" in case[1] else ()
+        assert record.suspects == liars, case

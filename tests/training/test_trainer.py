@@ -1,0 +1,309 @@
+"""The loop over rounds: what it learns, what it does not depend on, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from phocas.attacks import parse_attack
+from phocas.data import Dataset, batch_indices, load, parse_split
+from phocas.rules import parse_rule
+from phocas.training import ParameterServer, Trainer
+from phocas.training.models import build_model
+from phocas.training.samples import Samples
+from phocas.training.schedules import Cosine, Step
+
+
+@pytest.fixture(scope="module")
+def data() -> Dataset:
+    return load("synthetic:train=400,test=120,side=8,noise=20")
+
+
+def make(data: Dataset, **options: Any) -> Trainer:
+    model = build_model(options.pop("model", "mlp:hidden=16"), data.shape, 10, seed=3)
+    settings: dict[str, Any] = {
+        "num_workers": 10,
+        "batch_size": 16,
+        "rule": "phocas:b=3",
+        "lr": 1.0,
+    }
+    return Trainer(model, functional.cross_entropy, data, **{**settings, **options})
+
+
+def train(data: Dataset, rounds: int, **options: Any) -> np.ndarray:
+    with make(data, **options) as trainer:
+        for _ in trainer.rounds(rounds):
+            pass
+        return trainer.server.vector.numpy().view(np.uint32).copy()
+
+
+def slow_twin(data: Dataset, rounds: int, lr: float, *, momentum: float = 0.0) -> torch.Tensor:
+    """SGD by the book: a loop over workers, autograd, and the mean of the gradients."""
+    model = build_model("mlp:hidden=16", data.shape, 10, seed=3)
+    velocity = [[torch.zeros_like(p) for p in model.parameters()] for _ in range(10)]
+    everything = parse_split("iid").assign(data.train_labels, 10, np.random.default_rng(0))
+    for t in range(rounds):
+        for i, batch in enumerate(batch_indices(everything, 10, 16, seed=0, round=t)):
+            inputs = torch.from_numpy(data.train_images[batch].astype(np.float32) / 255)
+            targets = torch.from_numpy(data.train_labels[batch].astype(np.int64))
+            loss = functional.cross_entropy(model(inputs), targets)
+            for mine, gradient in zip(
+                velocity[i], torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                mine.mul_(momentum).add_(gradient, alpha=1 - momentum)
+        with torch.no_grad():
+            for place, parameter in enumerate(model.parameters()):
+                parameter.sub_(lr * torch.stack([rows[place] for rows in velocity]).mean(0))
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_rounds_are_sgd_by_the_book(data: Dataset, momentum: float) -> None:
+    with make(data, rule="mean", worker_momentum=momentum) as trainer:
+        for _ in trainer.rounds(12):
+            pass
+        expected = slow_twin(data, 12, 1.0, momentum=momentum)
+        torch.testing.assert_close(trainer.server.vector, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_number_of_servers_and_threads_changes_no_bit(data: Dataset) -> None:
+    attack = parse_attack("bit-flip:columns=100")
+    reference = train(data, 8, num_servers=1, threads=1, attack=attack)
+    for num_servers, threads in ((4, 1), (20, 2), (20, 3)):
+        found = train(data, 8, num_servers=num_servers, threads=threads, attack=attack)
+        assert np.array_equal(found, reference)
+
+
+@pytest.mark.parametrize("num_servers", [1, 4, 20])
+def test_convolutions_with_dropout_do_not_depend_on_threads_either(
+    data: Dataset, num_servers: int
+) -> None:
+    torch_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = train(data, 2, model="cnn", num_servers=num_servers, threads=2, batch_size=4)
+        torch.set_num_threads(1)
+        assert np.array_equal(found, train(data, 2, model="cnn", threads=1, batch_size=4))
+    finally:
+        torch.set_num_threads(torch_threads)
+
+
+def test_the_seed_changes_the_run(data: Dataset) -> None:
+    first, again, other = (train(data, 3, seed=seed) for seed in (1, 1, 2))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("attack", ["gaussian:q=3", "omniscient:q=3", "constant:q=3,value=nan"])
+def test_phocas_learns_under_attack_and_the_mean_does_not(data: Dataset, attack: str) -> None:
+    with make(data, attack=attack) as trainer:
+        done = list(trainer.rounds(60))
+        assert trainer.evaluate().top1 > 0.75
+        assert all(round_.action == "applied" for round_ in done)
+        assert done[-1].suspects == (0, 1, 2)
+    with make(data, attack=attack, rule="mean") as trainer:
+        for _ in trainer.rounds(60):
+            pass
+        assert trainer.evaluate().top1 < 0.4
+
+
+@pytest.mark.parametrize("rule", ["phocas:b=3", "median", "krum:b=3", "trimmed-mean:b=3"])
+def test_honest_workers_are_not_suspected(data: Dataset, rule: str) -> None:
+    with make(data, rule=rule) as trainer:
+        assert all(not round_.suspects for round_ in trainer.rounds(150))
+
+
+def test_a_round_says_what_happened(data: Dataset) -> None:
+    with make(data, attack="gaussian:q=2", num_servers=4) as trainer:
+        done = next(trainer.rounds(1))
+    assert done.number == 1
+    assert 2 < done.loss < 3
+    assert done.touched == 2 * trainer.server.vector.numel()
+    assert done.dropped.shape == (10,)
+    assert done.dropped[:2].tolist() == [1.0, 1.0]
+    assert done.expected_dropped == pytest.approx(0.3)
+    assert done.by_server is not None
+    assert done.by_server.shape == (4, 10)
+    assert done.honest_distance is not None
+    assert 0 < done.honest_distance < done.gradient_norm
+    assert set(done.seconds) == {"data", "gradients", "attack", "aggregate", "update", "metrics"}
+
+
+def test_the_distance_to_the_honest_mean_is_that(data: Dataset) -> None:
+    with make(data, rule="mean") as trainer:
+        assert next(trainer.rounds(1)).honest_distance == pytest.approx(0, abs=1e-6)
+
+
+def test_label_flips_reach_the_gradients(data: Dataset) -> None:
+    with make(data, attack="label-flip:q=3") as flipped, make(data) as plain:
+        next(flipped.rounds(1))
+        next(plain.rounds(1))
+        same = (flipped.server.rows == plain.server.rows).all(1)
+        assert same.tolist() == [False] * 3 + [True] * 7
+
+
+def test_a_schedule_is_a_function_of_the_round(data: Dataset) -> None:
+    with make(data, schedule=Step(every=2, factor=0.5), lr=0.4) as trainer:
+        assert [round_.lr for round_ in trainer.rounds(5)] == [0.4, 0.4, 0.2, 0.2, 0.1]
+    assert Cosine(rounds=10)(20) == 0
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop", "apply"])
+def test_rounds_that_are_not_finite_follow_the_policy(data: Dataset, policy: str) -> None:
+    with make(data, rule="mean", attack="crash:worker=0", on_nonfinite=policy) as trainer:
+        before = trainer.server.pull()
+        done = list(trainer.rounds(3))
+        assert not any(round_.finite for round_ in done)
+        if policy == "apply":
+            assert [round_.action for round_ in done] == ["applied"] * 3
+            assert trainer.server.vector.isnan().all()
+            assert 0 <= trainer.evaluate().top1 <= 0.3
+        else:
+            assert torch.equal(trainer.server.vector, before)
+            expected = ["skipped"] * 3 if policy == "skip" else ["stopped"]
+            assert [round_.action for round_ in done] == expected
+
+
+def test_arrays_of_the_user_and_regression() -> None:
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((300, 4)).astype(np.float32)
+    targets = (inputs @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
+    model = nn.Linear(4, 1)
+    with Trainer(
+        model,
+        nn.MSELoss(),
+        (inputs, targets),
+        num_workers=7,
+        rule=parse_rule("trimmed-mean:b=2"),
+        attack="gaussian:q=2",
+        test=(inputs, targets),
+    ) as trainer:
+        for _ in trainer.rounds(150):
+            pass
+        assert trainer.evaluate().loss < 0.01
+    assert model.weight.detach().flatten().tolist() == pytest.approx([1, -2, 0.5, 3], abs=0.1)
+
+
+def test_double_precision_stays_double(data: Dataset) -> None:
+    model = build_model("softmax", data.shape, 10, seed=0).double()
+    with Trainer(model, data=data, num_workers=5, rule="median") as trainer:
+        next(trainer.rounds(1))
+        assert trainer.server.rows.dtype == torch.float64
+        assert trainer.server.vector.dtype == torch.float64
+
+
+def test_splits_decide_who_sees_what(data: Dataset) -> None:
+    with make(data, split=parse_split("by-label")) as trainer:
+        assert trainer.assignment.sizes.tolist() == [40] * 10
+        for part in trainer.assignment:
+            assert len(np.unique(data.train_labels[part])) <= 3
+
+
+def test_evaluation_is_top_1_and_top_3_of_the_test_samples(data: Dataset) -> None:
+    with make(data) as trainer:
+        for _ in trainer.rounds(20):
+            pass
+        model = copy.deepcopy(trainer.model).eval()
+        with torch.no_grad():
+            outputs = model(torch.from_numpy(data.floats(data.test_images))).numpy()
+        order = np.argsort(-outputs, axis=1)
+        hits = order == data.test_labels[:, None]
+        found = trainer.evaluate()
+        assert found.top1 == pytest.approx(hits[:, :1].any(1).mean())
+        assert found.top3 == pytest.approx(hits[:, :3].any(1).mean())
+        assert trainer.model.training
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "phocas:b=5"}, "b=5"),
+        ({"rule": "krum:b=4"}, "b=4"),
+        ({"attack": "gaussian:q=11"}, "q=11"),
+        ({"attack": "gambler:server=3"}, "servers"),
+        ({"worker_momentum": 1.0}, "less than 1"),
+        ({"reduction": "max"}, "'mean' or 'sum'"),
+        ({"batch_size": 0}, "batch_size >= 1"),
+        ({"seed": -1}, "seed >= 0"),
+        ({"gradient_path": "merge"}, "did you mean 'merged'"),
+        ({"rule": "phoca:b=3"}, "did you mean 'phocas'"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    data: Dataset, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(data, **options)
+
+
+def test_names_are_exported_lazily() -> None:
+    import phocas.training
+
+    assert phocas.training.ParameterServer is ParameterServer
+    assert "Trainer" in dir(phocas.training)
+    with pytest.raises(AttributeError, match="Trainr"):
+        _ = phocas.training.Trainr
+
+
+@pytest.mark.parametrize("standardise", [False, True])
+def test_batches_have_the_bits_of_the_data_sets_own_floats(
+    data: Dataset, standardise: bool
+) -> None:
+    samples = Samples(data, standardise=standardise)
+    indices = np.array([[3, 1, 4], [1, 5, 9]])
+    inputs, targets = samples.draw(indices)
+    expected = data.floats(data.train_images[indices.ravel()], standardise=standardise)
+    assert np.array_equal(inputs.numpy().reshape(expected.shape), expected)
+    assert np.array_equal(targets.numpy(), data.train_labels[indices])
+    whole = torch.cat([samples.test_batch(part)[0] for part in samples.test_parts(50)])
+    assert np.array_equal(whole.numpy(), data.floats(data.test_images, standardise=standardise))
+
+
+@pytest.mark.parametrize("model", ["mlp:hidden=16", "cnn:width=2"])
+def test_an_evaluation_is_that_of_the_model_on_all_test_samples(data: Dataset, model: str) -> None:
+    with make(data, model=model, rule="mean", lr=0.1) as trainer:
+        trainer.step()
+        found = trainer.evaluate()
+        inputs = torch.from_numpy(data.floats(data.test_images, standardise=False))
+        targets = torch.from_numpy(data.test_labels.astype(np.int64))
+        trainer.model.eval()
+        with torch.no_grad():
+            outputs = trainer.model(inputs)
+    ranks = (outputs > outputs.gather(1, targets[:, None])).sum(1)
+    assert found.loss == pytest.approx(float(functional.cross_entropy(outputs, targets)), rel=1e-5)
+    assert found.top1 == pytest.approx(float((ranks < 1).double().mean()))
+    assert found.top3 == pytest.approx(float((ranks < 3).double().mean()))
+
+
+class Viewing(nn.Module):
+    """A convolution and a view, which takes no channels-last values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.last = nn.Linear(4 * 64, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found = torch.relu(self.first(inputs))
+        return torch.as_tensor(self.last(found.view(found.size(0), -1)))
+
+
+def test_a_convolution_followed_by_a_view_is_trained_and_judged(data: Dataset) -> None:
+    model = Viewing()
+    weight = model.first.weight
+    weight.data = weight.data.clone(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError, match="view"):
+        model(torch.ones(2, 1, 8, 8))
+    torch.manual_seed(0)
+    with Trainer(
+        Viewing(), functional.cross_entropy, data, num_workers=4, rule="mean", lr=0.5, batch_size=16
+    ) as trainer:
+        losses = [done.loss for done in trainer.rounds(20)]
+        assert losses[-1] < losses[0]
+        assert trainer.evaluate().top1 > 0.2
