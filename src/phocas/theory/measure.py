@@ -96,7 +96,7 @@ def two_point_error(m: int, q: int, b: int, p: float) -> float:
     Each value is low with probability p and else high, with mean 0 and variance 1. A column is then
     known by its number of low values, which is binomial, and no sampling is needed for rare ones.
 
-    >>> round(two_point_error(3, 1, 1, 0.5), 12)  # every value is off by 1, and so is the extremes
+    >>> round(two_point_error(3, 1, 1, 0.5), 12)  # every value is off by 1, and so is the worst
     1.0
     """
     lows = np.arange(m + 1)
