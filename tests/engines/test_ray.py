@@ -118,7 +118,7 @@ class Absent:
     def corrupt_labels(self, *_: object, **__: object) -> None:
         """No labels are changed."""
 
-    def corrupt(self, rows: np.ndarray, *, round: int, **_: object) -> Any:  # noqa: A002
+    def corrupt(self, rows: np.ndarray, *, round: int, **_: object) -> Any:
         rows[self.missing[round]] = np.nan
 
         class Touched:
@@ -196,7 +196,7 @@ class StaleOnce:
     def corrupt_labels(self, *_: object, **__: object) -> None:
         """No labels are changed."""
 
-    def corrupt(self, rows: np.ndarray, *, round: int, previous: Any, **_: object) -> Any:  # noqa: A002
+    def corrupt(self, rows: np.ndarray, *, round: int, previous: Any, **_: object) -> Any:
         if round == self.round:
             rows[self.worker] = previous[self.worker]
         return self.absent.corrupt(rows, round=round)

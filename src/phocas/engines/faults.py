@@ -273,7 +273,7 @@ class FaultScript:
 
     def take(
         self,
-        round: int,  # noqa: A002
+        round: int,
         *,
         workers: Iterable[int] = (),
         server: int | None = None,

@@ -46,7 +46,7 @@ class Gathered:
 class Cluster(Protocol):
     """What a trainer needs of the workers and servers, wherever they run."""
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
+    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:
         """Run a round (from 0) up to the aggregate; ``honest`` asks for the distance too."""
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
@@ -96,7 +96,7 @@ class LocalCluster:
         self._previous = torch.zeros_like(server.rows) if needs_previous else None
         self._has_previous = False
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
+    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:
         """Draw the batches, compute the rows, let the attack at them, and reduce them."""
         clock = Clock()
         indices = batch_indices(
@@ -136,7 +136,7 @@ class LocalCluster:
         """Let the server step."""
         return self.server.update(aggregate, factor)
 
-    def _corrupt(self, rows: torch.Tensor, round: int) -> int:  # noqa: A002
+    def _corrupt(self, rows: torch.Tensor, round: int) -> int:
         if self.attack is None:
             return 0
         if self._previous is None:
@@ -174,7 +174,7 @@ class LocalCluster:
         self.gradients.lanes.close()
 
 
-def rule_rng(seed: int, round: int) -> np.random.Generator:  # noqa: A002
+def rule_rng(seed: int, round: int) -> np.random.Generator:
     """Return the randomness of a rule in one round, for every server the same."""
     return generator(Stream.RULE, seed, round)
 

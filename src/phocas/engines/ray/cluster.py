@@ -178,14 +178,14 @@ class RayCluster:
         vector = self.trainer.server.vector.numpy()
         self._parameters = [self._ray.put(vector[part]) for part in self.trainer.server.bounds]
 
-    def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:  # noqa: A002
+    def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:
         call = host.actor.gradients.options(num_returns=len(self.servers.actors) + 1)
         job = [] if host.ready else [self.job]
         # References as arguments of their own: in a list, a worker would ask the trainer for each.
         references: list[Any] = call.remote(job, round, self._buffers, faults, *self._parameters)
         return references
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
+    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:
         """Ask the workers, wait for them until the deadline, and have the servers reduce."""
         del by_server  # every server counts what it drops, whether or not it is asked for
         clock = Clock()

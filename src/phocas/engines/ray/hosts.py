@@ -94,7 +94,7 @@ class Hosts:
         self._faults_of = faults_of
         self._ray = the_ray()
 
-    def begin(self, round: int) -> Harvest:  # noqa: A002
+    def begin(self, round: int) -> Harvest:
         """Ask every process that is free."""
         harvest = Harvest(round, time.monotonic())
         self._replace_hung(harvest)
@@ -136,7 +136,7 @@ class Hosts:
         host.faults = self._faults_of(harvest.round + 1, host.workers)
         self._send(host, harvest.round)
 
-    def _send(self, host: Host, round: int) -> None:  # noqa: A002
+    def _send(self, host: Host, round: int) -> None:
         host.asked = round, self._ask(host, round, host.faults), time.monotonic()
 
     def _await(self, harvest: Harvest, until: float) -> None:

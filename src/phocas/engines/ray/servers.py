@@ -56,7 +56,7 @@ class Servers:
         self,
         method: str,
         arguments: Sequence[tuple[Any, ...]],
-        round: int | None = None,  # noqa: A002
+        round: int | None = None,
         *,
         again: Sequence[tuple[Any, ...]] | None = None,
     ) -> list[Result]:
@@ -89,7 +89,7 @@ class Servers:
         self._ray.wait(every, num_returns=len(every), timeout=left)
         return [self._result(i, references, until) for i, references in enumerate(waiting)]
 
-    def _faults(self, round: int | None, number: int) -> list[Fault] | None:  # noqa: A002
+    def _faults(self, round: int | None, number: int) -> list[Fault] | None:
         return None if round is None else self._faults_of(round + 1, number)
 
     def _remote(

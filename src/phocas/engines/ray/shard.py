@@ -102,7 +102,7 @@ class Shard:
 
     def aggregate(
         self,
-        round: int,  # noqa: A002
+        round: int,
         parts: Sequence[Part],
         previous: Sequence[Part] | None,
         honest: bool,
@@ -192,7 +192,7 @@ class Shard:
         like = self.server.vector.numpy()
         return read_rows(parts, like, self.job.num_workers, self.job.patience)
 
-    def _recognise(self, rows: list[Values | None], round: int) -> None:  # noqa: A002
+    def _recognise(self, rows: list[Values | None], round: int) -> None:
         """Note who sent the same as in a round before, by a few values of the slice."""
         places = np.linspace(0, self.server.vector.numel() - 1, _MARKS).astype(np.int64)
         for worker, row in enumerate(rows):

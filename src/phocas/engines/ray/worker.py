@@ -138,7 +138,7 @@ class Workers:
 
     def gradients(
         self,
-        round: int,  # noqa: A002
+        round: int,
         buffers: Mapping[str, npt.NDArray[Any]] | None,
         faults: Sequence[Fault],
         *parameters: Values,
@@ -163,7 +163,7 @@ class Workers:
         self._last = round, report
         return *self._slices(rows), report
 
-    def _batches(self, round: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
+    def _batches(self, round: int) -> tuple[torch.Tensor, torch.Tensor]:
         job = self.job
         indices = batch_indices(job.assignment, job.num_workers, job.batch_size, job.seed, round)
         if job.attack is None or not job.samples.num_classes:
@@ -175,7 +175,7 @@ class Workers:
 
     def differentiate(
         self,
-        round: int,  # noqa: A002
+        round: int,
         buffers: Mapping[str, npt.NDArray[Any]] | None,
     ) -> tuple[Values, list[dict[str, npt.NDArray[Any]]]]:
         """Draw the batches, write their gradients into ``rows``; return losses and buffers."""
