@@ -25,6 +25,8 @@ from phocas.engines.faults import (
     WrongType,
     random_script,
 )
+from phocas.engines.local import LocalSettings
+from phocas.engines.ray import RaySettings
 from phocas.engines.ray.session import the_ray
 from phocas.experiments.config import ConfigError, RunConfig, make_config
 
@@ -152,8 +154,11 @@ def test_the_configuration_knows_faults_and_whose_settings_are_whose(tmp_path: P
     script = ["kill: worker=3, round=7 # in mid-round", "", "# no more"]
     ray = make_config({**base, "engine": "ray", "faults": script, "deadline": 2})
     assert ray.faults == ["kill:round=7,worker=3"]
-    assert ray.engine_settings()["deadline"] == 2.0
-    assert local.engine_settings() == {}
+    engine = ray.make_engine()
+    assert isinstance(engine, RaySettings)
+    assert engine.deadline == 2.0
+    assert str(engine.faults) == "kill:round=7,worker=3"
+    assert local.make_engine() == LocalSettings()
     # Where it runs and how long it waits are not what is run; what goes wrong is.
     same = make_config(
         {**base, "engine": "ray", "faults": script, "processes": 3, "address": "auto"}
