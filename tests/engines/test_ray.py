@@ -258,8 +258,10 @@ def test_too_many_missing_stop_the_run_before_a_wrong_step(ray: Any, data: Datas
         before = bits(trainer)
         with pytest.raises(
             MissingRowsError, match=r"round 3 needs all rows but 1: 2 are missing.*workers 0, 1"
-        ):
+        ) as stopped:
             trainer.step()
+        raised = "raised InjectedError: raise:round=3,worker=0"
+        assert stopped.value.failures == {"worker 0": raised, "worker 1": raised}
         assert np.array_equal(bits(trainer), before)
         assert trainer.rounds_done == 2
         # Nothing was lost: the round is run again as if nothing had been.

@@ -31,9 +31,8 @@ def data() -> Dataset:
 
 
 def make(data: Any, **options: Any) -> Task:
-    return Task.make(
-        "mlp:hidden=8", data=data, **{"rule": "phocas:b=2", "num_workers": 6} | options
-    )
+    settings: dict[str, Any] = {"rule": "phocas:b=2", "num_workers": 6}
+    return Task.make("mlp:hidden=8", data=data, **{**settings, **options})
 
 
 def test_text_and_values_make_the_same_run(data: Dataset) -> None:
