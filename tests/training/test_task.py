@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import phocas
 from phocas.attacks import Gambler, parse_attack
 from phocas.data import Dataset, Dirichlet, load
 from phocas.engines.local import LocalSettings
-from phocas.training import Task, Trainer
+from phocas.training import Task, TaskSettings, Trainer
 from phocas.training.foreign import find_foreign
 from phocas.training.lanes import kernel_threads
 from phocas.training.models import build_model
@@ -108,8 +108,15 @@ def test_what_is_missing_is_asked_for() -> None:
         Trainer("mlp", data=DATA)
     with pytest.raises(ValueError, match="unknown engine 'spark'"):
         Trainer("mlp", data="no such data, which nobody reads", rule="mean", engine="spark")
+    with pytest.raises(TypeError, match=r"an engine is a name or has build\(task\): got 5"):
+        Trainer("mlp", data=DATA, rule="mean", engine=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be callable: got module"):
         find_foreign("torch:nn")
+
+
+def test_none_is_the_default_of_every_setting(data: Dataset) -> None:
+    names = {declared.name for declared in fields(TaskSettings)} - {"rule", "num_workers"}
+    assert make(data, **dict.fromkeys(names)).identity() == make(data).identity()
 
 
 def test_a_task_is_frozen_and_an_engine_makes_a_cluster_of_it(data: Dataset) -> None:

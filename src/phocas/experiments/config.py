@@ -23,11 +23,9 @@ from pydantic import (
 from phocas.attacks import parse_attack
 from phocas.data import DATASETS, parse_split
 from phocas.engines.faults import FaultScript
-from phocas.engines.local import LocalSettings
-from phocas.engines.ray import RaySettings
 from phocas.rules import parse_rule
 from phocas.specs import unknown
-from phocas.training.cluster import ENGINES
+from phocas.training.cluster import ENGINES, Engine, find_engine
 from phocas.training.models import check_model_text
 from phocas.training.optimizers import check_optimizer_text
 from phocas.training.schedules import SCHEDULES
@@ -35,8 +33,6 @@ from phocas.training.task import TaskSettings, attack_among
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from phocas.training.cluster import Engine
 
 
 class ConfigError(ValueError):
@@ -49,8 +45,13 @@ _TASK = {
     for declared in dataclasses.fields(TaskSettings)
     if declared.name != "gradient_path"
 }
-_RAY = {declared.name: declared for declared in dataclasses.fields(RaySettings)}
-_DECLARED = _TASK | _RAY
+_ENGINES: dict[str, Any] = {name: type(find_engine(name)) for name in ENGINES}
+_ENGINE_OF = {
+    declared.name: (engine, declared)
+    for engine, settings in _ENGINES.items()
+    for declared in dataclasses.fields(settings)
+}
+_DECLARED = _TASK | {key: declared for key, (_, declared) in _ENGINE_OF.items()}
 _PLACES = {key for key, declared in _DECLARED.items() if declared.metadata["place"]} | {
     "name",
     "results",
@@ -64,7 +65,7 @@ def _declared(key: str, **instead: Any) -> Any:
     """Take a setting from where it is declared; ``default=`` gives a run another default."""
     declared = _DECLARED[key]
     said = declared.metadata["help"]
-    text = f"ray: {said}" if key in _RAY else said
+    text = f"{_ENGINE_OF[key][0]}: {said}" if key in _ENGINE_OF else said
     if declared.default_factory is not dataclasses.MISSING:
         return Field(default_factory=declared.default_factory, description=text)
     return Field(description=text, **{"default": declared.default, **instead})
@@ -160,10 +161,12 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
         problems = []
-        for name in sorted(_RAY):
+        for name, (engine, _) in sorted(_ENGINE_OF.items()):
             default = type(self).model_fields[name].get_default(call_default_factory=True)
-            if self.engine != "ray" and getattr(self, name) != default:
-                problems.append(f"{name} is a setting of the ray engine: set engine to ray too")
+            if self.engine != engine and getattr(self, name) != default:
+                problems.append(
+                    f"{name} is a setting of the {engine} engine: set engine to {engine} too"
+                )
         try:
             FaultScript.parse(self.faults).check(self.workers, self.servers)
         except ValueError as error:
@@ -183,7 +186,7 @@ class RunConfig(BaseModel):
 
     def identity(self) -> str:
         """Return a digest of all that the result depends on: not of names, places and threads."""
-        foreign = set() if self.engine == "ray" else _RAY.keys()
+        foreign = {key for key, (engine, _) in _ENGINE_OF.items() if engine != self.engine}
         content = self.model_dump(exclude=_PLACES | foreign)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -193,9 +196,9 @@ class RunConfig(BaseModel):
 
     def make_engine(self) -> Engine:
         """Return the engine with its settings."""
-        if self.engine == "local":
-            return LocalSettings()
-        return RaySettings(**{key: getattr(self, key) for key in _RAY})
+        names = [declared.name for declared in dataclasses.fields(_ENGINES[self.engine])]
+        engine: Engine = _ENGINES[self.engine](**{name: getattr(self, name) for name in names})
+        return engine
 
     def title(self) -> str:
         """Return the run's name, or its rule and attack."""

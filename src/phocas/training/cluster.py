@@ -84,6 +84,8 @@ def find_engine(engine: Engine | str) -> Engine:
     LocalSettings()
     """
     if not isinstance(engine, str):
+        if not hasattr(engine, "build"):
+            raise TypeError(f"an engine is a name or has build(task): got {engine!r}")
         return engine
     if engine not in ENGINES:
         raise ValueError(unknown("engine", engine, ENGINES))

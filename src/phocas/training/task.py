@@ -166,13 +166,21 @@ class Task(ServerTask):
         """
         if data is None:
             raise TypeError("Trainer needs data: a Dataset or a pair of arrays (inputs, targets)")
-        known = {declared.name for declared in fields(TaskSettings)}
-        for name in settings.keys() - known:
-            raise TypeError(unknown("setting of a Trainer", name, known, plural="settings"))
-        if "rule" not in settings:
-            raise TypeError("Trainer needs a rule: write rule='phocas:b=8', or a rule")
-        asked = TaskSettings(**settings)
-        samples = Samples(
+        asked = _asked(settings)
+        rule = _value(parse_rule, asked.rule)
+        rule.check(asked.num_workers)
+        attack = attack_among(asked.attack, asked.num_servers)
+        split = _value(parse_split, asked.split)
+        decay = {"weight_decay": asked.weight_decay} if asked.weight_decay else {}
+        made: dict[str, Any] = {
+            "loss": loss,
+            "rule": rule,
+            "attack": attack,
+            "optimizer": _value(parse_optimizer, asked.optimizer),
+            "optimizer_options": {**asked.optimizer_options, **decay},
+            "schedule": _value(SCHEDULES.parse, asked.schedule),
+        }
+        samples = Samples(  # after all that can be refused without it: a download takes long
             load(data) if isinstance(data, str | DataSpec) else data,
             test,
             standardise=asked.standardise,
@@ -183,28 +191,13 @@ class Task(ServerTask):
             if isinstance(model, nn.Module)
             else build_model(model, samples.shape, samples.num_classes, asked.seed)
         )
-        rule = _value(parse_rule, asked.rule)
-        rule.check(asked.num_workers)
-        attack = attack_among(asked.attack, asked.num_servers)
         if attack is not None:
             d = sum(tensor.numel() for tensor in module.parameters() if tensor.requires_grad)
             dtype = str(_dtype(module)).removeprefix("torch.")
             attack.check(asked.num_workers, d, dtype, asked.num_servers)
-        assignment = _value(parse_split, asked.split).assign(
-            samples.classes(), asked.num_workers, generator(Stream.SPLIT, asked.seed)
-        )
-        decay = {"weight_decay": asked.weight_decay} if asked.weight_decay else {}
-        made: dict[str, Any] = {
-            "model": module,
-            "loss": loss,
-            "samples": samples,
-            "assignment": assignment,
-            "rule": rule,
-            "attack": attack,
-            "optimizer": _value(parse_optimizer, asked.optimizer),
-            "optimizer_options": {**asked.optimizer_options, **decay},
-            "schedule": _value(SCHEDULES.parse, asked.schedule),
-        }
+        rng = generator(Stream.SPLIT, asked.seed)
+        assignment = split.assign(samples.classes(), asked.num_workers, rng)
+        made |= {"model": module, "samples": samples, "assignment": assignment}
         left = {declared.name for declared in fields(cls)} - made.keys()
         return cls(**made, **{name: getattr(asked, name) for name in left})
 
@@ -281,6 +274,18 @@ def attack_among(attack: Attack | str | None, num_servers: int) -> Attack | None
     if hasattr(found, "servers") and "servers=" not in attack.replace(" ", ""):
         return dataclasses.replace(found, servers=num_servers)  # type: ignore[type-var]  # every Spec is a dataclass
     return found
+
+
+def _asked(settings: Mapping[str, Any]) -> TaskSettings:
+    """Take what was given and is not None, which stands for the default."""
+    known = [declared.name for declared in fields(TaskSettings)]
+    for name in settings:
+        if name not in known:
+            raise TypeError(unknown("setting of a Trainer", name, known, plural="settings"))
+    given = {name: value for name, value in settings.items() if value is not None}
+    if "rule" not in given:
+        raise TypeError("Trainer needs a rule: write rule='phocas:b=8', or pass a rule")
+    return TaskSettings(**given)
 
 
 def _value(parse: Callable[[str], T], given: T | str) -> T:
