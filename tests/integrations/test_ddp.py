@@ -24,6 +24,7 @@ import phocas
 from phocas.integrations.ddp import protect
 from phocas.integrations.ddp.wire import pack, unpack
 from phocas.rules.measures import Partial
+from phocas.seeds import Stream, generator
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -94,7 +95,7 @@ def compare(results: list[Any], rule: str) -> None:
     assert len(results) == WORLD
     for step in range(len(results[0])):
         rows = stacked(results, step)
-        rng = np.random.default_rng([0, step])
+        rng = generator(Stream.RULE, 0, step)  # as a trainer draws
         expected = phocas.parse_rule(rule)(rows, rng=rng)
         assert bool(expected.isfinite().all())
         for result in results:
