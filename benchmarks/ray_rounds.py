@@ -25,11 +25,12 @@ from torch import nn
 from torch.nn import functional
 
 import phocas
-from phocas import engines
 from phocas.data import load
+from phocas.engines.ray import RaySettings
 from phocas.engines.ray.cluster import RayCluster
 from phocas.engines.ray.session import the_ray
 from phocas.engines.ray.worker import Workers
+from phocas.training import Trainer
 from phocas.training.models import build_model
 
 TARGET = 1.3
@@ -61,8 +62,7 @@ class Alone:
 
 def measure(name: str, model: Any, data: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Run rounds, and the copies between them."""
-    with engines.start(
-        "ray",
+    with Trainer(
         model,
         functional.cross_entropy,
         data,
@@ -71,7 +71,7 @@ def measure(name: str, model: Any, data: Any, options: argparse.Namespace) -> di
         batch_size=16,
         rule=phocas.Phocas(b=options.workers * 2 // 5),
         lr=0.01,
-        processes=options.processes,
+        engine=RaySettings(processes=options.processes),
     ) as trainer:
         cluster = trainer.cluster
         if not isinstance(cluster, RayCluster):

@@ -39,7 +39,6 @@ TURNS = 5
 
 def ours(threads: int) -> tuple[Callable[[], None], dict[str, list[float]]]:
     """Return a round of ours, and where it leaves its times by phase."""
-    phocas.set_num_threads(threads)
     data = load("synthetic")
     trainer = Trainer(
         build_model("mlp", data.shape, 10, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 from pathlib import Path
 
@@ -25,7 +26,10 @@ from phocas.engines.faults import (
     WrongType,
     random_script,
 )
-from phocas.engines.ray.session import the_ray
+from phocas.engines.local import LocalSettings
+from phocas.engines.ray import RaySettings
+from phocas.engines.ray.hosts import MissingRowsError
+from phocas.engines.ray.session import RayNotInstalledError, RayUnreachableError, the_ray
 from phocas.experiments.config import ConfigError, RunConfig, make_config
 
 ROW = np.arange(1, 8, dtype=np.float32)
@@ -152,8 +156,11 @@ def test_the_configuration_knows_faults_and_whose_settings_are_whose(tmp_path: P
     script = ["kill: worker=3, round=7 # in mid-round", "", "# no more"]
     ray = make_config({**base, "engine": "ray", "faults": script, "deadline": 2})
     assert ray.faults == ["kill:round=7,worker=3"]
-    assert ray.engine_settings()["deadline"] == 2.0
-    assert local.engine_settings() == {}
+    engine = ray.make_engine()
+    assert isinstance(engine, RaySettings)
+    assert engine.deadline == 2.0
+    assert str(engine.faults) == "kill:round=7,worker=3"
+    assert local.make_engine() == LocalSettings()
     # Where it runs and how long it waits are not what is run; what goes wrong is.
     same = make_config(
         {**base, "engine": "ray", "faults": script, "processes": 3, "address": "auto"}
@@ -183,3 +190,20 @@ def test_without_ray_the_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     with pytest.raises(EngineError, match=r"pip install 'phocas\[ray\]'"):
         the_ray()
+
+
+def test_errors_of_an_engine_carry_failures_and_can_be_pickled() -> None:
+    for kind in (EngineError, MissingRowsError, RayUnreachableError, RayNotInstalledError):
+        error = kind("two are gone", {"worker 3": "died", "server 0": "did not answer"})
+        found = pickle.loads(pickle.dumps(error))
+        assert type(found) is kind
+        assert str(found) == "two are gone"
+        assert found.failures == {"worker 3": "died", "server 0": "did not answer"}
+    assert EngineError("nothing is known").failures == {}
+
+
+def test_settings_keep_their_script_while_clusters_play_it() -> None:
+    settings = RaySettings(faults="kill:round=1,worker=0")
+    script = FaultScript.of(settings.faults)
+    assert len(script.take(1, workers=[0])) == 1
+    assert FaultScript.of(settings.faults).struck == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -32,15 +33,15 @@ os.environ |= {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 
-from phocas import engines
 from phocas.data import DataError, Dataset, load
 from phocas.engines.faults import Corrupt, FaultScript, NaN, Stale, random_script
+from phocas.engines.local import LocalSettings
+from phocas.engines.ray import RaySettings
 from phocas.engines.ray import session as ray_session
 from phocas.engines.ray.cluster import RayCluster
 from phocas.engines.ray.hosts import MissingRowsError, survives
 from phocas.engines.ray.servers import Servers
 from phocas.engines.ray.session import RayUnreachableError, reachable, the_ray
-from phocas.engines.ray.settings import RaySettings
 from phocas.engines.ray.shard import read_rows
 from phocas.engines.ray.worker import cut, join
 from phocas.experiments.config import make_config
@@ -90,7 +91,10 @@ def make(engine: str, data: Dataset, **options: Any) -> Trainer:
         "rule": "phocas:b=3",
         "lr": 0.5,
     }
-    return engines.start(engine, model, functional.cross_entropy, data, **{**settings, **options})
+    names = {declared.name for declared in dataclasses.fields(RaySettings)}
+    for_ray = {name: options.pop(name) for name in names & options.keys()}
+    where = RaySettings(**for_ray) if engine == "ray" else LocalSettings()
+    return Trainer(model, functional.cross_entropy, data, engine=where, **{**settings, **options})
 
 
 def bits(trainer: Trainer) -> np.ndarray:
@@ -118,7 +122,7 @@ class Absent:
     def corrupt_labels(self, *_: object, **__: object) -> None:
         """No labels are changed."""
 
-    def corrupt(self, rows: np.ndarray, *, round: int, **_: object) -> Any:  # noqa: A002
+    def corrupt(self, rows: np.ndarray, *, round: int, **_: object) -> Any:
         rows[self.missing[round]] = np.nan
 
         class Touched:
@@ -196,7 +200,7 @@ class StaleOnce:
     def corrupt_labels(self, *_: object, **__: object) -> None:
         """No labels are changed."""
 
-    def corrupt(self, rows: np.ndarray, *, round: int, previous: Any, **_: object) -> Any:  # noqa: A002
+    def corrupt(self, rows: np.ndarray, *, round: int, previous: Any, **_: object) -> Any:
         if round == self.round:
             rows[self.worker] = previous[self.worker]
         return self.absent.corrupt(rows, round=round)
@@ -254,8 +258,10 @@ def test_too_many_missing_stop_the_run_before_a_wrong_step(ray: Any, data: Datas
         before = bits(trainer)
         with pytest.raises(
             MissingRowsError, match=r"round 3 needs all rows but 1: 2 are missing.*workers 0, 1"
-        ):
+        ) as stopped:
             trainer.step()
+        raised = "raised InjectedError: raise:round=3,worker=0"
+        assert stopped.value.failures == {"worker 0": raised, "worker 1": raised}
         assert np.array_equal(bits(trainer), before)
         assert trainer.rounds_done == 2
         # Nothing was lost: the round is run again as if nothing had been.
@@ -585,7 +591,7 @@ def test_what_cannot_be_is_refused_before_any_process_is_started(
         ({"deadline": 0.0}, "deadline > 0"),
         ({"processes": 0}, "processes >= 1"),
         ({"missing": -1}, "missing >= 0"),
-        ({"on_missing": "panic"}, "unknown on_missing 'panic'"),
+        ({"on_missing": "panic"}, "unknown on_missing of the ray engine 'panic'"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -617,8 +623,7 @@ def test_a_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
         for kind, number in zip(["kill"] * 4 + ["delay"] * 3 + ["hang"], struck, strict=True)
     ]
     script = FaultScript([*lost.faults, *lies.faults, *FaultScript.parse(servers).faults])
-    with engines.start(
-        "ray",
+    with Trainer(
         build_model("mlp", mnist.shape, 10, seed=0),
         functional.cross_entropy,
         mnist,
@@ -627,14 +632,14 @@ def test_a_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
         rule=f"phocas:b={b}",
         batch_size=32,
         lr=0.1,
-        processes=m,
-        deadline=2.0,
-        server_deadline=20.0,
-        missing=2,
-        faults=script,
+        engine=RaySettings(
+            processes=m, deadline=2.0, server_deadline=20.0, missing=2, faults=script
+        ),
     ) as trainer:
         rounds = list(trainer.rounds(100))
         accuracy = trainer.evaluate().top1
+        assert isinstance(trainer.cluster, RayCluster)
+        script = trainer.cluster.script
     counts = Counter(
         f"{type(fault).name} {'server' if fault.worker is None else 'worker'}"
         for fault in script.struck
@@ -658,15 +663,11 @@ def test_a_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
 
 LISTENERS = """
 import os, pathlib, sys
-from phocas import engines
-from phocas.data import load
-from phocas.training.models import build_model
-import torch
+from phocas.engines.ray import RaySettings
+from phocas.training import Trainer
 
-data = load("synthetic:train=100,test=20,side=8")
-model = build_model("softmax", data.shape, 10, 0)
-with engines.start("ray", model, torch.nn.functional.cross_entropy, data, num_workers=3,
-                   num_servers=1, rule="median", processes=1, batch_size=4) as trainer:
+with Trainer("softmax", data="synthetic:train=100,test=20,side=8", num_workers=3, rule="median",
+             batch_size=4, engine=RaySettings(processes=1)) as trainer:
     list(trainer.rounds(2))
     parents = {}
     for status in pathlib.Path("/proc").glob("[0-9]*/status"):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phocas.engines.ray import RaySettings
 from phocas.experiments.config import ConfigError, RunConfig, expand_grid, make_config, read_toml
+from phocas.experiments.runner import build_trainer
+from phocas.training import TaskSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,13 +31,16 @@ if TYPE_CHECKING:
         ({"attack": "gambler:server=7", "servers": 5}, "my.toml: attack: gambler needs server"),
         ({"attack": "gaussian:q=21"}, "my.toml: attack: gaussian needs q <= m: got q=21 with m=20"),
         ({"attack": "gausian"}, "my.toml: attack: unknown attack 'gausian'; did you mean"),
-        ({"workers": 0}, "my.toml: workers: .*greater than or equal to 1: got 0"),
+        ({"workers": 0}, "my.toml: workers: a run needs workers >= 1: got workers=0"),
         ({"workers": 20.5}, "my.toml: workers: .*integer"),
         ({"workers": True}, "my.toml: workers: .*integer"),
         ({"workers": "20"}, "my.toml: workers: .*integer"),
-        ({"lr": 0}, "my.toml: lr: .*greater than 0"),
+        ({"lr": 0}, "my.toml: lr: .*finite lr > 0"),
         ({"lr": float("nan")}, "my.toml: lr: "),
         ({"lr": float("inf")}, "my.toml: lr: .*finite"),
+        ({"weight_decay": float("inf")}, "my.toml: weight_decay: .*finite"),
+        ({"seed": 1 << 63}, r"my.toml: seed: a run needs seed < 2\^63"),
+        ({"threads": 0}, "my.toml: threads: a run needs threads >= 1"),
         ({"worker_momentum": 1}, "my.toml: worker_momentum: .*less than 1"),
         ({"model": "mpl"}, "my.toml: model: unknown model 'mpl'; did you mean 'mlp'"),
         ({"dataset": "mnits"}, "my.toml: dataset: unknown dataset 'mnits'; did you mean 'mnist'"),
@@ -132,3 +140,36 @@ def test_one_impossible_run_refuses_the_grid() -> None:
 def test_a_configuration_survives_the_results_file() -> None:
     config = make_config({"optimizer_options": {"momentum": 0.9}, "attack": "gambler"})
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_every_setting_is_a_key_with_its_default_and_a_line_of_help() -> None:
+    fields = RunConfig.model_fields
+    assert all(field.description and "\n" not in field.description for field in fields.values())
+    config = make_config({})
+    own = {"num_servers": 20, "rule": "phocas:b=8"}  # the paper's
+    settings, values = TaskSettings(rule="mean"), config.task_settings()
+    names = {declared.name for declared in dataclasses.fields(settings)}
+    assert values.keys() == names - {"gradient_path"}
+    for name, value in values.items():
+        assert value == own.get(name, getattr(settings, name)), name
+    on_ray = make_config({"engine": "ray"}).make_engine()
+    for field in dataclasses.fields(RaySettings):
+        assert str(getattr(on_ray, field.name)) == str(getattr(RaySettings(), field.name))
+        assert str(fields[field.name].description).startswith("ray: ")
+
+
+def test_what_is_only_checked_imports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile_module.py").write_text("raise SystemExit('this ran')")
+    monkeypatch.chdir(tmp_path)
+    config = make_config({"model": " hostile_module:Net ", "optimizer": "hostile_module:Adam"})
+    assert config.model == "hostile_module:Net"
+    assert "hostile_module" not in sys.modules
+    with pytest.raises(SystemExit, match="this ran"):
+        build_trainer(make_config({"model": "hostile_module:Net", "dataset": "synthetic"}))
+    for text in ("a b:c", "module:", ":name", "module:1", "../module:name", "module:name(1)"):
+        with pytest.raises(ConfigError, match=r"my\.toml: model: unknown model"):
+            make_config({"model": text}, "my.toml")
+        with pytest.raises(ConfigError, match=r"my\.toml: optimizer: unknown optimizer"):
+            make_config({"optimizer": text}, "my.toml")

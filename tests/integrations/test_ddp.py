@@ -95,7 +95,7 @@ def compare(results: list[Any], rule: str) -> None:
     assert len(results) == WORLD
     for step in range(len(results[0])):
         rows = stacked(results, step)
-        rng = generator(Stream.RULE, 0, step)
+        rng = generator(Stream.RULE, 0, step)  # as a trainer draws
         expected = phocas.parse_rule(rule)(rows, rng=rng)
         assert bool(expected.isfinite().all())
         for result in results:

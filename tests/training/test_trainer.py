@@ -200,8 +200,8 @@ def test_double_precision_stays_double(data: Dataset) -> None:
 
 def test_splits_decide_who_sees_what(data: Dataset) -> None:
     with make(data, split=parse_split("by-label")) as trainer:
-        assert trainer.assignment.sizes.tolist() == [40] * 10
-        for part in trainer.assignment:
+        assert trainer.task.assignment.sizes.tolist() == [40] * 10
+        for part in trainer.task.assignment:
             assert len(np.unique(data.train_labels[part])) <= 3
 
 
@@ -228,7 +228,7 @@ def test_evaluation_is_top_1_and_top_3_of_the_test_samples(data: Dataset) -> Non
         ({"attack": "gaussian:q=11"}, "q=11"),
         ({"attack": "gambler:server=3"}, "servers"),
         ({"worker_momentum": 1.0}, "less than 1"),
-        ({"reduction": "max"}, "'mean' or 'sum'"),
+        ({"reduction": "max"}, "unknown reduction of Trainer 'max'.*it may be: mean, sum"),
         ({"batch_size": 0}, "batch_size >= 1"),
         ({"seed": -1}, "seed >= 0"),
         ({"gradient_path": "merge"}, "did you mean 'merged'"),

@@ -24,7 +24,7 @@ from phocas.specs import Spec, count, normalise, one_of
 Who = Literal["fixed", "resampled"]
 
 
-def attack_rng(seed: int, round: int) -> np.random.Generator:  # noqa: A002 - the field's word
+def attack_rng(seed: int, round: int) -> np.random.Generator:
     """Return the generator of one round: a function of the seed and the round alone.
 
     >>> bool(attack_rng(7, 3).integers(100) == attack_rng(7, 3).integers(100))
@@ -97,7 +97,7 @@ class Attack(Spec):
         G: Any,
         *,
         rng: np.random.Generator,
-        round: int = 0,  # noqa: A002 - the field's word
+        round: int = 0,
         previous: Any = None,
         start: int = 0,
         d: int | None = None,
@@ -140,7 +140,7 @@ class Attack(Spec):
         num_classes: int,
         *,
         rng: np.random.Generator,
-        round: int = 0,  # noqa: A002 - the field's word
+        round: int = 0,
     ) -> Touched:
         """Corrupt the (m, n) labels of a round in place, before the gradients; most do not."""
         del num_classes, rng, round

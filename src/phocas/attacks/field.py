@@ -106,7 +106,7 @@ class LabelFlip(RowAttack):
         num_classes: int,
         *,
         rng: np.random.Generator,
-        round: int = 0,  # noqa: A002 - the field's word
+        round: int = 0,
     ) -> Touched:
         """Turn the labels of q workers round, in place, in an (m, n) array or CPU tensor."""
         del round

@@ -234,7 +234,7 @@ def batch_indices(
     num_workers: int,
     batch_size: int,
     seed: int,
-    round: int,  # noqa: A002  the word for it everywhere else
+    round: int,
 ) -> Indices:
     r"""Draw the batches of a round, with replacement: (m, n) indices into the training samples.
 

@@ -1,30 +1,25 @@
-"""Where rounds run: engines make trainers whose workers and servers live somewhere.
+"""Where rounds run: an engine makes a cluster (workers and servers) from a task.
 
-An engine is a module with ``start(model, loss, data, **settings) -> Trainer``; the settings are
-those of :class:`phocas.training.Trainer`. It gives the trainer a cluster
-(:class:`phocas.training.cluster.Cluster`) that gathers the rows of a round.
+An engine is a frozen value of settings with ``build(task) -> Cluster``:
+:class:`phocas.engines.local.LocalSettings`, :class:`phocas.engines.ray.RaySettings`. A trainer
+takes one, or its name: ``Trainer(..., engine="ray")``.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from phocas.specs import unknown
-
-if TYPE_CHECKING:
-    from phocas.training.trainer import Trainer
-
-ENGINES = {"local": "phocas.engines.local", "ray": "phocas.engines.ray"}
+from collections.abc import Mapping
+from typing import Any
 
 
 class EngineError(RuntimeError):
-    """Why an engine could not begin or go on; what was done until then is kept."""
+    """Why an engine could not begin or go on; what was done until then is kept.
 
+    ``failures`` says what is known of each part that failed: ``{"worker 3": "died"}``.
+    """
 
-def start(engine: str, model: Any, loss: Any, data: Any, **settings: Any) -> Trainer:
-    """Make a trainer whose rounds run on the named engine."""
-    if engine not in ENGINES:
-        raise ValueError(unknown("engine", engine, ENGINES))
-    trainer: Trainer = importlib.import_module(ENGINES[engine]).start(model, loss, data, **settings)
-    return trainer
+    def __init__(self, message: str, failures: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.failures)

@@ -248,6 +248,11 @@ class FaultScript:
         return [fault for fault in self.faults if fault not in self._waiting]
 
     @classmethod
+    def of(cls, faults: FaultScript | str | Sequence[str]) -> FaultScript:
+        """Return a script of which nothing has struck yet, from another or from its text."""
+        return cls(faults.faults) if isinstance(faults, FaultScript) else cls.parse(faults)
+
+    @classmethod
     def parse(cls, text: str | Sequence[str]) -> FaultScript:
         """Read a script; an error says in which line it stops making sense."""
         lines = text.splitlines() if isinstance(text, str) else text
@@ -273,7 +278,7 @@ class FaultScript:
 
     def take(
         self,
-        round: int,  # noqa: A002
+        round: int,
         *,
         workers: Iterable[int] = (),
         server: int | None = None,

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import (
@@ -22,27 +22,64 @@ from pydantic import (
 
 from phocas.attacks import parse_attack
 from phocas.data import DATASETS, parse_split
-from phocas.engines import ENGINES
 from phocas.engines.faults import FaultScript
 from phocas.rules import parse_rule
 from phocas.specs import unknown
-from phocas.training.models import MODELS, parse_model
-from phocas.training.optimizers import parse_optimizer
+from phocas.training.cluster import ENGINES, Engine, find_engine
+from phocas.training.models import check_model_text
+from phocas.training.optimizers import check_optimizer_text
 from phocas.training.schedules import SCHEDULES
+from phocas.training.task import TaskSettings, attack_among
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_PLACES = frozenset(
-    {"name", "results", "data_dir", "threads", "checkpoint_rounds", "checkpoint_seconds"}
-)
-
-_RAY_PLACES = frozenset({"address", "processes", "deadline", "server_deadline", "wait_seconds"})
-_RAY_ONLY = _RAY_PLACES | {"on_missing", "missing", "faults"}
-
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the text names the keys."""
+
+
+# Keys are the names of Python's settings, without the num_ that says of a name that it is a number.
+_TASK = {
+    declared.name.removeprefix("num_"): declared
+    for declared in dataclasses.fields(TaskSettings)
+    if declared.name != "gradient_path"
+}
+_ENGINES: dict[str, Any] = {name: type(find_engine(name)) for name in ENGINES}
+_ENGINE_OF = {
+    declared.name: (engine, declared)
+    for engine, settings in _ENGINES.items()
+    for declared in dataclasses.fields(settings)
+}
+_DECLARED = _TASK | {key: declared for key, (_, declared) in _ENGINE_OF.items()}
+_PLACES = {key for key, declared in _DECLARED.items() if declared.metadata["place"]} | {
+    "name",
+    "results",
+    "data_dir",
+    "checkpoint_rounds",
+    "checkpoint_seconds",
+}
+
+
+def _declared(key: str, **instead: Any) -> Any:
+    """Take a setting from where it is declared; ``default=`` gives a run another default."""
+    declared = _DECLARED[key]
+    said = declared.metadata["help"]
+    text = f"{_ENGINE_OF[key][0]}: {said}" if key in _ENGINE_OF else said
+    if declared.default_factory is not dataclasses.MISSING:
+        return Field(default_factory=declared.default_factory, description=text)
+    return Field(description=text, **{"default": declared.default, **instead})
+
+
+# How a key's text is read without running anybody's code, and how it is kept.
+_TEXTS: dict[str, Callable[[str], str]] = {
+    "rule": lambda text: str(parse_rule(text)),
+    "split": lambda text: str(parse_split(text)),
+    "schedule": lambda text: str(SCHEDULES.parse(text)),
+    "dataset": lambda text: str(DATASETS.parse(text)),
+    "model": check_model_text,
+    "optimizer": check_optimizer_text,
+}
 
 
 class RunConfig(BaseModel):
@@ -50,124 +87,86 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    dataset: str = Field("mnist", description="mnist, fashion-mnist, cifar10 or synthetic")
-    model: str = Field("mlp", description="mlp, cnn, softmax or module:callable")
-    workers: int = Field(20, ge=1, description="m, the number of workers")
-    servers: int = Field(20, ge=1, description="s, the servers that share the columns")
-    rounds: int = Field(500, ge=1, description="rounds of training")
-    batch_size: int = Field(32, ge=1, description="n, samples a worker and round")
-    lr: float = Field(0.1, gt=0, allow_inf_nan=False, description="learning rate")
-    rule: str = Field("phocas:b=8", description="the aggregation rule")
-    attack: str | None = Field(None, description="what goes wrong, or none")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="everything random depends on it")
-    split: str = Field("iid", description="who holds which samples")
-    optimizer: str = Field("sgd", description="a torch optimiser, run by the servers")
-    optimizer_options: dict[str, Any] = Field(default_factory=dict, description="its arguments")
-    schedule: str = Field("constant", description="the learning rate over the rounds")
-    weight_decay: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="passed to the optimiser"
+    dataset: str = Field(
+        "mnist", description="the data set: mnist, fashion-mnist, cifar10 or synthetic"
     )
-    worker_momentum: float = Field(
-        0.0, ge=0, lt=1, description="workers send v = beta v + (1-beta) g"
-    )
-    reduction: Literal["mean", "sum"] = Field("mean", description="a batch's mean or sum")
-    standardise: bool = Field(
-        default=False, description="subtract the mean of the images, divide by std"
-    )
-    on_nonfinite: Literal["skip", "stop", "apply"] = Field(
-        "skip", description="what to do when the aggregate is not finite"
-    )
+    model: str = Field("mlp", description="the model: mlp, cnn, softmax or module:callable")
+    workers: int = _declared("workers")
+    servers: int = _declared("servers", default=20)
+    rounds: int = Field(500, ge=1, description="the rounds of training")
+    batch_size: int = _declared("batch_size")
+    lr: float = _declared("lr")
+    rule: str = _declared("rule", default="phocas:b=8")
+    attack: str | None = _declared("attack")
+    seed: int = _declared("seed")
+    split: str = _declared("split")
+    optimizer: str = _declared("optimizer")
+    optimizer_options: dict[str, Any] = _declared("optimizer_options")
+    schedule: str = _declared("schedule")
+    weight_decay: float = _declared("weight_decay")
+    worker_momentum: float = _declared("worker_momentum")
+    reduction: Literal["mean", "sum"] = _declared("reduction")
+    standardise: bool = _declared("standardise")
+    on_nonfinite: Literal["skip", "stop", "apply"] = _declared("on_nonfinite")
     evaluate_every: int = Field(10, ge=1, description="rounds between evaluations")
-    engine: str = Field("local", description="where rounds run: local, or ray")
-    address: str | None = Field(None, description="ray: auto or host:port; none is this machine")
-    processes: int | None = Field(None, ge=1, description="ray: processes that workers share")
-    deadline: float = Field(
-        60.0, gt=0, allow_inf_nan=False, description="ray: seconds after which a worker is late"
-    )
-    server_deadline: float = Field(
-        120.0, gt=0, allow_inf_nan=False, description="ray: seconds before a server is restored"
-    )
-    on_missing: Literal["wait", "stop"] = Field(
-        "wait", description="ray: what to do when more rows are missing than the rule survives"
-    )
-    missing: int | None = Field(
-        None, ge=0, description="ray: rows that may be missing; none is what the rule survives"
-    )
-    wait_seconds: float = Field(
-        600.0, gt=0, allow_inf_nan=False, description="ray: the longest wait for missing rows"
-    )
-    faults: list[str] = Field(default_factory=list, description="ray: what goes wrong, and when")
+    engine: str = Field("local", description="where rounds run: local or ray")
+    address: str | None = _declared("address")
+    processes: int | None = _declared("processes")
+    deadline: float = _declared("deadline")
+    server_deadline: float = _declared("server_deadline")
+    on_missing: Literal["wait", "stop"] = _declared("on_missing")
+    missing: int | None = _declared("missing")
+    wait_seconds: float = _declared("wait_seconds")
+    faults: list[str] = _declared("faults")
     name: str | None = Field(None, description="a name for the run in tables and figures")
     results: str = Field("phocas.sqlite", description="the file that keeps the results")
-    data_dir: str | None = Field(None, description="the folder that keeps the data sets")
-    threads: int | None = Field(None, ge=1, description="cores to use; changes no bit")
-    checkpoint_rounds: int | None = Field(None, ge=1, description="rounds between checkpoints")
+    data_dir: str | None = Field(
+        None, description="the folder that keeps the data sets; by default the user's cache"
+    )
+    threads: int | None = _declared("threads")
+    checkpoint_rounds: int | None = Field(
+        None, ge=1, description="rounds between checkpoints, besides those by time"
+    )
     checkpoint_seconds: float = Field(30.0, ge=0, description="seconds between checkpoints")
 
-    @field_validator(
-        "lr",
-        "weight_decay",
-        "worker_momentum",
-        "checkpoint_seconds",
-        "deadline",
-        "server_deadline",
-        "wait_seconds",
-        mode="before",
-    )
+    @field_validator("*", mode="before")
     @classmethod
-    def _whole_numbers_are_numbers(cls, value: Any) -> Any:
-        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    def _whole_numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        wants = cls.model_fields[info.field_name or ""].annotation
+        return float(value) if wants is float and type(value) is int else value
 
     @field_validator("attack", mode="before")
     @classmethod
     def _none_is_no_attack(cls, value: Any) -> Any:
         return None if isinstance(value, str) and value.strip().lower() in ("none", "") else value
 
-    @field_validator(
-        "rule", "attack", "split", "schedule", "dataset", "model", "optimizer", "engine"
-    )
+    @field_validator("*")
     @classmethod
-    def _readable(cls, text: str | None, info: ValidationInfo) -> str | None:
-        if text is None:
+    def _holds(cls, value: Any, info: ValidationInfo) -> Any:
+        """Ask the declaration of a setting, or the table that its text is of."""
+        key = info.field_name or ""
+        if value is None:
             return None
-        match info.field_name:
-            case "rule":
-                return str(parse_rule(text))
-            case "attack":
-                attack = parse_attack(text)
-                if "servers=" not in text and hasattr(attack, "servers"):
-                    servers = info.data.get("servers", 20)
-                    attack = dataclasses.replace(attack, servers=servers)  # type: ignore[type-var]  # every Spec is a dataclass
-                return str(attack)
-            case "split":
-                return str(parse_split(text))
-            case "schedule":
-                return str(SCHEDULES.parse(text))
-            case "dataset":
-                return str(DATASETS.parse(text))
-            case "model":
-                parse_model(text)
-                known = text.partition(":")[0] in MODELS
-                return str(MODELS.parse(text)) if known else text.strip()
-            case "optimizer":
-                parse_optimizer(text)
-            case _:
-                if text not in ENGINES:
-                    raise ValueError(unknown("engine", text, ENGINES))
-        return text
-
-    @field_validator("faults")
-    @classmethod
-    def _script(cls, lines: list[str]) -> list[str]:
-        return str(FaultScript.parse(lines)).splitlines()
+        if key in _TEXTS:
+            return _TEXTS[key](value)
+        if key == "attack":
+            return str(attack_among(value, info.data.get("servers", 20)))
+        if key == "engine" and value not in ENGINES:
+            raise ValueError(unknown("engine", value, ENGINES))
+        if key == "faults":
+            return str(FaultScript.parse(value)).splitlines()
+        check = _DECLARED[key].metadata["check"] if key in _DECLARED else None
+        return value if check is None else check("a run", key, value)
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
         problems = []
-        for name in sorted(_RAY_ONLY):
+        for name, (engine, _) in sorted(_ENGINE_OF.items()):
             default = type(self).model_fields[name].get_default(call_default_factory=True)
-            if self.engine != "ray" and getattr(self, name) != default:
-                problems.append(f"{name} is a setting of the ray engine: set engine to ray too")
+            if self.engine != engine and getattr(self, name) != default:
+                problems.append(
+                    f"{name} is a setting of the {engine} engine: set engine to {engine} too"
+                )
         try:
             FaultScript.parse(self.faults).check(self.workers, self.servers)
         except ValueError as error:
@@ -187,13 +186,19 @@ class RunConfig(BaseModel):
 
     def identity(self) -> str:
         """Return a digest of all that the result depends on: not of names, places and threads."""
-        foreign = _RAY_PLACES if self.engine == "ray" else _RAY_ONLY
-        content = self.model_dump(exclude=set(_PLACES | foreign))
+        foreign = {key for key, (engine, _) in _ENGINE_OF.items() if engine != self.engine}
+        content = self.model_dump(exclude=_PLACES | foreign)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
-    def engine_settings(self) -> dict[str, Any]:
-        """Return what the engine is told besides the settings of a trainer."""
-        return self.model_dump(include=set(_RAY_ONLY)) if self.engine == "ray" else {}
+    def task_settings(self) -> dict[str, Any]:
+        """Return the settings of the task, by their names in :class:`TaskSettings`."""
+        return {declared.name: getattr(self, key) for key, declared in _TASK.items()}
+
+    def make_engine(self) -> Engine:
+        """Return the engine with its settings."""
+        names = [declared.name for declared in dataclasses.fields(_ENGINES[self.engine])]
+        engine: Engine = _ENGINES[self.engine](**{name: getattr(self, name) for name in names})
+        return engine
 
     def title(self) -> str:
         """Return the run's name, or its rule and attack."""

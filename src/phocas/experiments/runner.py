@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from phocas import engines
-from phocas.data import load, parse_split
+from phocas.data import load
 from phocas.experiments.locks import checkpoint_path, claim
 from phocas.experiments.results import Results, RunRecord, Status
 from phocas.machine import available_cores
@@ -24,46 +23,26 @@ from phocas.training.checkpoints import (
     save_checkpoint,
     save_model,
 )
-from phocas.training.models import build_model
-from phocas.training.optimizers import parse_optimizer
-from phocas.training.schedules import SCHEDULES
+from phocas.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phocas.data import Dataset
     from phocas.experiments.config import RunConfig
-    from phocas.training.trainer import Evaluation, Round, Trainer
+    from phocas.training.trainer import Evaluation, Round
 
 FLUSH_SECONDS = 0.5
 
 
 def build_trainer(config: RunConfig, data: Dataset | None = None) -> Trainer:
     """Make the trainer of a configuration; what only the model can tell is checked here."""
-    data = load(config.dataset, config.data_dir) if data is None else data
-    return engines.start(
-        config.engine,
-        build_model(config.model, data.shape, data.num_classes, config.seed),
+    return Trainer(
+        config.model,
         functional.cross_entropy,
-        data,
-        num_workers=config.workers,
-        num_servers=config.servers,
-        batch_size=config.batch_size,
-        rule=config.rule,
-        attack=config.attack,
-        optimizer=parse_optimizer(config.optimizer),
-        optimizer_options=config.optimizer_options,
-        lr=config.lr,
-        schedule=SCHEDULES.parse(config.schedule),
-        weight_decay=config.weight_decay,
-        worker_momentum=config.worker_momentum,
-        reduction=config.reduction,
-        split=parse_split(config.split),
-        standardise=config.standardise,
-        seed=config.seed,
-        on_nonfinite=config.on_nonfinite,
-        threads=config.threads,
-        **config.engine_settings(),
+        load(config.dataset, config.data_dir) if data is None else data,
+        engine=config.make_engine(),
+        **config.task_settings(),
     )
 
 

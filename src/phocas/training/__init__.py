@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phocas.training.server import ParameterServer
+    from phocas.training.task import Task, TaskSettings
     from phocas.training.trainer import Round, Trainer
 
-__all__ = ["ParameterServer", "Round", "Trainer"]
+__all__ = ["ParameterServer", "Round", "Task", "TaskSettings", "Trainer"]
 
-_HOMES = {"ParameterServer": "server", "Round": "trainer", "Trainer": "trainer"}
+_HOMES = {
+    "ParameterServer": "server",
+    "Round": "trainer",
+    "Task": "task",
+    "TaskSettings": "task",
+    "Trainer": "trainer",
+}
 
 
 def __getattr__(name: str) -> Any:

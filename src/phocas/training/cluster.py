@@ -1,7 +1,8 @@
-"""Where the rows of a round come from: m workers and s servers, here all in one process."""
+"""The seam between the loop and where its rounds run: an engine makes a cluster from a task."""
 
 from __future__ import annotations
 
+import importlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -10,19 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from phocas.attacks import attack_rng
-from phocas.data import batch_indices
-from phocas.seeds import Stream, generator
-from phocas.specs import count
+from phocas.specs import unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phocas.attacks import Attack
-    from phocas.data import Assignment
     from phocas.training.gradients.base import WorkerGradients
-    from phocas.training.samples import Samples
     from phocas.training.server import Action, Aggregate, ParameterServer
+    from phocas.training.task import Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +42,12 @@ class Gathered:
 class Cluster(Protocol):
     """What a trainer needs of the workers and servers, wherever they run."""
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
+    server: ParameterServer
+    """The parameters as they are published, and the policy for what is not finite."""
+    gradients: WorkerGradients
+    """How a worker differentiates the model, with the threads of this process."""
+
+    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:
         """Run a round (from 0) up to the aggregate; ``honest`` asks for the distance too."""
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
@@ -62,121 +63,35 @@ class Cluster(Protocol):
         """Let go of threads and processes."""
 
 
-class LocalCluster:
-    """All workers batched in this process; their rows are the server's own matrix, never copied."""
+class Engine(Protocol):
+    """Settings that know what they build: where and how the rounds of a task run."""
 
-    def __init__(
-        self,
-        server: ParameterServer,
-        gradients: WorkerGradients,
-        samples: Samples,
-        assignment: Assignment,
-        *,
-        batch_size: int,
-        seed: int,
-        attack: Attack | None = None,
-        momentum: float = 0.0,
-    ) -> None:
-        self.server = server
-        self.gradients = gradients
-        self.samples = samples
-        self.assignment = assignment
-        self.batch_size = count("LocalCluster", "batch_size", batch_size, minimum=1)
-        self.seed = seed
-        self.attack = attack
-        if not 0 <= momentum < 1:
-            raise ValueError(f"worker momentum must be at least 0 and less than 1: got {momentum}")
-        self.momentum = momentum
-        m, d = server.rows.shape
-        if attack is not None:
-            dtype = str(server.rows.dtype).removeprefix("torch.")
-            attack.check(m, d, dtype, server.num_servers)
-        self._velocity = torch.zeros_like(server.rows) if momentum else None
-        needs_previous = attack is not None and attack.needs_previous
-        self._previous = torch.zeros_like(server.rows) if needs_previous else None
-        self._has_previous = False
-
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
-        """Draw the batches, compute the rows, let the attack at them, and reduce them."""
-        clock = Clock()
-        indices = batch_indices(
-            self.assignment, self.server.num_workers, self.batch_size, self.seed, round
-        )
-        inputs, targets = self.samples.draw(indices)
-        if self.attack is not None and self.samples.num_classes:
-            self.attack.corrupt_labels(
-                targets.numpy(),
-                self.samples.num_classes,
-                rng=attack_rng(self.seed, round),
-                round=round,
-            )
-        clock.stop("data")
-
-        rows = self.server.rows
-        losses = self.gradients(inputs, targets, rows, self.seed, round).numpy()
-        if self._velocity is not None:
-            self._velocity.mul_(self.momentum).add_(rows, alpha=1 - self.momentum)
-            rows.copy_(self._velocity)
-        clock.stop("gradients")
-
-        mean = rows.mean(0) if honest else None
-        clock.stop("metrics")
-        touched = self._corrupt(rows, round)
-        clock.stop("attack")
-
-        rng = rule_rng(self.seed, round)
-        aggregate = self.server.aggregate(rng=rng, by_server=by_server)
-        clock.stop("aggregate")
-
-        distance = None if mean is None else float(torch.dist(aggregate.value, mean))
-        clock.stop("metrics")
-        return Gathered(aggregate, losses, distance, touched, clock.seconds)
-
-    def update(self, aggregate: Aggregate, factor: float) -> Action:
-        """Let the server step."""
-        return self.server.update(aggregate, factor)
-
-    def _corrupt(self, rows: torch.Tensor, round: int) -> int:  # noqa: A002
-        if self.attack is None:
-            return 0
-        if self._previous is None:
-            rng = attack_rng(self.seed, round)
-            return self.attack.corrupt(rows.numpy(), rng=rng, round=round).count
-        own = rows.clone()
-        touched = self.attack.corrupt(
-            rows.numpy(),
-            rng=attack_rng(self.seed, round),
-            round=round,
-            previous=self._previous.numpy() if self._has_previous else None,
-        )
-        self._previous, self._has_previous = own, True
-        return touched.count
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the workers' momentum and last rows, where there are any."""
-        state = {}
-        if self._velocity is not None:
-            state["velocity"] = self._velocity
-        if self._previous is not None and self._has_previous:
-            state["previous"] = self._previous
-        return state
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a checkpoint."""
-        if self._velocity is not None:
-            self._velocity.copy_(state["velocity"])
-        if self._previous is not None and "previous" in state:
-            self._previous.copy_(state["previous"])
-            self._has_previous = True
-
-    def close(self) -> None:
-        """End the threads."""
-        self.gradients.lanes.close()
+    def build(self, task: Task) -> Cluster:
+        """Start the workers and servers of a task."""
 
 
-def rule_rng(seed: int, round: int) -> np.random.Generator:  # noqa: A002
-    """Return the randomness of a rule in one round, for every server the same."""
-    return generator(Stream.RULE, seed, round)
+# Engines lie above training, so they are found by name, and loaded when a trainer needs one.
+ENGINES = {
+    "local": "phocas.engines.local:LocalSettings",
+    "ray": "phocas.engines.ray:RaySettings",
+}
+
+
+def find_engine(engine: Engine | str) -> Engine:
+    """Return an engine, or the one of a name with its default settings.
+
+    >>> find_engine("local")
+    LocalSettings()
+    """
+    if not isinstance(engine, str):
+        if not hasattr(engine, "build"):
+            raise TypeError(f"an engine is a name or has build(task): got {engine!r}")
+        return engine
+    if engine not in ENGINES:
+        raise ValueError(unknown("engine", engine, ENGINES))
+    module, _, name = ENGINES[engine].partition(":")
+    found: Engine = getattr(importlib.import_module(module), name)()
+    return found
 
 
 class Clock:

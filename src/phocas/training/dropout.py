@@ -10,7 +10,7 @@ from torch import nn
 from phocas.seeds import Stream, sequence
 
 
-def worker_generator(seed: int, round: int, worker: int) -> torch.Generator:  # noqa: A002
+def worker_generator(seed: int, round: int, worker: int) -> torch.Generator:
     """Return the generator of one worker in one round."""
     words = sequence(Stream.DROPOUT, seed, round, worker).generate_state(2)
     return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
-from phocas.kernels import get_num_threads
+from phocas.kernels import get_num_threads, set_num_threads
 from phocas.specs import count
 
 if TYPE_CHECKING:
@@ -34,6 +34,23 @@ def one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def kernel_threads(number: int | None) -> Iterator[None]:
+    """Run a block with so many threads for aggregation, and give the caller's setting back.
+
+    Others in this process who aggregate meanwhile share the setting; it changes no bit.
+    """
+    if number is None:
+        yield
+        return
+    before = get_num_threads()
+    set_num_threads(number)
+    try:
+        yield
+    finally:
+        set_num_threads(before)
 
 
 class Lanes:

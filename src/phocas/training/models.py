@@ -8,19 +8,17 @@ without attack then reaches 0.931 in 500 rounds; with torch's own smaller weight
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from phocas.specs import Spec, Table, count, normalise, unknown
+from phocas.training.foreign import find_foreign, is_foreign
 
 
 class ModelSpec(Spec):
@@ -144,18 +142,36 @@ MODELS: Table[ModelSpec] = Table("model", [MLP, CNN, Softmax])
 Builder = Callable[[Sequence[int], int], nn.Module]
 
 
+def check_model_text(text: str) -> str:
+    """Return a model's text as it is kept, if it can be read; nothing is imported.
+
+    >>> check_model_text("MLP: hidden=64"), check_model_text("package.module:Net")
+    ('mlp:hidden=64', 'package.module:Net')
+    """
+    name = text.strip().partition(":")[0]
+    if name in MODELS:
+        return str(MODELS.parse(text))
+    if not is_foreign(text):
+        raise ValueError(unknown("model", name, MODELS) + ", or module:callable of your own")
+    return text.strip()
+
+
 def parse_model(text: str) -> Builder:
     """Read ``mlp``, ``mlp:hidden=64/64``, ``cnn``, ``softmax`` or the user's ``module:callable``.
 
     The callable gets ``input_shape`` and ``num_classes`` if it has parameters of these names, and
     returns a ``torch.nn.Module`` (a module's class will do). The working directory is searched too.
     """
-    name, colon, attribute = text.strip().partition(":")
-    if name in MODELS:
+    if text.strip().partition(":")[0] in MODELS:
         return MODELS.parse(text).layers
-    if not colon or "=" in attribute:
-        raise ValueError(unknown("model", name, MODELS) + ", or module:callable of your own")
-    return _foreign(name, attribute)
+    target = find_foreign(check_model_text(text))
+    takes = inspect.signature(target).parameters
+
+    def build(input_shape: Sequence[int], num_classes: int) -> nn.Module:
+        offered = {"input_shape": tuple(input_shape), "num_classes": num_classes}
+        return target(**{key: value for key, value in offered.items() if key in takes})  # type: ignore[no-any-return]  # build_model checks
+
+    return build
 
 
 def build_model(
@@ -185,34 +201,6 @@ def _begin(stack: nn.Sequential, init: str) -> nn.Sequential:
             assert layer.bias is not None
             nn.init.zeros_(layer.bias)
     return stack
-
-
-def _foreign(module_name: str, attribute: str) -> Builder:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise ValueError(
-            unknown("model", module_name, MODELS)
-            + f"; and there is no Python module {error.name!r}"
-        ) from None
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            names = [name for name in dir(target) if not name.startswith("_")]
-            raise ValueError(unknown(f"name in {module_name}", part, names, plural="names"))
-        target = getattr(target, part)
-    if not callable(target):
-        raise TypeError(f"{module_name}:{attribute} must be callable: got {type(target).__name__}")
-    takes = inspect.signature(target).parameters
-
-    def build(input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        offered = {"input_shape": tuple(input_shape), "num_classes": num_classes}
-        return target(**{key: value for key, value in offered.items() if key in takes})  # type: ignore[no-any-return]  # build_model checks
-
-    return build
 
 
 def _probability(owner: str, value: float) -> float:

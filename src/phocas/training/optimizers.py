@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from phocas.specs import unknown
+from phocas.training.foreign import find_foreign, is_foreign
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Optimizers = Callable[..., torch.optim.Optimizer]
+"""What makes an optimiser of parameters, a learning rate and options: a class of torch.optim."""
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Optimizers] = {
     name.lower(): cls
     for name, cls in vars(torch.optim).items()
     if inspect.isclass(cls)
@@ -23,18 +23,18 @@ OPTIMIZERS = {
 }
 
 
-def parse_optimizer(text: str) -> Callable[..., torch.optim.Optimizer]:
+def check_optimizer_text(text: str) -> str:
+    """Return the text of an optimiser if it can be read; nothing is imported."""
+    if text.strip().lower() not in OPTIMIZERS and not is_foreign(text):
+        raise ValueError(unknown("optimizer", text.strip(), OPTIMIZERS) + ", or module:callable")
+    return text
+
+
+def parse_optimizer(text: str) -> Optimizers:
     """Read ``sgd``, ``adam``, any other name in torch.optim, or ``module:callable``.
 
     >>> parse_optimizer("adam").__name__
     'Adam'
     """
-    name, colon, attribute = text.strip().partition(":")
-    if name.lower() in OPTIMIZERS and not colon:
-        return OPTIMIZERS[name.lower()]
-    if not colon:
-        raise ValueError(unknown("optimizer", name, OPTIMIZERS) + ", or module:callable")
-    target = getattr(importlib.import_module(name), attribute, None)
-    if not callable(target):
-        raise TypeError(f"optimizer {text!r} must name something callable")
-    return target  # type: ignore[no-any-return]
+    name = check_optimizer_text(text).strip().lower()
+    return OPTIMIZERS[name] if name in OPTIMIZERS else find_foreign(text)

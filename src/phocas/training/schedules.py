@@ -15,7 +15,7 @@ class Schedule(Spec):
     It keeps no state, so that a resumed run needs nothing but its round.
     """
 
-    def __call__(self, round: int) -> float:  # noqa: A002
+    def __call__(self, round: int) -> float:
         """Return the factor of a round."""
         raise NotImplementedError
 
@@ -26,7 +26,7 @@ class Constant(Schedule):
 
     name: ClassVar[str] = "constant"
 
-    def __call__(self, round: int) -> float:  # noqa: A002, ARG002
+    def __call__(self, round: int) -> float:  # noqa: ARG002
         """Return 1."""
         return 1.0
 
@@ -51,7 +51,7 @@ class Step(Schedule):
             factor=positive("step", "factor", self.factor),
         )
 
-    def __call__(self, round: int) -> float:  # noqa: A002
+    def __call__(self, round: int) -> float:
         """Return factor ** (round // every)."""
         return float(self.factor ** (round // self.every))
 
@@ -71,7 +71,7 @@ class Cosine(Schedule):
     def __post_init__(self) -> None:
         normalise(self, rounds=count("cosine", "rounds", self.rounds, minimum=1))
 
-    def __call__(self, round: int) -> float:  # noqa: A002
+    def __call__(self, round: int) -> float:
         """Return (1 + cos(pi * round / rounds)) / 2."""
         return (1 + math.cos(math.pi * min(round / self.rounds, 1.0))) / 2
 
@@ -96,7 +96,7 @@ class Inverse(Schedule):
             power=positive("inverse", "power", self.power),
         )
 
-    def __call__(self, round: int) -> float:  # noqa: A002
+    def __call__(self, round: int) -> float:
         """Return (1 + round / scale) ** -power."""
         return float((1 + round / self.scale) ** -self.power)
 

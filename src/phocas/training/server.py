@@ -10,16 +10,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from phocas.rules import parse_rule
 from phocas.sharding import shard_bounds
 from phocas.specs import count, unknown
+from phocas.training.optimizers import parse_optimizer
 from phocas.training.parameters import FlatParameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
     from phocas.rules import Rule
+    from phocas.training.optimizers import Optimizers
 
 OnNonfinite = Literal["skip", "stop", "apply"]
 Action = Literal["applied", "skipped", "stopped"]
@@ -63,17 +66,17 @@ class ParameterServer:
 
     def __init__(
         self,
-        model: nn.Module | FlatParameters,
+        model: nn.Module,
         *,
         num_workers: int,
-        rule: Rule,
+        rule: Rule | str,
         num_servers: int = 1,
-        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        optimizer: Optimizers | str = torch.optim.SGD,
         lr: float = 0.1,
         optimizer_options: Mapping[str, Any] | None = None,
         on_nonfinite: OnNonfinite = "skip",
     ) -> None:
-        self.parameters = model if isinstance(model, FlatParameters) else FlatParameters(model)
+        self.parameters = FlatParameters(model)
         self.num_workers = count("ParameterServer", "num_workers", num_workers, minimum=1)
         self.num_servers = count("ParameterServer", "num_servers", num_servers, minimum=1)
         d = self.parameters.size
@@ -85,14 +88,15 @@ class ParameterServer:
             raise ValueError(
                 unknown("on_nonfinite", on_nonfinite, get_args(OnNonfinite), "policies")
             )
-        rule.check(self.num_workers)
-        self.rule = rule
+        self.rule = parse_rule(rule) if isinstance(rule, str) else rule
+        self.rule.check(self.num_workers)
         self.on_nonfinite: OnNonfinite = on_nonfinite
         self.bounds = [slice(*bounds) for bounds in shard_bounds(d, self.num_servers)]
         self.rows = torch.empty(self.num_workers, d, dtype=self.parameters.vector.dtype)
         self.gradient = torch.zeros(d, dtype=self.parameters.vector.dtype)
         self._gradients = list(self.parameters.views(self.gradient))
-        self.make_optimizer = functools.partial(optimizer, lr=lr, **(optimizer_options or {}))
+        kind = parse_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
+        self.make_optimizer = functools.partial(kind, lr=lr, **(optimizer_options or {}))
         self.optimizer = self.make_optimizer(self.parameters.tensors)
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._arrived: set[int] | None = None

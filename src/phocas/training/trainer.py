@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -12,29 +14,25 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from phocas.attacks import parse_attack
-from phocas.data import IID, Split
-from phocas.rules import parse_rule
 from phocas.rules.suspicion import Suspicion
-from phocas.seeds import Stream, generator
 from phocas.specs import count
-from phocas.training.cluster import Cluster, LocalCluster
-from phocas.training.gradients import worker_gradients
-from phocas.training.lanes import Lanes, one_torch_thread
-from phocas.training.parameters import FlatParameters
-from phocas.training.samples import Pair, Samples
-from phocas.training.schedules import Constant
-from phocas.training.server import Action, OnNonfinite, ParameterServer
+from phocas.training.checkpoints import load_checkpoint, save_checkpoint
+from phocas.training.cluster import find_engine
+from phocas.training.lanes import one_torch_thread
+from phocas.training.task import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import nn
 
-    from phocas.attacks import Attack
-    from phocas.data import Dataset
+    from phocas.data import Dataset, DataSpec
     from phocas.rules import Rule
-    from phocas.training.gradients.base import Loss, Reduction
+    from phocas.training.cluster import Cluster, Engine
+    from phocas.training.gradients.base import Loss
+    from phocas.training.models import Builder
+    from phocas.training.samples import Pair
+    from phocas.training.server import Action, ParameterServer
 
 # Fixed, so that an evaluation does not depend on the threads.
 _TEST_BATCH = 1000
@@ -97,94 +95,53 @@ class Trainer:
     (True, (0, 1, 2))
 
     Args:
-        model: any module; its parameters become views of one vector and are trained in place.
+        model: any module; its parameters become views of one vector and are trained in place. Or a
+            model's spelling, ``"mlp:hidden=64"``.
         loss: ``loss(outputs, targets)``, the mean over a batch.
-        data: a :class:`phocas.data.Dataset`, or a pair of arrays (inputs, targets).
+        data: a :class:`phocas.data.Dataset`, its spelling, or a pair of arrays (inputs, targets).
         test: a pair of arrays to evaluate on, if ``data`` has none of its own.
-        num_workers: m.
-        rule: a rule or its spelling, ``"phocas:b=8"``.
-        attack: an attack, its spelling, or None.
-        optimizer: any torch optimiser, run by the servers.
-        lr: the learning rate; ``schedule`` multiplies it by a function of the round.
-        num_servers: s; the result does not depend on it.
-        batch_size: n samples a worker and round.
-        reduction: whether a worker sends the mean or the sum over its batch.
-        worker_momentum: beta; workers send v = beta v + (1 - beta) g.
-        weight_decay: passed on to the optimiser.
-        split: who holds which samples.
-        seed: everything random depends on it, the round and the worker, and on nothing else.
-        on_nonfinite: skip the step, stop the run, or apply the step if it is not finite.
-        threads: how many of the machine's cores to use; changes the time and no bit.
-        cluster: makes the workers elsewhere than in this process.
+        engine: where rounds run: ``"local"``, ``"ray"``, or an engine with settings of its own,
+            ``phocas.engines.ray.RaySettings(deadline=5)``.
+        settings: ``rule`` and any other of :class:`phocas.training.task.TaskSettings`. Rules,
+            attacks, splits, schedules and optimisers may be text or values.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Builder | str,
         loss: Loss = functional.cross_entropy,
-        data: Dataset | Pair | None = None,
+        data: Dataset | DataSpec | Pair | str | None = None,
         *,
-        num_workers: int = 20,
-        rule: Rule | str,
-        attack: Attack | str | None = None,
-        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-        lr: float = 0.1,
-        optimizer_options: Mapping[str, Any] | None = None,
-        schedule: Callable[[int], float] | None = None,
-        weight_decay: float = 0.0,
-        worker_momentum: float = 0.0,
-        reduction: Reduction = "mean",
-        num_servers: int = 1,
-        batch_size: int = 32,
-        split: Split | None = None,
         test: Pair | None = None,
-        standardise: bool = False,
-        seed: int = 0,
-        on_nonfinite: OnNonfinite = "skip",
-        threads: int | None = None,
-        gradient_path: str | None = None,
-        cluster: Callable[[Trainer], Cluster] | None = None,
+        engine: Engine | str = "local",
+        **settings: Any,
     ) -> None:
-        if data is None:
-            raise TypeError("Trainer needs data: a Dataset or a pair of arrays (inputs, targets)")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be 'mean' or 'sum': got {reduction!r}")
-        self.model = model
-        self.loss = loss
-        self.rule = parse_rule(rule) if isinstance(rule, str) else rule
-        self.attack = parse_attack(attack) if isinstance(attack, str) else attack
-        self.seed = count("Trainer", "seed", seed)
-        self.batch_size = count("Trainer", "batch_size", batch_size, minimum=1)
-        self.schedule: Callable[[int], float] = schedule or Constant()
-        self.lr = lr
-        self.worker_momentum = worker_momentum
-        self.lanes = Lanes(threads)
-        flat = FlatParameters(model)
-        self.samples = Samples(data, test, standardise=standardise, dtype=flat.vector.dtype)
-        options = dict(optimizer_options or {})
-        if weight_decay:
-            options["weight_decay"] = weight_decay
-        self.server = ParameterServer(
-            flat,
-            num_workers=num_workers,
-            rule=self.rule,
-            num_servers=num_servers,
-            optimizer=optimizer,
-            lr=lr,
-            optimizer_options=options,
-            on_nonfinite=on_nonfinite,
-        )
-        self.split = split or IID()
-        self.assignment = self.split.assign(
-            self.samples.classes(), num_workers, generator(Stream.SPLIT, self.seed)
-        )
-        sample = self.samples.draw(np.zeros((1, self.batch_size), np.int64))
-        self.gradients = worker_gradients(
-            model, loss, flat, self.lanes, sample=sample, reduction=reduction, path=gradient_path
-        )
-        self.cluster: Cluster = (cluster or _local)(self)
-        self.suspicion = Suspicion(num_workers, tolerated(self.rule, num_workers))
+        chosen = find_engine(engine)
+        task = Task.make(model, loss, data, test=test, **settings)
+        self._begin(task, chosen.build(task))
+
+    @classmethod
+    def of(cls, task: Task, cluster: Cluster) -> Self:
+        """Make a trainer of a task and of the cluster that an engine made from it."""
+        trainer = cls.__new__(cls)
+        trainer._begin(task, cluster)  # noqa: SLF001  a second constructor
+        return trainer
+
+    def _begin(self, task: Task, cluster: Cluster) -> None:
+        self.task = task
+        self.cluster = cluster
+        self.suspicion = Suspicion(task.num_workers, tolerated(task.rule, task.num_workers))
         self.rounds_done = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self.task.model
+
+    @property
+    def server(self) -> ParameterServer:
+        """The parameters as they are published."""
+        return self.cluster.server
 
     def rounds(self, number: int) -> Iterator[Round]:
         """Run so many further rounds, one for each item taken; a stopped round is the last."""
@@ -201,7 +158,7 @@ class Trainer:
             round_ = self.rounds_done
             seen = self.cluster.gather(round_, by_server=detailed, honest=detailed)
             aggregate = seen.aggregate
-            factor = float(self.schedule(round_))
+            factor = float(self.task.schedule(round_))
             before = time.perf_counter()
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
@@ -217,7 +174,7 @@ class Trainer:
         return Round(
             number=self.rounds_done,
             loss=float(seen.losses.mean()),
-            lr=self.lr * factor,
+            lr=self.task.lr * factor,
             action=action,
             finite=aggregate.finite,
             gradient_norm=norm,
@@ -237,15 +194,17 @@ class Trainer:
         start = time.perf_counter()
         mode = self.model.training
         self.model.eval()
-        images = self.gradients.channels_last
+        samples, loss_of = self.task.samples, self.task.loss
+        gradients = self.cluster.gradients
+        images = gradients.channels_last
 
         def judge(part: slice) -> tuple[float, int, int, int]:
-            inputs, targets = self.samples.test_batch(part)
+            inputs, targets = samples.test_batch(part)
             if images and inputs.dim() == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             with torch.no_grad():
                 outputs = self.model(inputs)
-                loss = float(self.loss(outputs, targets)) * len(targets)
+                loss = float(loss_of(outputs, targets)) * len(targets)
                 if targets.dtype != torch.int64 or outputs.dim() != 2:
                     return loss, 0, 0, len(targets)
                 best = outputs.topk(min(3, outputs.shape[1]), dim=1).indices == targets[:, None]
@@ -253,7 +212,7 @@ class Trainer:
 
         try:
             size = _TEST_IMAGES if images else _TEST_BATCH
-            results = self.lanes.map(judge, self.samples.test_parts(size))
+            results = gradients.lanes.map(judge, samples.test_parts(size))
         finally:
             self.model.train(mode)
         losses, top1, top3, sizes = zip(*results, strict=True)
@@ -265,10 +224,21 @@ class Trainer:
             time.perf_counter() - start,
         )
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the whole state of the training into a file, to go on from with :meth:`load`."""
+        save_checkpoint(Path(path), self, self._identity())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a file of :meth:`save`, which must be of the same task and engine."""
+        load_checkpoint(Path(path), self, self._identity())
+
+    def _identity(self) -> str:
+        # What is kept of workers and servers differs between engines.
+        return f"{type(self.cluster).__name__}-{self.task.identity()}"
+
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and processes."""
         self.cluster.close()
-        self.lanes.close()
 
     def __enter__(self) -> Self:
         return self
@@ -285,16 +255,3 @@ def tolerated(rule: Rule, num_workers: int) -> int:
         if hasattr(step, "b")
     ]
     return max(told, default=(num_workers - 1) // 2)
-
-
-def _local(trainer: Trainer) -> LocalCluster:
-    return LocalCluster(
-        trainer.server,
-        trainer.gradients,
-        trainer.samples,
-        trainer.assignment,
-        batch_size=trainer.batch_size,
-        seed=trainer.seed,
-        attack=trainer.attack,
-        momentum=trainer.worker_momentum,
-    )

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from phocas.engines import EngineError
-from phocas.engines.faults import Fault, Stale
-from phocas.engines.ray.hosts import Harvest, Host, Hosts, survives
+from phocas.engines.faults import Fault, FaultScript, Stale
+from phocas.engines.ray.hosts import Harvest, Host, Hosts, first_line, survives
 from phocas.engines.ray.servers import Result, Servers
-from phocas.engines.ray.settings import RaySettings
+from phocas.engines.ray.session import Session
 from phocas.engines.ray.shard import (
     Answer,
     Part,
@@ -24,74 +24,74 @@ from phocas.engines.ray.shard import (
     piece_shapes,
     read_rows,
 )
-from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut, without_test
+from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut
+from phocas.machine import available_cores
 from phocas.sharding import shard_bounds
 from phocas.training.cluster import Clock, Gathered
-from phocas.training.gradients import Looped
+from phocas.training.gradients import Looped, Vectorised
 from phocas.training.gradients.merged import Merged
-from phocas.training.server import Action, Aggregate
+from phocas.training.lanes import Lanes
+from phocas.training.server import Action, Aggregate, ParameterServer
 
 if TYPE_CHECKING:
-    from phocas.engines.ray.session import Session
-    from phocas.training.trainer import Trainer
+    from phocas.engines.ray.settings import RaySettings
+    from phocas.training.gradients.base import WorkerGradients
+    from phocas.training.task import Task
 
 _START_SECONDS = 300.0
+_LEAST_STORE = 256 << 20
 
 
 class RayCluster:
-    """The cluster of a trainer, on Ray."""
+    """The workers and servers of a task, on Ray."""
 
-    def __init__(self, trainer: Trainer, session: Session, settings: RaySettings) -> None:
-        self.trainer = trainer
-        self.session = session
-        self._ray = session.ray
-        server = trainer.server
-        m, s = server.num_workers, server.num_servers
-        settings.faults.check(m, s)
-        attack = trainer.attack
-        if attack is not None:
-            dtype = str(server.rows.dtype).removeprefix("torch.")
-            attack.check(m, server.parameters.size, dtype, s)
-            if s > 1 and not attack.sharded:
-                raise ValueError(
-                    f"{attack} looks at all columns, and a server holds only its own: run it on"
-                    " the local engine, or with one server"
-                )
-        check_optimizer(server)
-        self.allowed = survives(trainer.rule, m)
-        if settings.missing is not None:
-            if settings.missing > self.allowed:
-                raise ValueError(
-                    f"{trainer.rule} with m={m} workers survives at most {self.allowed} missing"
-                    f" rows: got missing={settings.missing}"
-                )
-            self.allowed = settings.missing
-        self._script = settings.faults
+    def __init__(self, task: Task, settings: RaySettings) -> None:
+        self.task = task
+        self.server = task.serve(task.model)
+        self.gradients = task.differentiate(self.server.parameters, Lanes(task.threads))
+        self.allowed = _check(task, self.server, settings)
+        self.script = FaultScript.of(settings.faults)
+        self.compute_seconds = 0.0
+        """What the slowest process spent on its gradients in the last round."""
         self._previous: list[Source] | None = None
         self._values: list[Any] = []
-        self._states: list[dict[str, np.ndarray]] = [{} for _ in range(s)]
-        self._buffers = _changing_buffers(trainer)
+        self._states: list[dict[str, np.ndarray]] = [{} for _ in self.server.bounds]
+        self._buffers = self._copies() if _changes_buffers(self.gradients) else None
         # A round reads slices twice, of now and of before: half of the deadline is left to reduce.
         self._patience = settings.server_deadline / 4
-        self._shard_jobs = self._make_shard_jobs()
+        matrix = 8 * self.server.rows.numel()
+        self.session = Session(
+            settings.address,
+            cores=task.threads or available_cores(),
+            store_bytes=max(_LEAST_STORE, 3 * matrix + task.samples.inputs.nbytes),
+        )
+        try:
+            self._start(settings)
+        except BaseException:
+            self.session.close()
+            raise
+
+    # -- making ------------------------------------------------------------------------------------
+
+    def _start(self, settings: RaySettings) -> None:
+        self._ray = self.session.ray
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
         self._shard_class = self._ray.remote(**options)(Shard)
         # Ray starts dead workers again by itself; a call that died is not made again by it.
         self._worker_class = self._ray.remote(**options, max_restarts=-1)(WorkerProcess)
+        self._shard_jobs = self._make_shard_jobs()
         self.servers = Servers(
-            [self._make_shard(number) for number in range(s)],
+            [self._make_shard(number) for number in range(self.task.num_servers)],
             self._make_shard,
-            lambda round_, number: self._script.take(round_, server=number),
+            lambda round_, number: self.script.take(round_, server=number),
             deadline=settings.server_deadline,
         )
-        self.compute_seconds = 0.0
-        """What the slowest process spent on its gradients in the last round."""
         self._parameters: list[Any] = []
         self._publish()
         self.hosts = Hosts(
-            self._make_hosts(settings),
+            self._make_hosts(settings.processes),
             self._ask,
-            lambda round_, workers: self._script.take(round_, workers=workers),
+            lambda round_, workers: self.script.take(round_, workers=workers),
             allowed=self.allowed,
             deadline=settings.deadline,
             on_missing=settings.on_missing,
@@ -99,93 +99,84 @@ class RayCluster:
         )
         self._wait_until_ready()
 
-    # -- making ------------------------------------------------------------------------------------
-
     def _make_shard_jobs(self) -> list[ShardJob]:
-        trainer, server = self.trainer, self.trainer.server
-        threads = max(1, self.session.cores // server.num_servers)
+        parameters, bounds = self.server.parameters, self.server.bounds
         return [
             ShardJob(
-                rule=trainer.rule,
-                num_workers=server.num_workers,
-                start=bounds.start,
-                d=server.parameters.size,
-                shapes=piece_shapes(server.parameters.shapes, bounds),
-                optimizer=server.make_optimizer,
-                lr=trainer.lr,
-                seed=trainer.seed,
-                attack=trainer.attack,
-                threads=threads,
+                self.task.for_server(),
+                start=part.start,
+                d=parameters.size,
+                shapes=piece_shapes(parameters.shapes, part),
+                threads=max(1, self.session.cores // len(bounds)),
                 patience=self._patience,
             )
-            for bounds in server.bounds
+            for part in bounds
         ]
 
     def _make_shard(self, number: int) -> Any:
         """Start a server from its checkpoint: its columns as they are here, and its state."""
-        server = self.trainer.server
-        columns = server.vector.numpy()[server.bounds[number]]
+        columns = self.server.vector.numpy()[self.server.bounds[number]]
         return self._shard_class.remote(self._shard_jobs[number], columns, self._states[number])
 
-    def _make_hosts(self, settings: RaySettings) -> list[Host]:
-        trainer = self.trainer
-        m = trainer.server.num_workers
-        kind = type(trainer.gradients)
-        path = "merged" if kind is Merged else "looped" if kind is Looped else "vectorised"
+    def _make_hosts(self, processes: int | None) -> list[Host]:
+        m = self.task.num_workers
         self.job = self._ray.put(  # kept: a worker that is started again reads it once more
             WorkerJob(
-                model=trainer.model,
-                loss=trainer.loss,
-                samples=without_test(trainer.samples),
-                assignment=trainer.assignment,
-                num_workers=m,
-                bounds=trainer.server.bounds,
-                batch_size=trainer.batch_size,
-                seed=trainer.seed,
-                reduction=trainer.gradients.reduction,
-                path=path,
-                attack=trainer.attack,
-                momentum=trainer.worker_momentum,
-                keeps_rows=any(isinstance(fault, Stale) for fault in self._script.faults),
+                self.task.for_worker(_path(self.gradients)),
+                bounds=self.server.bounds,
+                keeps_rows=any(isinstance(fault, Stale) for fault in self.script.faults),
             )
         )
         cores = self.session.cores
         enough = math.ceil(m / self.allowed) if self.allowed else 1
-        processes = settings.processes or cores * math.ceil(enough / cores)
+        number = processes or cores * math.ceil(enough / cores)
         return [
             Host(self._worker_class.remote(first, last), first, last)
-            for first, last in shard_bounds(m, min(m, processes))
+            for first, last in shard_bounds(m, min(m, number))
         ]
 
     def _wait_until_ready(self) -> None:
         """Let every process come up before the first deadline runs; errors in them come out."""
         begun = [host.actor.prepare.remote([self.job]) for host in self.hosts.hosts]
         begun += [actor.pid.remote() for actor in self.servers.actors]
+        names = [str(host) for host in self.hosts.hosts]
+        names += [f"server {number}" for number in range(len(self.servers.actors))]
         try:
             self._ray.get(begun, timeout=_START_SECONDS)
         except self._ray.exceptions.RayError as error:
             raise EngineError(
-                f"the processes of {len(self.hosts.hosts)} workers and"
-                f" {len(self.servers.actors)} servers did not start: {error}"
+                f"not all of {len(self.hosts.hosts)} worker processes and"
+                f" {len(self.servers.actors)} servers started: {error}",
+                self._failures(dict(zip(names, begun, strict=True))),
             ) from error
         for host in self.hosts.hosts:
             host.ready = True
+
+    def _failures(self, begun: dict[str, Any]) -> dict[str, str]:
+        """Say of each process that did not start why, in one line."""
+        failures = {}
+        for name, reference in begun.items():
+            try:
+                self._ray.get(reference, timeout=0)
+            except self._ray.exceptions.RayError as error:
+                failures[name] = first_line(getattr(error, "cause", None) or error)
+        return failures
 
     # -- a round -----------------------------------------------------------------------------------
 
     def _publish(self) -> None:
         """Put the trainer's copy of the parameters where workers can pull it."""
-        vector = self.trainer.server.vector.numpy()
-        self._parameters = [self._ray.put(vector[part]) for part in self.trainer.server.bounds]
+        vector = self.server.vector.numpy()
+        self._parameters = [self._ray.put(vector[part]) for part in self.server.bounds]
 
-    def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:  # noqa: A002
+    def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:
         call = host.actor.gradients.options(num_returns=len(self.servers.actors) + 1)
         job = [] if host.ready else [self.job]
         # References as arguments of their own: in a list, a worker would ask the trainer for each.
         references: list[Any] = call.remote(job, round, self._buffers, faults, *self._parameters)
         return references
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
+    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:
         """Ask the workers, wait for them until the deadline, and have the servers reduce."""
         del by_server  # every server counts what it drops, whether or not it is asked for
         clock = Clock()
@@ -197,7 +188,7 @@ class RayCluster:
         harvest.news += [f"worker {i} sent its last row once more" for i in sorted(repeated)]
         harvest.news += self.servers.news
         self.servers.news.clear()
-        if self.trainer.attack is not None and self.trainer.attack.needs_previous:
+        if self.task.attack is not None and self.task.attack.needs_previous:
             self._previous = list(harvest.sources.values())
         clock.stop("aggregate")
         distance = None
@@ -253,6 +244,7 @@ class RayCluster:
             if max(len(absent | set(answer.problems)) for answer in answers) <= self.allowed:
                 self.servers.begin()  # lets go of the rows, whose memory the next ones can have
                 return missing, results
+            harvest.problems.update(bad)
             self.hosts.lack(harvest, missing)
             self.hosts.discard(harvest, missing)
             self._publish()  # in case it was these values that were lost
@@ -262,7 +254,7 @@ class RayCluster:
         values = np.concatenate([result.values[0] for result in results])
         answers: list[Answer] = [result.values[1] for result in results]
         shares = np.stack([np.asarray(answer.dropped) for answer in answers])
-        widths = np.array([part.stop - part.start for part in self.trainer.server.bounds])
+        widths = np.array([part.stop - part.start for part in self.server.bounds])
         return Aggregate(
             torch.from_numpy(values),
             widths @ shares / widths.sum(),
@@ -280,7 +272,7 @@ class RayCluster:
             for worker in host.workers
             if worker not in missing
         ]
-        return np.asarray(found, self.trainer.server.vector.numpy().dtype)
+        return np.asarray(found, self.server.vector.numpy().dtype)
 
     def _take_buffers(self, harvest: Harvest) -> None:
         """Take the median of what the workers made of the model's buffers, as local workers do."""
@@ -292,14 +284,17 @@ class RayCluster:
             if host in harvest.reports
             for buffers in harvest.reports[host].buffers
         ]
-        for name, buffer in self.trainer.model.named_buffers():
+        for name, buffer in self.task.model.named_buffers():
             values = [torch.from_numpy(np.array(buffers[name])) for buffers in sent]
             buffer.copy_(torch.stack(values).median(0).values)
-        self._buffers = _copies(self.trainer)
+        self._buffers = self._copies()
+
+    def _copies(self) -> dict[str, np.ndarray]:
+        return {name: buffer.numpy().copy() for name, buffer in self.task.model.named_buffers()}
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
         """Have every server step along its part of the last aggregate, and keep what comes out."""
-        action = self.trainer.server.verdict(aggregate)
+        action = self.server.verdict(aggregate)
         if action != "applied":
             return action
         self.servers.begin()
@@ -310,8 +305,8 @@ class RayCluster:
         )
         self._parameters = [result.references[0] for result in results]
         self._states = [result.values[1] for result in results]
-        vector = self.trainer.server.vector.numpy()
-        for part, result in zip(self.trainer.server.bounds, results, strict=True):
+        vector = self.server.vector.numpy()
+        for part, result in zip(self.server.bounds, results, strict=True):
             vector[part] = result.values[0]
         return action
 
@@ -327,8 +322,8 @@ class RayCluster:
             for number, kept in enumerate(self._states)
             for name, values in kept.items()
         }
-        rows = self.trainer.server.rows
-        if self.trainer.worker_momentum:
+        rows = self.server.rows
+        if self.task.worker_momentum:
             velocity = torch.zeros_like(rows)
             asked = {host.actor.momentum.remote([self.job]): host for host in self.hosts.hosts}
             ready, _ = self._ray.wait(
@@ -343,7 +338,7 @@ class RayCluster:
             state["velocity"] = velocity
         if self._previous is not None:
             matrix = torch.empty_like(rows)
-            for number, part in enumerate(self.trainer.server.bounds):
+            for number, part in enumerate(self.server.bounds):
                 columns = matrix.numpy()[:, part]
                 sent = _parts(self._previous, number)
                 found, _ = read_rows(sent, columns[0], len(columns), self._patience)
@@ -353,13 +348,13 @@ class RayCluster:
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from a checkpoint, whose parameters the trainer has already."""
-        bounds = self.trainer.server.bounds
+        bounds = self.server.bounds
         self._states = [{} for _ in bounds]
         for name, tensor in state.items():
             if name.startswith("server."):
                 _, which, rest = name.split(".", 2)
                 self._states[int(which)][rest] = tensor.numpy()
-        vector = self.trainer.server.vector.numpy()
+        vector = self.server.vector.numpy()
         self.servers.begin()
         self.servers.call(
             "restore",
@@ -367,7 +362,7 @@ class RayCluster:
         )
         self._publish()
         if self._buffers is not None:
-            self._buffers = _copies(self.trainer)
+            self._buffers = self._copies()
         if "velocity" in state:
             velocity = state["velocity"].numpy()
             self._ray.get(
@@ -387,6 +382,28 @@ class RayCluster:
             for actor in (*self.servers.actors, *(host.actor for host in self.hosts.hosts)):
                 self._ray.kill(actor)
         self.session.close()
+        self.gradients.lanes.close()
+
+
+def _check(task: Task, server: ParameterServer, settings: RaySettings) -> int:
+    """Refuse what cannot be before any process is started; return how many rows may be missing."""
+    m, s = task.num_workers, task.num_servers
+    FaultScript.of(settings.faults).check(m, s)
+    if s > 1 and task.attack is not None and not task.attack.sharded:
+        raise ValueError(
+            f"{task.attack} looks at all columns, and a server holds only its own: run it on"
+            " the local engine, or with one server"
+        )
+    check_optimizer(server)
+    most = survives(task.rule, m)
+    if settings.missing is None:
+        return most
+    if settings.missing > most:
+        raise ValueError(
+            f"{task.rule} with m={m} workers survives at most {most} missing rows:"
+            f" got missing={settings.missing}"
+        )
+    return settings.missing
 
 
 def _parts(sources: Iterable[Source], number: int) -> list[Part]:
@@ -394,12 +411,12 @@ def _parts(sources: Iterable[Source], number: int) -> list[Part]:
     return [(first, last, references[number]) for first, last, references in sources]
 
 
-def _changing_buffers(trainer: Trainer) -> dict[str, np.ndarray] | None:
-    gradients = trainer.gradients
-    if isinstance(gradients, Looped) and gradients.serial and [*trainer.model.buffers()]:
-        return _copies(trainer)
-    return None
+def _changes_buffers(gradients: WorkerGradients) -> bool:
+    has_some = next(gradients.model.buffers(), None) is not None
+    return isinstance(gradients, Looped) and gradients.serial and has_some
 
 
-def _copies(trainer: Trainer) -> dict[str, np.ndarray]:
-    return {name: buffer.numpy().copy() for name, buffer in trainer.model.named_buffers()}
+def _path(gradients: WorkerGradients) -> str:
+    """Name the way gradients are computed here, so that workers do not choose another."""
+    names = {Merged: "merged", Vectorised: "vectorised", Looped: "looped"}
+    return names[type(gradients)]

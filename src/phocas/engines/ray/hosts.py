@@ -40,6 +40,8 @@ class Host:
     """What the script does to it in the question."""
     away: str = ""
     """Why no row came from there, in a word, as long as none does."""
+    why: str = ""
+    """The same in a sentence."""
 
     @property
     def workers(self) -> range:
@@ -61,6 +63,8 @@ class Harvest:
     sources: dict[Host, Source] = field(default_factory=dict)
     reports: dict[Host, Report] = field(default_factory=dict)
     news: list[str] = field(default_factory=list)
+    problems: dict[int, str] = field(default_factory=dict)
+    """Workers whose values came, but could not be used, and why."""
 
     def missing(self, hosts: list[Host]) -> set[int]:
         """Return the workers without a row."""
@@ -94,7 +98,7 @@ class Hosts:
         self._faults_of = faults_of
         self._ray = the_ray()
 
-    def begin(self, round: int) -> Harvest:  # noqa: A002
+    def begin(self, round: int) -> Harvest:
         """Ask every process that is free."""
         harvest = Harvest(round, time.monotonic())
         self._replace_hung(harvest)
@@ -129,14 +133,20 @@ class Hosts:
         raise MissingRowsError(
             f"round {harvest.round + 1} needs all rows but {self.allowed}: {len(missing)} are"
             f" missing after {waited:.1f} s, of workers {', '.join(map(str, sorted(missing)))};"
-            f" no step was taken{f' ({told})' if told else ''}"
+            f" no step was taken{f' ({told})' if told else ''}",
+            self._failures(harvest, missing),
         )
+
+    def _failures(self, harvest: Harvest, missing: set[int]) -> dict[str, str]:
+        away = {worker: host.why for host in self.hosts for worker in host.workers if host.away}
+        known = away | harvest.problems
+        return {f"worker {i}": known.get(i, "sent nothing yet") for i in sorted(missing)}
 
     def _question(self, host: Host, harvest: Harvest) -> None:
         host.faults = self._faults_of(harvest.round + 1, host.workers)
         self._send(host, harvest.round)
 
-    def _send(self, host: Host, round: int) -> None:  # noqa: A002
+    def _send(self, host: Host, round: int) -> None:
         host.asked = round, self._ask(host, round, host.faults), time.monotonic()
 
     def _await(self, harvest: Harvest, until: float) -> None:
@@ -174,7 +184,7 @@ class Hosts:
                     self._question(host, harvest)
                 return
             host.away = ""  # every one of its exceptions is news
-            _away(host, harvest, "raised", f"raised {type(cause).__name__}: {_first_line(cause)}")
+            _away(host, harvest, "raised", f"raised {type(cause).__name__}: {first_line(cause)}")
             return
         except self._ray.exceptions.RayError as error:
             _away(host, harvest, "lost", f"sent an answer that was lost: {type(error).__name__}")
@@ -237,10 +247,12 @@ def survives(rule: Rule, num_workers: int) -> int:
 
 def _away(host: Host, harvest: Harvest, kind: str, why: str) -> None:
     """Say once why a process has nothing to give, not in every round until it is back."""
+    host.why = why
     if host.away != kind:
         host.away = kind
         harvest.news.append(f"{host} {why}")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, cut to what fits a message."""
     return (str(error).strip().splitlines() or [""])[0][:200]

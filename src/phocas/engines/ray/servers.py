@@ -56,7 +56,7 @@ class Servers:
         self,
         method: str,
         arguments: Sequence[tuple[Any, ...]],
-        round: int | None = None,  # noqa: A002
+        round: int | None = None,
         *,
         again: Sequence[tuple[Any, ...]] | None = None,
     ) -> list[Result]:
@@ -73,9 +73,10 @@ class Servers:
         return [result or self._again(i) for i, result in enumerate(self._results(waiting))]
 
     def _results(self, waiting: list[list[Any]]) -> list[Result | None]:
-        """Wait for all answers at once, so that no server uses up the time of the next.
+        """Wait for the answers of all servers together, until one deadline for all of them.
 
-        (A restoration would too: it comes after this.)
+        Nothing is restored before the last answer is in or late: a restoration takes long, and
+        would use up the time of servers that are well but have not been heard yet.
         """
         until = time.monotonic() + self._deadline
         every = [reference for references in waiting for reference in references]
@@ -89,7 +90,7 @@ class Servers:
         self._ray.wait(every, num_returns=len(every), timeout=left)
         return [self._result(i, references, until) for i, references in enumerate(waiting)]
 
-    def _faults(self, round: int | None, number: int) -> list[Fault] | None:  # noqa: A002
+    def _faults(self, round: int | None, number: int) -> list[Fault] | None:
         return None if round is None else self._faults_of(round + 1, number)
 
     def _remote(
@@ -133,5 +134,6 @@ class Servers:
             if result is not None:
                 return result
         raise ServerLostError(
-            f"server {number} was lost {_ATTEMPTS + 1} times in one round: {self.news[-1]}"
+            f"server {number} was lost {_ATTEMPTS + 1} times in one round: {self.news[-1]}",
+            {f"server {number}": self.news[-1]},
         )

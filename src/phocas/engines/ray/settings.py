@@ -2,39 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from phocas.engines.faults import FaultScript
+from phocas.engines.ray.cluster import RayCluster
 from phocas.engines.ray.hosts import OnMissing
-from phocas.specs import count, positive, unknown
+from phocas.settings import Settings, at_least, setting, word
+from phocas.specs import positive
+from phocas.training.task import Task
+
+
+def _script(_: str, __: str, value: FaultScript | str | Sequence[str]) -> FaultScript:
+    return FaultScript.of(value)
 
 
 @dataclass(frozen=True)
-class RaySettings:
-    """How a Ray engine treats its processes."""
+class RaySettings(Settings):
+    """How a Ray engine treats its processes.
 
-    processes: int | None = None
-    """Worker processes; by default one a core, or several until one death is survived."""
-    deadline: float = 60.0
-    """Seconds after which a worker is late, and its row one of NaN."""
-    server_deadline: float = 120.0
-    """Seconds after which a server that does not answer is replaced."""
-    on_missing: OnMissing = "wait"
-    """What to do when more rows are missing than are allowed: wait for them, or stop the run."""
-    missing: int | None = None
-    """The rows that may be missing in a round; by default what the rule survives."""
-    wait_seconds: float = 600.0
-    """How long to wait before the run stops all the same."""
-    faults: FaultScript = field(default_factory=FaultScript)
+    ``faults`` may be a script, its text, or its lines: see :mod:`phocas.engines.faults`.
+    """
 
-    def __post_init__(self) -> None:
-        for name in ("deadline", "server_deadline", "wait_seconds"):
-            positive("the ray engine", name, getattr(self, name))
-        for name, minimum in (("processes", 1), ("missing", 0)):
-            if getattr(self, name) is not None:
-                count("the ray engine", name, getattr(self, name), minimum)
-        if self.on_missing not in get_args(OnMissing):
-            raise ValueError(
-                unknown("on_missing", self.on_missing, get_args(OnMissing), "policies")
-            )
+    owner = "the ray engine"
+
+    address: str | None = setting(
+        None, "auto, or host:port of a head node; none begins a Ray on this machine", place=True
+    )
+    processes: int | None = setting(
+        None,
+        "the processes that workers share; by default one a core, or more until one death is"
+        " survived",
+        at_least(1),
+        place=True,
+    )
+    deadline: float = setting(
+        60.0, "seconds after which a worker is late, and its row one of NaN", positive, place=True
+    )
+    server_deadline: float = setting(
+        120.0, "seconds after which a server that does not answer is restored", positive, place=True
+    )
+    on_missing: OnMissing = setting(
+        "wait",
+        "when more rows are missing than may be: wait for them, or stop the run",
+        word(*get_args(OnMissing)),
+    )
+    missing: int | None = setting(
+        None,
+        "the rows that may be missing in a round; by default what the rule survives",
+        at_least(0),
+    )
+    wait_seconds: float = setting(
+        600.0, "the longest wait for missing rows before the run stops", positive, place=True
+    )
+    faults: FaultScript | str | Sequence[str] = setting(
+        [], "a script of what goes wrong and when, one fault a line", _script
+    )
+
+    def build(self, task: Task) -> RayCluster:
+        """Connect to Ray, and start the workers and servers of a task there."""
+        return RayCluster(task, self)

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from phocas.attacks import Attack, attack_rng
 from phocas.engines.faults import Fault, strike
 from phocas.engines.ray.session import the_ray
 from phocas.engines.ray.worker import Values, join
 from phocas.kernels import set_num_threads
-from phocas.rules import Mean, Rule
+from phocas.rules import Mean
 from phocas.rules.measures import Partial
 from phocas.rules.sharded import Evaluation
-from phocas.training.cluster import rule_rng
-from phocas.training.parameters import FlatParameters
 from phocas.training.server import Aggregate, ParameterServer
+from phocas.training.task import ServerTask
 
 _MARKS = 16  # values of a slice that are remembered to know it again
 
@@ -37,16 +35,12 @@ Part = tuple[int, int, Any]
 class ShardJob:
     """What one server needs to know."""
 
-    rule: Rule
-    num_workers: int
+    task: ServerTask
     start: int
+    """The first of its columns, of d in all."""
     d: int
     shapes: list[tuple[int, ...]]
     """The shapes of the parameters here; one that another server shares is a flat piece."""
-    optimizer: Any
-    lr: float
-    seed: int
-    attack: Attack | None
     threads: int
     patience: float
     """Seconds to wait for slices: less than the trainer waits for this server."""
@@ -85,14 +79,9 @@ class Shard:
             piece = torch.from_numpy(np.array(vector[offset : offset + size])).view(shape)
             pieces.append(nn.Parameter(piece))
             offset += size
-        self.server = ParameterServer(
-            FlatParameters(nn.ParameterList(pieces)),
-            num_workers=job.num_workers,
-            rule=job.rule,
-            optimizer=job.optimizer,
-            lr=job.lr,
-            on_nonfinite="apply",  # whether all of it is finite is not known here
-        )
+        # One server of its own columns, which does not know whether the others' are finite.
+        alone = replace(job.task, num_servers=1, on_nonfinite="apply")
+        self.server = alone.serve(nn.ParameterList(pieces))
         _load_optimizer(self.server.optimizer, state)
         self._evaluation: Evaluation | None = None
         self._rows: Any = None
@@ -102,7 +91,7 @@ class Shard:
 
     def aggregate(
         self,
-        round: int,  # noqa: A002
+        round: int,
         parts: Sequence[Part],
         previous: Sequence[Part] | None,
         honest: bool,
@@ -118,23 +107,22 @@ class Shard:
             self._answer.honest = Mean()(present)
         like = self.server.vector.numpy()
         matrix: Any = fill(rows, like)
-        attack = self.job.attack
-        if attack is not None:
+        task = self.job.task
+        if task.attack is not None:
             matrix = np.stack(matrix)
             past = None
             if previous is not None:
                 past = np.stack(fill(self._gather(previous)[0], like))
-            self._answer.touched = attack.corrupt(
+            self._answer.touched = task.attack.corrupt(
                 matrix,
-                rng=attack_rng(self.job.seed, round),
+                rng=task.attack_rng(round),
                 round=round,
                 previous=past,
                 start=self.job.start,
                 d=self.job.d,
             ).count
         self._rows = matrix
-        rng = rule_rng(self.job.seed, round)
-        self._evaluation = Evaluation(self.job.rule, self.job.num_workers, rng)
+        self._evaluation = Evaluation(task.rule, task.num_workers, task.rule_rng(round))
         return self._advance()
 
     def answer(self, partials: Sequence[Partial]) -> tuple[Values | None, Answer]:
@@ -171,7 +159,7 @@ class Shard:
         if known is None:
             raise RuntimeError("there is nothing to step along: no round was reduced here")
         gradient = torch.from_numpy(known)
-        nobody = np.zeros(self.job.num_workers)
+        nobody = np.zeros(self.job.task.num_workers)
         self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None], finite=True), factor)
         return self.server.vector.numpy(), optimizer_state(self.server.optimizer)
 
@@ -190,9 +178,9 @@ class Shard:
 
     def _gather(self, parts: Sequence[Part]) -> tuple[list[Values | None], dict[int, str]]:
         like = self.server.vector.numpy()
-        return read_rows(parts, like, self.job.num_workers, self.job.patience)
+        return read_rows(parts, like, self.job.task.num_workers, self.job.patience)
 
-    def _recognise(self, rows: list[Values | None], round: int) -> None:  # noqa: A002
+    def _recognise(self, rows: list[Values | None], round: int) -> None:
         """Note who sent the same as in a round before, by a few values of the slice."""
         places = np.linspace(0, self.server.vector.numel() - 1, _MARKS).astype(np.int64)
         for worker, row in enumerate(rows):

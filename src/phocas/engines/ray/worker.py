@@ -6,27 +6,21 @@ Ray copies into the object store once; a server reads them where they are.
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from phocas.attacks import Attack, attack_rng
-from phocas.data import Assignment, batch_indices
 from phocas.engines.faults import Fault, RowFault, strike
 from phocas.engines.ray.session import the_ray
-from phocas.training.gradients import worker_gradients
-from phocas.training.gradients.base import Loss, Reduction
 from phocas.training.lanes import Lanes
 from phocas.training.parameters import FlatParameters
-from phocas.training.samples import Samples
+from phocas.training.task import Task
 
 Values = npt.NDArray[np.floating[Any]]
 Source = tuple[int, int, list[Any]]
@@ -43,18 +37,9 @@ class NoJobError(LookupError):
 class WorkerJob:
     """All that workers need to know, the same for each of them."""
 
-    model: nn.Module
-    loss: Loss
-    samples: Samples
-    assignment: Assignment
-    num_workers: int
+    task: Task
     bounds: list[slice]
-    batch_size: int
-    seed: int
-    reduction: Reduction
-    path: str
-    attack: Attack | None
-    momentum: float
+    """The columns of each server."""
     keeps_rows: bool
     """Whether a script will want the row of the round before."""
 
@@ -70,9 +55,10 @@ class Report:
 
 
 class WorkerProcess:
-    """The actor: it learns its job from :meth:`prepare`, or with a question.
+    """The actor: it learns its job from :meth:`prepare`, or with the first question it is asked.
 
-    (An actor that is made with its job has Ray warn that it may be lost; it is the trainer's.)
+    The job is not an argument of the constructor. It is an object that the trainer owns, and Ray
+    warns about actors that can be started again but depend on an object which may be lost by then.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -87,13 +73,14 @@ class WorkerProcess:
         return self._workers
 
     def prepare(self, job: Sequence[Any]) -> None:
-        """Get ready; the job is a reference in a list, which Ray leaves alone."""
+        """Get ready. The job is a reference within a list: Ray would replace a bare one itself."""
         self._at_work(job)
 
     def gradients(self, job: Sequence[Any], *question: Any) -> tuple[Any, ...]:
-        """Answer as :meth:`Workers.gradients` does; who knows the job is asked with an empty list.
+        """Answer as :meth:`Workers.gradients` does.
 
-        (A reference that is sent along has to be registered with its owner, in every round.)
+        A process that knows its job is asked with an empty list, since every reference that is sent
+        along costs a message to its owner, in every round.
         """
         return self._at_work(job).gradients(*question)
 
@@ -120,25 +107,16 @@ class Workers:
         self.job = job
         self.first, self.last = first, last
         torch.set_num_threads(1)
-        self.flat = FlatParameters(job.model)
-        sample = job.samples.draw(np.zeros((1, job.batch_size), np.int64))
-        self.compute = worker_gradients(
-            job.model,
-            job.loss,
-            self.flat,
-            Lanes(1),
-            sample=sample,
-            reduction=job.reduction,
-            path=job.path,
-        )
+        self.flat = FlatParameters(job.task.model)
+        self.compute = job.task.differentiate(self.flat, Lanes(1))
         self.rows = torch.zeros(last - first, self.flat.size, dtype=self.flat.vector.dtype)
-        self.velocity = torch.zeros_like(self.rows) if job.momentum else None
+        self.velocity = torch.zeros_like(self.rows) if job.task.worker_momentum else None
         self._before: torch.Tensor | None = None
         self._last: tuple[int, Report] | None = None
 
     def gradients(
         self,
-        round: int,  # noqa: A002
+        round: int,
         buffers: Mapping[str, npt.NDArray[Any]] | None,
         faults: Sequence[Fault],
         *parameters: Values,
@@ -157,34 +135,25 @@ class Workers:
             vector[bounds] = values
         losses, changed = self.differentiate(round, buffers)
         if self.velocity is not None:
-            self.velocity.mul_(self.job.momentum).add_(self.rows, alpha=1 - self.job.momentum)
+            beta = self.job.task.worker_momentum
+            self.velocity.mul_(beta).add_(self.rows, alpha=1 - beta)
             self.rows.copy_(self.velocity)
         report = Report(losses, changed, time.perf_counter() - start)
         self._last = round, report
         return *self._slices(rows), report
 
-    def _batches(self, round: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
-        job = self.job
-        indices = batch_indices(job.assignment, job.num_workers, job.batch_size, job.seed, round)
-        if job.attack is None or not job.samples.num_classes:
-            return job.samples.draw(indices[self.first : self.last])
-        inputs, targets = job.samples.draw(indices)  # labels are corrupted for all workers at once
-        rng = attack_rng(job.seed, round)
-        job.attack.corrupt_labels(targets.numpy(), job.samples.num_classes, rng=rng, round=round)
-        return inputs[self.first : self.last], targets[self.first : self.last]
-
     def differentiate(
         self,
-        round: int,  # noqa: A002
+        round: int,
         buffers: Mapping[str, npt.NDArray[Any]] | None,
     ) -> tuple[Values, list[dict[str, npt.NDArray[Any]]]]:
         """Draw the batches, write their gradients into ``rows``; return losses and buffers."""
-        job = self.job
-        inputs, targets = self._batches(round)
+        task = self.job.task
+        inputs, targets = task.batches(round, self.first, self.last)
         if buffers is None:
-            losses = self.compute(inputs, targets, self.rows, job.seed, round, self.first)
+            losses = self.compute(inputs, targets, self.rows, task.seed, round, self.first)
             return losses.numpy(), []
-        own = dict(job.model.named_buffers())
+        own = dict(task.model.named_buffers())
         found, changed = [], []
         for i in range(self.last - self.first):
             for name, values in buffers.items():
@@ -192,7 +161,7 @@ class Workers:
             one = slice(i, i + 1)
             worker = self.first + i
             found.append(
-                self.compute(inputs[one], targets[one], self.rows[one], job.seed, round, worker)
+                self.compute(inputs[one], targets[one], self.rows[one], task.seed, round, worker)
             )
             changed.append({name: buffer.numpy().copy() for name, buffer in own.items()})
         return torch.cat(found).numpy(), changed
@@ -236,13 +205,3 @@ def join(pieces: Sequence[Values]) -> Values:
         return np.concatenate(pieces)
     length = sum(map(len, pieces))
     return np.lib.stride_tricks.as_strided(first, (length,), writeable=False)
-
-
-def without_test(samples: Samples) -> Samples:
-    """Return samples without those for evaluation, which workers have no use for."""
-    lean = copy.copy(samples)
-    lean.test = None
-    if lean.dataset is not None:
-        none = lean.dataset.test_images[:1], lean.dataset.test_labels[:1]
-        lean.dataset = replace(lean.dataset, test_images=none[0], test_labels=none[1])
-    return lean

@@ -48,7 +48,7 @@ class Vectorised(WorkerGradients):
         targets: torch.Tensor,
         out: torch.Tensor,
         seed: int,
-        round: int,  # noqa: A002
+        round: int,
         first_worker: int = 0,
     ) -> torch.Tensor:
         """Run blocks of workers one after another: vmap's transformations share the module."""
@@ -127,7 +127,7 @@ class Looped(WorkerGradients):
         targets: torch.Tensor,
         out: torch.Tensor,
         seed: int,
-        round: int,  # noqa: A002
+        round: int,
         first_worker: int = 0,
     ) -> torch.Tensor:
         """Run the workers side by side, or in order where they would disturb each other."""
@@ -162,7 +162,7 @@ class Looped(WorkerGradients):
         worker: Callable[[int], None],
         num_workers: int,
         seed: int,
-        round: int,  # noqa: A002
+        round: int,
         first_worker: int,
     ) -> None:
         theirs = dict(self.model.named_buffers())

@@ -41,7 +41,7 @@ class WorkerGradients(ABC):
         targets: torch.Tensor,
         out: torch.Tensor,
         seed: int,
-        round: int,  # noqa: A002
+        round: int,
         first_worker: int = 0,
     ) -> torch.Tensor:
         """Write the gradients of inputs (m, n, ...) and targets (m, n) into out (m, d).

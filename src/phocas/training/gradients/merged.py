@@ -42,7 +42,7 @@ class Merged(WorkerGradients):
         targets: torch.Tensor,
         out: torch.Tensor,
         seed: int,
-        round: int,  # noqa: A002
+        round: int,
         first_worker: int = 0,
     ) -> torch.Tensor:
         """Run blocks of workers side by side; a block's size depends on the batch size alone."""

@@ -1,0 +1,76 @@
+"""Settings declared once: Python, configuration files and the command line read the declaration.
+
+A setting is a field of a frozen dataclass, with a default, a line of help, and a check that says
+what must hold. Whoever offers it elsewhere takes these from the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from phocas.specs import count, number, one_of
+
+Check = Callable[[str, str, Any], Any]
+"""Of (owner, name, value): return the value as it is kept, or raise and say what must hold."""
+
+
+def setting(default: Any, text: str, check: Check | None = None, *, place: bool = False) -> Any:
+    """Declare a setting; ``place`` says that it changes where and when, and nothing of the result.
+
+    ``dataclasses.MISSING`` as the default makes it required. None is never checked.
+    """
+    said = {"help": text, "check": check, "place": place}
+    if isinstance(default, dict | list):
+        return dataclasses.field(default_factory=default.copy, metadata=said)
+    return dataclasses.field(default=default, metadata=said)
+
+
+class Settings:
+    """The base of frozen dataclasses whose fields are settings: checks them when they are given.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Patience(Settings):
+    ...     owner = "patience"
+    ...     rounds: int = setting(3, "rounds to wait", at_least(1))
+    >>> Patience(rounds=0)
+    Traceback (most recent call last):
+        ...
+    ValueError: patience needs rounds >= 1: got rounds=0
+    """
+
+    owner: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for declared in dataclasses.fields(self):  # type: ignore[arg-type]  # of its subclasses
+            value, check = getattr(self, declared.name), declared.metadata["check"]
+            if check is not None and value is not None:
+                object.__setattr__(self, declared.name, check(self.owner, declared.name, value))
+
+
+def at_least(minimum: int) -> Check:
+    """Check that a value is a count, and not below a minimum."""
+    return functools.partial(count, minimum=minimum)
+
+
+def nonnegative(owner: str, name: str, value: object) -> float:
+    """Return a finite number that is not below 0."""
+    found = number(owner, name, value)
+    if not 0 <= found < float("inf"):
+        raise ValueError(f"{owner} needs a finite {name} >= 0: got {name}={found}")
+    return found
+
+
+def below_one(owner: str, name: str, value: object) -> float:
+    """Return a number that is at least 0 and less than 1."""
+    found = number(owner, name, value)
+    if not 0 <= found < 1:
+        raise ValueError(f"{owner} needs {name} at least 0 and less than 1: got {name}={found}")
+    return found
+
+
+def word(*options: str) -> Check:
+    """Check that a value is one of some words."""
+    return functools.partial(one_of, options=options)

@@ -1,0 +1,320 @@
+"""A task: what is trained, on what, by whom, under which rule and attack, and from which seed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from phocas.attacks import Attack, attack_rng, parse_attack
+from phocas.data import Assignment, Dataset, DataSpec, Split, batch_indices, load, parse_split
+from phocas.rules import Rule, parse_rule
+from phocas.seeds import Stream, generator
+from phocas.settings import Settings, at_least, below_one, nonnegative, setting, word
+from phocas.specs import Spec, count, positive, unknown
+from phocas.training.gradients import worker_gradients
+from phocas.training.gradients.base import Loss, Reduction, WorkerGradients
+from phocas.training.lanes import Lanes
+from phocas.training.models import Builder, build_model
+from phocas.training.optimizers import Optimizers, parse_optimizer
+from phocas.training.parameters import FlatParameters
+from phocas.training.samples import Pair, Samples
+from phocas.training.schedules import SCHEDULES, Constant
+from phocas.training.server import OnNonfinite, ParameterServer
+
+T = TypeVar("T")
+
+_SEEDS = 1 << 63  # what a database and every generator can hold
+
+
+def _seed(owner: str, name: str, value: object) -> int:
+    seed = count(owner, name, value)
+    if seed >= _SEEDS:
+        raise ValueError(f"{owner} needs {name} < 2^63: got {name}={seed}")
+    return seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings(Settings):
+    """What users choose for a task besides the model, the loss and the data: text or value."""
+
+    owner = "Trainer"
+
+    rule: Rule | str = setting(MISSING, "the aggregation rule: phocas:b=8, median, krum:b=6, ...")
+    num_workers: int = setting(20, "m, the number of workers", at_least(1))
+    num_servers: int = setting(
+        1, "s, the servers that share the columns; changes no bit", at_least(1)
+    )
+    batch_size: int = setting(32, "n, the samples of a worker in a round", at_least(1))
+    lr: float = setting(0.1, "the learning rate", positive)
+    attack: Attack | str | None = setting(None, "what goes wrong: gambler, gaussian:q=6, or none")
+    seed: int = setting(0, "the seed of everything random", _seed)
+    split: Split | str = setting("iid", "who holds which samples: iid, dirichlet:alpha=0.5, ...")
+    optimizer: Optimizers | str = setting(
+        "sgd", "the servers' optimiser: a name in torch.optim, or module:callable"
+    )
+    optimizer_options: Mapping[str, Any] = setting({}, "more arguments of the optimiser")
+    schedule: Callable[[int], float] | str = setting(
+        "constant", "a factor of the learning rate by the round: cosine:rounds=500, ..."
+    )
+    weight_decay: float = setting(0.0, "the weight decay of the optimiser", nonnegative)
+    worker_momentum: float = setting(
+        0.0, "beta, where workers send v = beta v + (1 - beta) g", below_one
+    )
+    reduction: Reduction = setting(
+        "mean", "whether a worker sends the mean or the sum of its batch", word("mean", "sum")
+    )
+    standardise: bool = setting(
+        default=False, text="subtract the mean of the images, and divide by their deviation"
+    )
+    on_nonfinite: OnNonfinite = setting(
+        "skip",
+        "what to do with a step that is not finite: skip it, stop the run, or apply it",
+        word(*get_args(OnNonfinite)),
+    )
+    threads: int | None = setting(
+        None, "the cores to use, by default all; changes no bit", at_least(1), place=True
+    )
+    gradient_path: str | None = setting(
+        None, "how gradients are computed: merged, vectorised or looped; by default what fits"
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServerTask:
+    """What servers know of a task: how the rows of a round become a step. No model, no data."""
+
+    num_workers: int
+    num_servers: int
+    rule: Rule
+    attack: Attack | None
+    optimizer: Optimizers
+    optimizer_options: Mapping[str, Any]
+    lr: float
+    on_nonfinite: OnNonfinite
+    seed: int
+
+    def serve(self, model: nn.Module) -> ParameterServer:
+        """Make the servers of a model's parameters, which become views of one vector."""
+        return ParameterServer(
+            model,
+            num_workers=self.num_workers,
+            num_servers=self.num_servers,
+            rule=self.rule,
+            optimizer=self.optimizer,
+            optimizer_options=self.optimizer_options,
+            lr=self.lr,
+            on_nonfinite=self.on_nonfinite,
+        )
+
+    def rule_rng(self, round: int) -> np.random.Generator:
+        """Return the randomness of the rule in one round, for every server the same."""
+        return generator(Stream.RULE, self.seed, round)
+
+    def attack_rng(self, round: int) -> np.random.Generator:
+        """Return the randomness of the attack in one round, wherever a part of it runs."""
+        return attack_rng(self.seed, round)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Task(ServerTask):
+    """Everything that an engine needs to know, checked, with all that was text made a value.
+
+    >>> task = Task.make("softmax", data="synthetic:train=50,test=9", rule="median", num_workers=5)
+    >>> task.rule, task.schedule, len(task.assignment)
+    (Median(), Constant(), 5)
+    """
+
+    model: nn.Module
+    loss: Loss
+    samples: Samples
+    assignment: Assignment
+    batch_size: int
+    schedule: Callable[[int], float]
+    worker_momentum: float
+    reduction: Reduction
+    threads: int | None
+    gradient_path: str | None
+
+    @classmethod
+    def make(
+        cls,
+        model: nn.Module | Builder | str,
+        loss: Loss = functional.cross_entropy,
+        data: Dataset | DataSpec | Pair | str | None = None,
+        *,
+        test: Pair | None = None,
+        **settings: Any,
+    ) -> Task:
+        """Make a task of what users give; see :class:`TaskSettings` for the settings.
+
+        Args:
+            model: any module, or a model's spelling, whose weights then come from the seed.
+            loss: ``loss(outputs, targets)``, the mean over a batch.
+            data: a :class:`phocas.data.Dataset`, its spelling, or a pair of arrays.
+            test: a pair of arrays to evaluate on, if ``data`` has none of its own.
+            settings: those of :class:`TaskSettings`.
+        """
+        if data is None:
+            raise TypeError("Trainer needs data: a Dataset or a pair of arrays (inputs, targets)")
+        asked = _asked(settings)
+        rule = _value(parse_rule, asked.rule)
+        rule.check(asked.num_workers)
+        attack = attack_among(asked.attack, asked.num_servers)
+        split = _value(parse_split, asked.split)
+        decay = {"weight_decay": asked.weight_decay} if asked.weight_decay else {}
+        made: dict[str, Any] = {
+            "loss": loss,
+            "rule": rule,
+            "attack": attack,
+            "optimizer": _value(parse_optimizer, asked.optimizer),
+            "optimizer_options": {**asked.optimizer_options, **decay},
+            "schedule": _value(SCHEDULES.parse, asked.schedule),
+        }
+        samples = Samples(  # after all that can be refused without it: a download takes long
+            load(data) if isinstance(data, str | DataSpec) else data,
+            test,
+            standardise=asked.standardise,
+            dtype=_dtype(model),
+        )
+        module = (
+            model
+            if isinstance(model, nn.Module)
+            else build_model(model, samples.shape, samples.num_classes, asked.seed)
+        )
+        if attack is not None:
+            d = sum(tensor.numel() for tensor in module.parameters() if tensor.requires_grad)
+            dtype = str(_dtype(module)).removeprefix("torch.")
+            attack.check(asked.num_workers, d, dtype, asked.num_servers)
+        rng = generator(Stream.SPLIT, asked.seed)
+        assignment = split.assign(samples.classes(), asked.num_workers, rng)
+        made |= {"model": module, "samples": samples, "assignment": assignment}
+        left = {declared.name for declared in fields(cls)} - made.keys()
+        return cls(**made, **{name: getattr(asked, name) for name in left})
+
+    def for_server(self) -> ServerTask:
+        """Return what a server is told."""
+        told = {declared.name: getattr(self, declared.name) for declared in fields(ServerTask)}
+        return ServerTask(**told)
+
+    def for_worker(self, gradient_path: str) -> Task:
+        """Return what a worker process is told: no test samples, and how gradients are computed."""
+        return replace(
+            self,
+            samples=_without_test(self.samples),
+            schedule=Constant(),
+            threads=1,
+            gradient_path=gradient_path,
+        )
+
+    def differentiate(self, flat: FlatParameters, lanes: Lanes) -> WorkerGradients:
+        """Choose how the workers' gradients are computed, by a trial on a sample."""
+        sample = self.samples.draw(np.zeros((1, self.batch_size), np.int64))
+        return worker_gradients(
+            self.model,
+            self.loss,
+            flat,
+            lanes,
+            sample=sample,
+            reduction=self.reduction,
+            path=self.gradient_path,
+        )
+
+    def batches(
+        self, round: int, first: int = 0, last: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw what the workers first to last - 1 see in a round, as the attack leaves it."""
+        workers = slice(first, last)
+        indices = batch_indices(
+            self.assignment, self.num_workers, self.batch_size, self.seed, round
+        )
+        classes = self.samples.num_classes
+        if self.attack is None or not classes:
+            return self.samples.draw(indices[workers])
+        inputs, targets = self.samples.draw(indices)  # labels are corrupted for all workers at once
+        self.attack.corrupt_labels(
+            targets.numpy(), classes, rng=self.attack_rng(round), round=round
+        )
+        return inputs[workers], targets[workers]
+
+    def identity(self) -> str:
+        """Return a digest of all that the result depends on; a checkpoint belongs to one."""
+        said = {
+            declared.name: _written(getattr(self, declared.name))
+            for declared in fields(self)
+            if declared.name not in ("model", "samples", "assignment", "threads")
+        }
+        said["model"] = [
+            (name, str(tensor.dtype), *tensor.shape)
+            for name, tensor in self.model.state_dict().items()
+        ]
+        said["samples"] = (len(self.samples), self.samples.num_classes, *self.samples.shape)
+        said["assignment"] = self.assignment.sizes.tolist()
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def attack_among(attack: Attack | str | None, num_servers: int) -> Attack | None:
+    """Return an attack; one that asks how many servers there are is told, unless its text does.
+
+    >>> print(attack_among("gambler", 4))
+    gambler:servers=4
+    """
+    if not isinstance(attack, str):
+        return attack
+    found = parse_attack(attack)
+    if hasattr(found, "servers") and "servers=" not in attack.replace(" ", ""):
+        return dataclasses.replace(found, servers=num_servers)  # type: ignore[type-var]  # every Spec is a dataclass
+    return found
+
+
+def _asked(settings: Mapping[str, Any]) -> TaskSettings:
+    """Take what was given and is not None, which stands for the default."""
+    known = [declared.name for declared in fields(TaskSettings)]
+    for name in settings:
+        if name not in known:
+            raise TypeError(unknown("setting of a Trainer", name, known, plural="settings"))
+    given = {name: value for name, value in settings.items() if value is not None}
+    if "rule" not in given:
+        raise TypeError("Trainer needs a rule: write rule='phocas:b=8', or pass a rule")
+    return TaskSettings(**given)
+
+
+def _value(parse: Callable[[str], T], given: T | str) -> T:
+    return parse(given) if isinstance(given, str) else given
+
+
+def _dtype(model: object) -> torch.dtype:
+    tensors = model.parameters() if isinstance(model, nn.Module) else iter(())
+    return next((tensor.dtype for tensor in tensors if tensor.requires_grad), torch.float32)
+
+
+def _without_test(samples: Samples) -> Samples:
+    lean = copy.copy(samples)
+    lean.test = None
+    if lean.dataset is not None:
+        none = lean.dataset.test_images[:1], lean.dataset.test_labels[:1]
+        lean.dataset = replace(lean.dataset, test_images=none[0], test_labels=none[1])
+    return lean
+
+
+def _written(value: object) -> Any:
+    """Write a setting down so that it reads the same in every process."""
+    if isinstance(value, Spec):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _written(content) for key, content in value.items()}
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_written(content) for content in value]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
