@@ -46,9 +46,10 @@ def demo(
     from phocas.experiments.config import make_config
     from phocas.experiments.results import Results
     from phocas.experiments.sweep import sweep
+    from phocas.files import check_writable
     from phocas.report.figures import Curve, accuracy_figure
     from phocas.report.progress import SweepProgress, interruptible
-    from phocas.report.tables import runs_table, show
+    from phocas.report.tables import print_runs
 
     start = time.monotonic()
     results = output / "results.sqlite"
@@ -65,16 +66,16 @@ def demo(
         make_config({**common, "name": name, "rule": rule, "attack": attack}, "phocas demo")
         for name, rule, attack in cases
     ]
+    check_writable(results, "the results file")
     load(dataset, data_dir)  # fetched once, before six runs want it
-    for leftover in output.glob("results.sqlite*"):
-        if leftover.is_file():
-            leftover.unlink()
     with interruptible() as stop, SweepProgress(configs) as progress:
         records = sweep(configs, watch=progress.show, should_stop=stop.is_set)
     ended = [record for record in records if record is not None]
-    show(runs_table(ended))
+    if ended:
+        print_runs(ended)
     if len(ended) < len(configs) or any(record.status != "complete" for record in ended):
-        raise typer.Exit(1)
+        typer.echo(f"not all runs are done; the same command goes on. Results in {results}")
+        raise typer.Exit(130 if stop.is_set() else 1)
     with Results(results) as file:
         curves = []
         for record in ended:
