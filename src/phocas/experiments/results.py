@@ -91,6 +91,7 @@ _FROM_1_TO_2 = (
     "DROP TABLE earlier",
     "PRAGMA user_version = 2",
 )
+_UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 
 class ResultsError(ValueError):
@@ -200,9 +201,9 @@ class Results:
         """Give the file's name to errors of SQLite, which does not say it."""
         try:
             yield
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.IntegrityError):
-                raise
+        except sqlite3.IntegrityError:
+            raise
+        except _UNREADABLE as error:
             raise ResultsError(f"{self.path} cannot be used as a results file: {error}") from error
 
     def _retry(self, statement: str) -> None:
@@ -429,7 +430,7 @@ class Results:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close()
-        if isinstance(error, sqlite3.DatabaseError):
+        if isinstance(error, _UNREADABLE):
             with self._named():
                 raise error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import time
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from phocas.training.optimizers import parse_optimizer
 from phocas.training.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from phocas.data import Dataset
     from phocas.experiments.config import RunConfig
@@ -140,16 +141,23 @@ def _known(config: RunConfig) -> list[RunRecord]:
         return results.runs()
 
 
-def _build(config: RunConfig, data: Dataset | None) -> Trainer:
+@contextmanager
+def _fitting(config: RunConfig) -> Iterator[None]:
+    """Say of which model and data it was that torch found shapes which do not fit."""
     try:
-        return build_trainer(config, data)
+        yield
     except engines.EngineError:
         raise
-    except RuntimeError as error:  # torch's word for shapes that do not fit
+    except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"{config.model} cannot be trained on {config.dataset}: {reason}"
         ) from error
+
+
+def _build(config: RunConfig, data: Dataset | None) -> Trainer:
+    with _fitting(config):
+        return build_trainer(config, data)
 
 
 class _Run:
@@ -233,9 +241,10 @@ class _Run:
 
     def _begin(self, origin: str | None = None) -> None:
         self.discard()
-        self.id = self.results.begin(self.config, versions(), host(), origin)
         if origin is None:
-            self._evaluations.append((0, self.trainer.evaluate()))
+            with _fitting(self.config):
+                self._evaluations.append((0, self.trainer.evaluate()))
+        self.id = self.results.begin(self.config, versions(), host(), origin)
 
     def _load(self, path: Path, identity: str) -> None:
         extra = load_checkpoint(path, self.trainer, identity)
