@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PLAIN_LINES = 10
 _BAR = 10
 _TIME = 7
-_NEWS = 30  # the least that is left for what a run says
+_NEWS = 26  # the least that is left for what a run says
 
 
 class Progress:
@@ -65,7 +65,7 @@ class Progress:
             self._accuracy = evaluation.top1
         elapsed = now - self._first[0]
         speed = (done.number - self._first[1]) / elapsed if elapsed else 0.0
-        news = _news(done.loss, self._accuracy) + f"  {speed:.0f} rounds/s"
+        news = _news(done.loss, self._accuracy) + f"  {speed:.0f}/s"
         if done.suspects:
             news += f"  suspects {listing(done.suspects)}"
         if done.action != "applied":
@@ -175,7 +175,7 @@ def _column(width: int) -> Column:
 
 
 def _news(loss: float, accuracy: float | None) -> str:
-    return f"loss {loss:.3f}" + ("" if accuracy is None else f"  accuracy {accuracy:.3f}")
+    return f"loss {loss:.4g}" + ("" if accuracy is None else f"  accuracy {accuracy:.3f}")
 
 
 def _say(console: Console, line: str) -> None:

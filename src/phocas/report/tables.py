@@ -161,7 +161,7 @@ def print_table(
     """Print columns by heading; where there is no terminal, as wide as they are.
 
     Only columns of prose are wrapped. Where a terminal is too narrow, columns that are optional are
-    left out, the first of them first, and that is said.
+    left out, the first of them first, and that is said; then the widest is cut short.
     """
     console = Console()
     widths = {heading: max(len(heading), *map(len, cells), 1) for heading, cells in columns.items()}
@@ -175,10 +175,13 @@ def print_table(
         if heading in fixed:
             del fixed[heading], widths[heading]
             left_out.append(heading)
+    excess = sum(fixed.values()) + _GAP * (len(widths) - 1) - console.width
+    widest = max(fixed, key=lambda heading: fixed[heading])
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in widths:
         table.add_column(
             heading,
+            max_width=max(1, fixed[widest] - excess) if heading == widest and excess > 0 else None,
             justify="right" if heading in right else "left",
             no_wrap=heading not in prose,
             overflow="fold" if heading in prose else "ellipsis",
@@ -207,10 +210,9 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
         print(", ".join(_said(configs[0], key) for key in common))
     columns: dict[str, list[str]] = {"run": [str(record.id) for record in records]}
     columns |= {key: [_value(config, key) for config in configs] for key in told}
-    columns["status"] = [
-        state + (f" ({record.skipped_rounds} skipped)" if record.skipped_rounds else "")
-        for record, state in zip(records, states or [r.status for r in records], strict=True)
-    ]
+    columns["status"] = list(states or [record.status for record in records])
+    if any(record.skipped_rounds for record in records):
+        columns["skipped"] = [str(record.skipped_rounds) for record in records]
     columns["rounds"] = [f"{record.rounds_done}/{record.rounds}" for record in records]
     columns["final"] = [_share(record.final_accuracy) for record in records]
     columns["best"] = [_share(record.best_accuracy) for record in records]
@@ -223,7 +225,7 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
         columns["goes on from"] = [record.origin or "" for record in records]
     print_table(
         columns,
-        right=("rounds", "final", "best", "ms/round"),
+        right=("skipped", "rounds", "final", "best", "ms/round"),
         optional=("ms/round", "best", "goes on from", "name", "suspects"),
     )
 
@@ -261,7 +263,8 @@ def _said(config: Mapping[str, Any], key: str) -> str:
     value = _value(config, key)
     if key == "attack":
         return "no attack" if value == "none" else value
-    return value if key in MAIN and key != "seed" else f"{key.replace('_', ' ')} {value}"
+    plain = (*MAIN[:-1], "split")  # whose values say what they are
+    return value if key in plain else f"{key.replace('_', ' ')} {value}"
 
 
 def _share(value: float | None) -> str:
