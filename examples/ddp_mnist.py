@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--rendezvous", default="env://", help="where ranks meet, as torch says it")
     arguments = parser.parse_args()
 
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun --nproc-per-node 4 examples/ddp_mnist.py")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", arguments.rendezvous, rank=rank, world_size=world_size)
 

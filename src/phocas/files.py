@@ -1,4 +1,4 @@
-"""Files that are there entirely or not at all."""
+"""Files that are there entirely or not at all, in places that are looked at first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put content at a path so that it survives a crash whole, or does not appear."""
+def write_atomically(path: Path, content: bytes, *, keep: Path | None = None) -> None:
+    """Put content at a path so that it survives a crash whole, or does not appear.
+
+    What was there before goes to ``keep``, if that is given, once the new content is on the disk.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -15,6 +18,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            path.replace(keep)
         half.replace(path)
     finally:
         half.unlink(missing_ok=True)
@@ -24,3 +29,16 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raise ValueError unless a file can be written at a path, now rather than after hours."""
+    if path.is_dir():
+        raise ValueError(f"{what} must be a file: got {path}, which is a folder")
+    place = path
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if place != path and not place.is_dir():
+        raise ValueError(f"{what} {path} cannot be written: {place} is no folder")
+    if not os.access(place, os.W_OK if place == path else os.W_OK | os.X_OK):
+        raise ValueError(f"{what} {path} cannot be written: no permission to write to {place}")

@@ -109,7 +109,9 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     path.write_bytes(b"this is no database, whatever its name says" * 50)
-    with pytest.raises(ValueError, match="is no results file"):
+    with pytest.raises(
+        ValueError, match=r"r\.sqlite cannot be used as a results file: .*not a database"
+    ):
         Results(path)
     newer = tmp_path / "newer.sqlite"
     Results(newer).close()
@@ -125,7 +127,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="schema version 0"):
         Results(foreign)
     with pytest.raises(FileNotFoundError, match="no results file"):
-        Results(tmp_path / "none.sqlite", must_exist=True)
+        Results(tmp_path / "none.sqlite", read=True)
 
 
 def write_many(path: str, seed: int, start: multiprocessing.synchronize.Barrier) -> None:

@@ -15,12 +15,16 @@ from safetensors.numpy import load_file
 
 from phocas.cli import main
 from phocas.experiments.config import make_config
-from phocas.experiments.locks import RunTakenError, actual_status, checkpoint_path
+from phocas.experiments.locks import RunTakenError, actual_status, checkpoint_path, state_path
 from phocas.experiments.results import Results
-from phocas.experiments.runner import execute
+from phocas.experiments.runner import execute, final_model
+from phocas.training.checkpoints import DamagedCheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from phocas.experiments.config import RunConfig
+    from phocas.experiments.results import RunRecord
 
 TINY = {
     "dataset": "synthetic:train=200,test=50,side=8",
@@ -120,7 +124,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     # Lines come every fourth round; the kill then hits a round, a write or a checkpoint.
     for round_ in sorted(4 * int(k) for k in rng.choice(np.arange(1, 10), 3, replace=False)):
         child = start_and_await(
-            round_, "train", "--config", toml, "--results", killed, "--resume", cwd=tmp_path
+            round_, "train", "--config", toml, "--results", killed, cwd=tmp_path
         )
         child.send_signal(signal.SIGKILL)
         child.communicate()
@@ -137,7 +141,8 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     assert outcome["final_accuracy"] == expected.final_accuracy
     assert same_models(tmp_path / "whole.safetensors", tmp_path / "killed.safetensors")
     assert content(killed, 1) == content(tmp_path / "whole.sqlite", expected.id)
-    assert not (tmp_path / "killed.sqlite.checkpoints").exists()
+    left = (tmp_path / "killed.sqlite.checkpoints").iterdir()
+    assert [path.name for path in left] == ["run-1.safetensors"]
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path, phocas: Phocas) -> None:
@@ -151,7 +156,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path, phocas: P
     listed = json.loads(phocas("runs", "--json").stdout)
     assert [run["status"] for run in listed] == ["interrupted"]
 
-    phocas("train", "--config", toml, "--seed", 4, "--resume", "--quiet")
+    done = phocas("train", "--config", toml, "--seed", 4)  # --resume may be forgotten
+    assert "going on with run 1 from round" in done.stderr
+    assert "run 1 is in phocas.sqlite" in done.stdout
     whole = make_config({**TINY, "seed": 4, "results": str(tmp_path / "whole.sqlite")})
     execute(whole)
     assert content(tmp_path / "phocas.sqlite", 1) == content(tmp_path / "whole.sqlite", 1)
@@ -160,8 +167,100 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path, phocas: P
 def test_a_complete_run_is_not_run_again(tmp_path: Path) -> None:
     config = make_config({**TINY, "rounds": 5, "results": str(tmp_path / "r.sqlite")})
     first = execute(config)
-    assert execute(config, resume=True) == first
-    assert execute(config).id == 2  # unless it is asked for
+    told: list[str] = []
+    assert execute(config, tell=told.append, model_file=tmp_path / "late.safetensors") == first
+    assert told == [f"run 1 in {config.results} is complete already"]
+    again = execute(config, restart=True, model_file=tmp_path / "again.safetensors")
+    assert again.id == 2
+    assert same_models(tmp_path / "late.safetensors", tmp_path / "again.safetensors")
+    assert final_model(config.results, 1).keys() == final_model(config.results, 2).keys()
+
+
+def interrupt(config: RunConfig, round_: int) -> RunRecord:
+    """Run a configuration up to a round."""
+    done: list[int] = []
+    return execute(
+        config,
+        watch=lambda _config, one, _evaluation: done.append(one.number),
+        should_stop=lambda: done[-1] == round_,
+    )
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
+    whole = make_config({**TINY, "results": str(tmp_path / "whole.sqlite")})
+    execute(whole)
+    config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
+    assert interrupt(config, 11).rounds_done == 11
+    newest = checkpoint_path(config.results, config.identity())
+    flip_a_bit(newest)
+    told: list[str] = []
+    assert execute(config, tell=told.append).status == "complete"
+    (line,) = told
+    assert f"checkpoint {newest} is damaged" in line
+    assert line.endswith("the one before it is whole: going on with run 1 from round 9")
+    assert content(tmp_path / "r.sqlite", 1) == content(tmp_path / "whole.sqlite", 1)
+
+    flip_a_bit(state_path(config.results, 1))
+    with pytest.raises(DamagedCheckpointError, match=r"run-1\.safetensors is damaged"):
+        execute(config, model_file=tmp_path / "model.safetensors")
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
+    interrupt(config, 11)
+    for path in (tmp_path / "r.sqlite.checkpoints").glob("*.safetensors"):
+        flip_a_bit(path)
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint of run 1 is whole"):
+        execute(config)
+    with Results(tmp_path / "r.sqlite") as results:
+        assert len(results.table("rounds", 1)) == 11
+    assert execute(config, restart=True).id == 2
+
+
+def test_restarting_keeps_the_state_of_what_was_interrupted(tmp_path: Path) -> None:
+    config = make_config({**TINY, "rounds": 15, "results": str(tmp_path / "r.sqlite")})
+    interrupt(config, 7)
+    assert execute(config, restart=True).id == 2
+    assert final_model(config.results, 1).keys() == final_model(config.results, 2).keys()
+    with Results(tmp_path / "r.sqlite") as results:
+        assert [(run.id, run.status) for run in results.runs()] == [
+            (1, "interrupted"),
+            (2, "complete"),
+        ]
+
+
+@pytest.mark.parametrize("first", [{"rounds": 18}, {"rounds": 30, "stop": 14}])
+def test_more_rounds_go_on_from_fewer_with_the_same_bits(
+    tmp_path: Path, first: dict[str, int]
+) -> None:
+    whole = make_config({**TINY, "results": str(tmp_path / "whole.sqlite")})
+    expected = execute(whole, model_file=tmp_path / "whole.safetensors")
+    config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
+    shorter = config.model_copy(update={"rounds": first["rounds"]})
+    ended = interrupt(shorter, first["stop"]) if "stop" in first else execute(shorter)
+    before = content(tmp_path / "r.sqlite", 1)
+
+    told: list[str] = []
+    watched: list[int] = []
+    record = execute(
+        config,
+        tell=told.append,
+        watch=lambda _config, one, _evaluation: watched.append(one.number),
+        model_file=tmp_path / "model.safetensors",
+    )
+    assert watched[0] == ended.rounds_done + 1
+    assert told == [f"run 2 is run 1 with more rounds: going on from round {ended.rounds_done}"]
+    assert (record.id, record.origin) == (2, f"run 1, round {ended.rounds_done}")
+    assert record.final_accuracy == expected.final_accuracy
+    assert same_models(tmp_path / "whole.safetensors", tmp_path / "model.safetensors")
+    assert content(tmp_path / "r.sqlite", 2) == content(tmp_path / "whole.sqlite", 1)
+    assert content(tmp_path / "r.sqlite", 1) == before  # the shorter one is still there
 
 
 def test_a_run_that_is_running_is_refused(tmp_path: Path) -> None:
@@ -173,7 +272,7 @@ def test_a_run_that_is_running_is_refused(tmp_path: Path) -> None:
             with Results(tmp_path / "r.sqlite") as results:
                 assert actual_status(results.runs()[0], tmp_path / "r.sqlite") == "running"
             with pytest.raises(RunTakenError, match="another process") as refusal:
-                execute(config, resume=True, patience=0)
+                execute(config, patience=0)
             refusals.append(refusal)
 
     assert execute(config, watch=meddle).status == "complete"
@@ -194,7 +293,8 @@ def test_skipped_rounds_are_reported(tmp_path: Path, phocas: Phocas) -> None:
     options = ("--rule", "mean", "--attack", "crash:worker=2,round=30")
     toml = write_toml(tmp_path / "run.toml")
     done = phocas("train", "--config", toml, *options)
-    assert "complete (10 skipped)" in done.stdout
+    heading, row = (line.split() for line in done.stdout.splitlines()[1:3])
+    assert row[heading.index("skipped")] == "10"
     assert "10 rounds had an aggregate that was not finite, and were skipped" in done.stderr
 
 
@@ -241,7 +341,12 @@ def test_flags_win_over_the_file_and_tables_are_exported(tmp_path: Path, phocas:
     rates = [row.split(",")[rows[0].split(",").index("lr")] for row in rows[1:]]
     assert [float(rate) for rate in rates] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
     phocas("export", "--csv", "runs.csv")
-    assert (tmp_path / "runs.csv").read_text().splitlines()[0].startswith("id,identity,dataset")
+    heading = (tmp_path / "runs.csv").read_text().splitlines()[0].split(",")
+    assert {"id", "rule", "lr", "split", "workers", "batch_size"} <= set(heading)
+    assert "in model.safetensors" in phocas("export", "--model", 1).stdout
+    assert load_file(tmp_path / "model.safetensors").keys() == {
+        f"{layer}.{kind}" for layer in (1, 4) for kind in ("weight", "bias")
+    }
     done = phocas("export", "--csv", "-", "--table", "round", status=2)
     assert "did you mean 'rounds'" in done.stderr
     done = phocas("runs", "--results", "none.sqlite", status=2)

@@ -12,7 +12,7 @@ from typing import Any
 
 from phocas.experiments.config import RunConfig, expand_grid
 from phocas.experiments.results import Results
-from phocas.experiments.sweep import Ended, News, sweep
+from phocas.experiments.sweep import Ended, Message, News, sweep
 
 COMMON: dict[str, Any] = {
     "dataset": "synthetic:train=200,test=50,side=8",
@@ -33,7 +33,7 @@ def configs(path: Path, **values: Any) -> list[RunConfig]:
 
 def test_a_sweep_runs_all_and_only_once_and_as_train_would(tmp_path: Path) -> None:
     grid = configs(tmp_path / "r.sqlite")
-    news: list[News | Ended] = []
+    news: list[Message] = []
     records = sweep(grid, processes=2, watch=news.append)
     assert [record.status for record in records if record] == ["complete"] * 8
     assert sorted(end.index for end in news if isinstance(end, Ended)) == list(range(8))

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from phocas import RULES
 from phocas.cli import main
 from phocas.report.figures import Curve, accuracy_figure
+from phocas.report.palette import STYLES, style_of
 from phocas.report.tables import listing
 
 if TYPE_CHECKING:
@@ -36,10 +38,19 @@ def test_the_demo_writes_a_table_and_a_figure(
 def test_a_figure_draws_every_curve(tmp_path: Path) -> None:
     few = tmp_path / "few.png"
     many = tmp_path / "many.png"
-    curve = Curve("one", [0, 10, 20], [0.1, 0.5, 0.9])
+    curve = Curve("one", [0, 10, 20], [0.1, 0.5, 0.9], style_of("mean"))
     accuracy_figure([curve], few, title="t")
-    accuracy_figure([curve, Curve("two", [0, 20], [0.1, 0.2])], many, title="t")
+    other = Curve("two", [0, 20], [0.1, 0.2], style_of("phocas:b=2"))
+    accuracy_figure([curve, other], many, title="t")
     assert few.read_bytes() != many.read_bytes()
+
+
+def test_every_rule_has_a_look_of_its_own() -> None:
+    assert set(RULES) <= set(STYLES)
+    looks = [(style.colour, style.marker) for style in STYLES.values()]
+    assert len(set(looks)) == len(looks)
+    assert len({style.marker for style in STYLES.values()}) == len(STYLES)
+    assert style_of("own.rules:Mine:b=2", 3) not in STYLES.values()
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,22 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from phocas.data import Dataset, load
-from phocas.files import write_atomically
+from phocas.files import check_writable, write_atomically
 from phocas.training import Trainer
-from phocas.training.checkpoints import discard_checkpoint, load_checkpoint, save_checkpoint
+from phocas.training.checkpoints import (
+    DamagedCheckpointError,
+    discard_checkpoint,
+    load_checkpoint,
+    read_model,
+    save_checkpoint,
+)
 from phocas.training.models import build_model
 from phocas.training.schedules import Cosine
 
@@ -59,6 +66,10 @@ def test_a_resumed_run_ends_with_the_same_bits(case: str, data: Dataset, tmp_pat
             if done.number == 5:
                 save_checkpoint(path, whole, "me", {"note": torch.ones(2)})
         expected = whole.model.state_dict()
+        save_checkpoint(tmp_path / "end", whole)
+        kept = read_model(tmp_path / "end")
+        assert kept.keys() == expected.keys()
+        assert all(torch.equal(expected[name], kept[name]) for name in expected)
         with make(data, **CASES[case]) as resumed:
             extra = load_checkpoint(path, resumed, "me")
             assert extra["note"].tolist() == [1, 1]
@@ -82,14 +93,61 @@ def test_checkpoints_of_other_runs_are_refused(data: Dataset, tmp_path: Path) ->
         load_checkpoint(path, other, "me")
 
 
+def test_checkpoints_of_trainers_with_other_settings_are_refused(
+    data: Dataset, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    with make(data) as trainer:
+        save_checkpoint(path, trainer)
+    with make(data, worker_momentum=0.5) as other, pytest.raises(ValueError, match="velocity"):
+        load_checkpoint(path, other)
+
+
 @pytest.mark.parametrize("size", [0, 10, 500])
 def test_truncated_checkpoints_are_refused(data: Dataset, tmp_path: Path, size: int) -> None:
     path = tmp_path / "checkpoint.safetensors"
     with make(data) as trainer:
         save_checkpoint(path, trainer)
         path.write_bytes(path.read_bytes()[:size])
-        with pytest.raises(ValueError, match="cannot be read"):
+        with pytest.raises(DamagedCheckpointError, match=r"checkpoint\.safetensors"):
             load_checkpoint(path, trainer)
+
+
+def test_any_flipped_bit_is_noticed_and_changes_nothing(data: Dataset, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    with make(data) as trainer:
+        list(trainer.rounds(2))
+        save_checkpoint(path, trainer)
+        before = trainer.server.vector.clone()
+        whole = path.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        rng = np.random.default_rng(5)
+        places = [*range(8 * header), *rng.integers(8 * header, 8 * len(whole), 200)]
+        for place in places:
+            byte, bit = divmod(int(place), 8)
+            path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1 << bit]) + whole[byte + 1 :])
+            with pytest.raises(DamagedCheckpointError, match="damaged"):
+                load_checkpoint(path, trainer)
+        assert torch.equal(trainer.server.vector, before)
+        path.write_bytes(whole)
+        load_checkpoint(path, trainer)
+
+
+def test_the_file_before_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
+    path, keep = tmp_path / "file", tmp_path / "before"
+    for content in (b"1", b"2", b"3"):
+        write_atomically(path, content, keep=keep)
+    assert (path.read_bytes(), keep.read_bytes()) == (b"3", b"2")
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for path in (tmp_path / "file", tmp_path / "new", tmp_path / "deep" / "new"):
+        check_writable(path, "the model")
+    assert not (tmp_path / "deep").exists()
+    for path, reason in ((tmp_path, "a folder"), (tmp_path / "file" / "new", "is no folder")):
+        with pytest.raises(ValueError, match=f"the model.*{reason}"):
+            check_writable(path, "the model")
 
 
 def test_a_failed_write_leaves_the_old_file(
@@ -113,7 +171,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
     code = """
 import sys
 from pathlib import Path
-from phocas.files import write_atomically
+from phocas.files import check_writable, write_atomically
 path, number = Path(sys.argv[1]), 0
 while True:
     write_atomically(path, bytes([number % 256]) * 5_000_000)

@@ -41,9 +41,8 @@ def data(
 
     from phocas import data as sets
 
-    console = Console()
     if name is None:
-        _list(console, sets.data_folder(data_dir))
+        _list(sets.data_folder(data_dir))
         return
     spec = sets.DATASETS.parse(name)
     how = sets.parse_split(split) if split is not None else None
@@ -64,26 +63,23 @@ def data(
     )
     if how is not None:
         parts = how.assign(dataset.train_labels, workers, np.random.default_rng(seed))
-        console.print(sets.picture(parts, dataset.train_labels, dataset.classes))
+        Console().print(sets.picture(parts, dataset.train_labels, dataset.classes))
 
 
-def _list(console: object, folder: Path) -> None:
+def _list(folder: Path) -> None:
     """Print each data set with its state in the folder."""
-    from rich.console import Console
-    from rich.table import Table
-
     from phocas import data as sets
     from phocas.data.store import problems
+    from phocas.report.tables import print_table
 
-    assert isinstance(console, Console)
-    table = Table(title=f"data sets in {folder}", title_justify="left", box=None)
-    for heading in ("name", "state", "what it is"):
-        table.add_column(heading)
+    columns: dict[str, list[str]] = {"name": [], "state": [], "what it is": []}
     for name, cls in sets.DATASETS.items():
         state = "made up"
         if issubclass(cls, sets.Published):
             faults = problems(folder / name, cls.files)
             missing = all(fault == "is missing" for fault in faults.values())
             state = "there" if not faults else "not there" if missing else "damaged"
-        table.add_row(name, state, cls.summary())
-    console.print(table)
+        for column, cell in zip(columns.values(), (name, state, cls.summary()), strict=True):
+            column.append(cell)
+    typer.echo(f"data sets in {folder}")
+    print_table(columns, prose=("what it is",))

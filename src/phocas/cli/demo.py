@@ -7,13 +7,7 @@ from typing import Annotated
 
 import typer
 
-RULES = {
-    "Mean": "mean",
-    "Krum": "krum:b=8",
-    "Multi-Krum": "multi-krum:b=8",
-    "Trmean": "trimmed-mean:b=8",
-    "Phocas": "phocas:b=8",
-}
+RULES = ("mean", "krum:b=8", "multi-krum:b=8", "trimmed-mean:b=8", "phocas:b=8")
 
 
 def register(app: typer.Typer) -> None:
@@ -44,11 +38,14 @@ def demo(
 
     from phocas.data import load
     from phocas.experiments.config import make_config
+    from phocas.experiments.reproduction.tasks import label_of
     from phocas.experiments.results import Results
     from phocas.experiments.sweep import sweep
+    from phocas.files import check_writable
     from phocas.report.figures import Curve, accuracy_figure
+    from phocas.report.palette import BASELINE, style_of
     from phocas.report.progress import SweepProgress, interruptible
-    from phocas.report.tables import runs_table, show
+    from phocas.report.tables import print_runs
 
     start = time.monotonic()
     results = output / "results.sqlite"
@@ -59,31 +56,31 @@ def demo(
         "data_dir": data_dir,
         "results": str(results),
     }
-    cases = [("Mean, no attack", "mean", "none")]
-    cases += [(name, rule, "gambler") for name, rule in RULES.items()]
     configs = [
-        make_config({**common, "name": name, "rule": rule, "attack": attack}, "phocas demo")
-        for name, rule, attack in cases
+        make_config({**common, "rule": rule, "attack": attack}, "phocas demo")
+        for rule, attack in [("mean", "none"), *((rule, "gambler") for rule in RULES)]
     ]
+    check_writable(results, "the results file")
     load(dataset, data_dir)  # fetched once, before six runs want it
-    for leftover in output.glob("results.sqlite*"):
-        if leftover.is_file():
-            leftover.unlink()
     with interruptible() as stop, SweepProgress(configs) as progress:
         records = sweep(configs, watch=progress.show, should_stop=stop.is_set)
     ended = [record for record in records if record is not None]
-    show(runs_table(ended))
+    if ended:
+        print_runs(ended)
     if len(ended) < len(configs) or any(record.status != "complete" for record in ended):
-        raise typer.Exit(1)
+        typer.echo(f"not all runs are done; the same command goes on. Results in {results}")
+        raise typer.Exit(130 if stop.is_set() else 1)
     with Results(results) as file:
         curves = []
-        for record in ended:
+        for config, record in zip(configs, ended, strict=True):
             points = file.table("evaluations", record.id)
+            label = label_of(config)
             curves.append(
                 Curve(
-                    str(record.name),
+                    label if record.attack else f"{label}, no attack",
                     [point["round"] for point in points],
                     [point["top1"] for point in points],
+                    style_of(record.rule) if record.attack else BASELINE,
                 )
             )
     figure = output / "accuracy.png"

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from phocas.experiments.config import RunConfig
     from phocas.experiments.reproduction.tasks import Reproduction
-    from phocas.experiments.sweep import News
+    from phocas.experiments.sweep import Message
 
 
 def register(app: typer.Typer) -> None:
@@ -59,6 +59,7 @@ def reproduce(
     more repeats adds to those that there are.
     """
     from phocas.experiments.reproduction.tasks import plan
+    from phocas.files import check_writable
 
     folder = output or Path(f"phocas-{Path(task).stem}-{scale}")
     file = results or folder / "results.sqlite"
@@ -70,6 +71,8 @@ def reproduce(
             typer.echo(config.name)
         typer.echo(f"{len(runs)} runs, {reproduction.repeats} of each, into {file}")
         return
+    check_writable(file, "the results file")
+    check_writable(folder / "claims.md", "the table of claims")
     importlib.import_module("phocas.report.paper_figures")  # it may lack something: not after hours
 
     failed: list[str] = []
@@ -89,7 +92,7 @@ def _run(
     from phocas.report.progress import SweepProgress, interruptible
 
     runs = reproduction.runs()
-    missing = _missing(runs, file)
+    missing = _missing(runs)
     if len(missing) < len(runs):
         typer.echo(f"{len(runs) - len(missing)} of {len(runs)} runs are there already", err=True)
     if not missing:
@@ -98,7 +101,7 @@ def _run(
     with interruptible() as stop, SweepProgress(missing) as progress:
         failed: dict[int, str] = {}
 
-        def watch(news: News | Ended) -> None:
+        def watch(news: Message) -> None:
             progress.show(news)
             if isinstance(news, Ended) and news.status == "failed":
                 failed[news.index] = news.error or "for no reason given"
@@ -109,7 +112,11 @@ def _run(
         for index, record in enumerate(records)
     )
     if left:
-        typer.echo(f"{left} of {len(runs)} runs are not done; the same command goes on", err=True)
+        typer.echo(
+            f"{left} of {len(runs)} runs are not done; the same command goes on."
+            f" Results are in {file}",
+            err=True,
+        )
         raise typer.Exit(130)
     return [
         f"{missing[index].name}, seed {missing[index].seed}: {reason}"
@@ -117,15 +124,15 @@ def _run(
     ]
 
 
-def _missing(runs: list[RunConfig], file: Path) -> list[RunConfig]:
-    from phocas.experiments.reproduction.outcomes import ENDED
-    from phocas.experiments.results import Results
+def _missing(runs: list[RunConfig]) -> list[RunConfig]:
+    from phocas.experiments.results import ENDED
+    from phocas.experiments.sweep import attempts
 
-    if not file.exists():
-        return runs
-    with Results(file) as results:
-        done = {record.identity for record in results.runs() if record.status in ENDED}
-    return [config for config in runs if config.identity() not in done]
+    return [
+        config
+        for config, record in zip(runs, attempts(runs), strict=True)
+        if record is None or record.status not in ENDED
+    ]
 
 
 def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[str]) -> None:
@@ -168,9 +175,9 @@ def _facts(reproduction: Reproduction, file: Path, failed: list[str]) -> list[st
     from phocas.experiments.runner import versions
 
     runs = reproduction.runs()
-    done = len(runs) - len(_missing(runs, file))
+    done = len(runs) - len(_missing(runs))
     size = f"{done} of {len(runs)} runs of {runs[0].rounds} rounds have come to their end"
-    with Results(file) as results:
+    with Results(file, read=True) as results:
         wanted = {config.identity() for config in runs}
         stopped = [r for r in results.runs() if r.status == "stopped" and r.identity in wanted]
     if stopped:

@@ -14,7 +14,9 @@ def register(app: typer.Typer) -> None:
 
 
 def sweep(
-    grid: Annotated[Path, typer.Argument(help="A TOML file: settings, and a [grid] of lists.")],
+    grid: Annotated[
+        Path, typer.Argument(help=r"A TOML file: settings, and a \[grid] of lists to multiply.")
+    ],
     results: Annotated[
         str | None,
         typer.Option(help="The file that keeps the results.", show_default="as in the grid"),
@@ -30,20 +32,35 @@ def sweep(
     """Run a grid of rules, attacks and seeds; what is complete is not run again."""
     import json
 
+    if not json_:
+        typer.echo(f"reading {grid}", err=True)  # the imports below take seconds
+
     from phocas.experiments.config import expand_grid, read_toml
+    from phocas.experiments.sweep import attempts
     from phocas.experiments.sweep import sweep as run_all
+    from phocas.files import check_writable
     from phocas.report.progress import SweepProgress, interruptible
-    from phocas.report.tables import outcome, runs_table, show
+    from phocas.report.tables import labels, outcome, print_runs
 
     values = read_toml(grid)
+    if "grid" not in values:
+        raise ValueError(
+            f"{grid} has no [grid]: it is one run, which phocas train --config {grid} runs"
+        )
     if results is not None:
         values["results"] = results
     configs = expand_grid(values, str(grid))
+    place = configs[0].results
     if dry_run:
-        for config in configs:
-            typer.echo(f"{config.title()}, seed {config.seed}")
-        typer.echo(f"{len(configs)} runs into {configs[0].results}")
+        states = [attempt.status if attempt else "to run" for attempt in attempts(configs)]
+        for label, state in zip(
+            labels([config.model_dump() for config in configs]), states, strict=True
+        ):
+            typer.echo(f"{state:<11} {label}")
+        left = sum(state not in ("complete", "stopped") for state in states)
+        typer.echo(f"{len(configs)} runs into {place}, {left} of them to be run")
         return
+    check_writable(Path(place), "the results file")
     with interruptible() as stop, SweepProgress(configs, quiet=json_) as progress:
         records = run_all(
             configs, processes=processes, watch=progress.show, should_stop=stop.is_set
@@ -51,8 +68,13 @@ def sweep(
     ended = [record for record in records if record is not None]
     if json_:
         typer.echo(json.dumps([outcome(record) for record in ended]))
-    else:
-        show(runs_table(ended))
+    elif ended:
+        print_runs(ended)
+        typer.echo(
+            f"results in {place}; the model of a run:"
+            " phocas export --model RUN --output model.safetensors"
+            + (f" --results {place}" if place != "phocas.sqlite" else "")
+        )
     left = sum(record is None or record.status in ("interrupted", "running") for record in records)
     if left:
         typer.echo(

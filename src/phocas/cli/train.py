@@ -1,87 +1,74 @@
-"""``phocas train``: one run, with live progress and a result that is kept."""
+"""``phocas train``: one run, with live progress and a result that is kept.
+
+Its options are the fields of :class:`phocas.experiments.config.RunConfig`, whose import takes
+seconds; so they are added when the command is called for.
+"""
 
 from __future__ import annotations
 
+import inspect
+import types
+import typing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+_ENVIRONMENT = {"data_dir": "PHOCAS_DATA"}
+_RAY = "ray: "
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("train")(train)
+    app.command("train", help=train.__doc__)(_incomplete)
+
+
+def complete() -> Any:
+    """Return the command with an option for every setting of a run."""
+    from phocas.cli import HELP
+    from phocas.experiments.config import RunConfig
+
+    def command(**options: Any) -> None:
+        settings = {key: options.pop(key) for key in offered}
+        train({key: value for key, value in settings.items() if value is not None}, **options)
+
+    offered = {
+        name: _option(name, field)
+        for name, field in RunConfig.model_fields.items()
+        if field.annotation != dict[str, Any]  # which only TOML can write: see --set
+    }
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(train, eval_str=True).parameters.values()
+        if parameter.name != "settings"
+    ]
+    command.__signature__ = inspect.Signature([*own, *offered.values()])  # type: ignore[attr-defined]
+    command.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in (*offered.values(), *own)
+    }
+    app = typer.Typer(add_completion=False, context_settings=HELP, pretty_exceptions_enable=False)
+    app.command("train", help=train.__doc__)(command)
+    return typer.main.get_command(app)
 
 
 def train(
+    settings: dict[str, Any],
     config: Annotated[
         Path | None, typer.Option(help="A TOML file with any of these settings, and more.")
     ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="mnist, fashion-mnist, cifar10, synthetic.", show_default="mnist"),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="mlp, cnn, softmax, module:callable.", show_default="mlp")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="m workers.", show_default="20")] = None,
-    servers: Annotated[int | None, typer.Option(help="s servers.", show_default="20")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds.", show_default="500")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples a worker and round.", show_default="32")
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="0.1")] = None,
-    rule: Annotated[
-        str | None, typer.Option(help="The aggregation rule.", show_default="phocas:b=8")
-    ] = None,
-    attack: Annotated[
-        str | None, typer.Option(help="What goes wrong, for example gambler.", show_default="none")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed.", show_default="0")] = None,
-    split: Annotated[
-        str | None, typer.Option(help="Who holds which samples.", show_default="iid")
-    ] = None,
-    on_nonfinite: Annotated[
-        str | None,
-        typer.Option(help="skip, stop or apply a step that is not finite.", show_default="skip"),
-    ] = None,
-    evaluate_every: Annotated[
-        int | None, typer.Option(help="Rounds between evaluations.", show_default="10")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="Cores to use.", show_default="all")] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="Where rounds run: local, ray.", show_default="local")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="ray: auto or host:port of a cluster.", show_default="none: this machine alone"
-        ),
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(help="ray: processes that workers share.", show_default="cores")
-    ] = None,
-    deadline: Annotated[
-        float | None, typer.Option(help="ray: seconds until a worker is late.", show_default="60")
-    ] = None,
-    faults: Annotated[
-        Path | None, typer.Option(help="ray: a script of what goes wrong, one fault a line.")
-    ] = None,
-    data_dir: Annotated[
-        str | None,
-        typer.Option(
-            help="Where data sets are kept.", envvar="PHOCAS_DATA", show_default="user cache"
-        ),
-    ] = None,
-    results: Annotated[
-        str | None,
-        typer.Option(help="The file that keeps the results.", show_default="phocas.sqlite"),
-    ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any other key of the TOML: key=value. Repeatable."),
+        typer.Option("--set", help="Any key of the TOML: key=value. Repeatable."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew, and keep what there is as another run.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an unfinished run, as is done anyway.")
+    ] = False,
     save_model: Annotated[
         Path | None, typer.Option(help="Write the trained model here, as safetensors.")
     ] = None,
@@ -90,71 +77,87 @@ def train(
         bool, typer.Option("--json", help="Print one JSON object at the end, and nothing else.")
     ] = False,
 ) -> None:
-    """Train a model among workers of whom some may lie."""
+    """Train a model among workers of whom some may lie.
+
+    The same command goes on with a run that was interrupted, and shows one that is complete.
+    """
     from phocas.engines import EngineError
     from phocas.experiments.config import make_config, read_toml
-    from phocas.experiments.locks import RunTakenError
     from phocas.experiments.runner import execute
     from phocas.report.progress import Progress, interruptible
     from phocas.report.tables import print_outcome
 
-    flags: dict[str, Any] = {
-        "dataset": dataset,
-        "model": model,
-        "workers": workers,
-        "servers": servers,
-        "rounds": rounds,
-        "batch_size": batch_size,
-        "lr": lr,
-        "rule": rule,
-        "attack": attack,
-        "seed": seed,
-        "split": split,
-        "on_nonfinite": on_nonfinite,
-        "evaluate_every": evaluate_every,
-        "threads": threads,
-        "engine": engine,
-        "address": address,
-        "processes": processes,
-        "deadline": deadline,
-        "faults": None if faults is None else _lines(faults),
-        "data_dir": data_dir,
-        "results": results,
-    }
+    if resume and restart:
+        raise ValueError("--resume goes on and --restart begins anew: give one of them")
+    if "faults" in settings:
+        settings["faults"] = _lines(Path(settings["faults"]))
     values = {} if config is None else read_toml(config)
     values = {key.replace("-", "_"): value for key, value in values.items()}
-    values |= _settings(set_ or [])
-    values |= {key: value for key, value in flags.items() if value is not None}
+    values |= _assignments(set_ or []) | settings
     checked = make_config(values, "command line" if config is None else str(config))
     try:
         with interruptible() as stop, Progress(checked, quiet=quiet or json_) as progress:
             record = execute(
                 checked,
-                resume=resume,
+                restart=restart,
                 watch=progress.show,
+                tell=lambda line: progress.say(f"{line}; --restart begins anew"),
                 should_stop=stop.is_set,
                 model_file=save_model,
             )
-    except RunTakenError as error:
-        raise ValueError(str(error)) from None
     except EngineError as error:
         typer.echo(f"phocas: {error}", err=True)
         raise typer.Exit(3) from None
-    print_outcome(record, as_json=json_)
+    print_outcome(record, as_json=json_, model_file=save_model)
     if record.status == "interrupted":
         raise typer.Exit(130)
     if record.status == "stopped":
         raise typer.Exit(3)
 
 
+def _incomplete() -> None:
+    """Stand in the list of commands until the options are wanted."""
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Make an option of a setting; none given is None, so that a TOML file is asked first."""
+    from rich.markup import escape
+
+    text = field.description or ""
+    kind = _kind(name, field.annotation)
+    default = field.get_default(call_default_factory=True)
+    option = typer.Option(
+        f"--{name.replace('_', '-')}",
+        help=escape(text.removeprefix(_RAY)),
+        envvar=_ENVIRONMENT.get(name),
+        show_default=False if default in (None, []) or default is False else str(default),
+        rich_help_panel="Settings of the ray engine" if text.startswith(_RAY) else "Settings",
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+def _kind(name: str, annotation: Any) -> type:
+    """Return what the command line reads for a setting; RunConfig does the checking."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
+    if name == "faults":
+        return Path
+    return str if typing.get_origin(annotation) is Literal else annotation
+
+
 def _lines(script: Path) -> list[str]:
     try:
         return script.read_text("utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"the faults in {script} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the faults in {script} cannot be read: {error}") from None
 
 
-def _settings(pairs: list[str]) -> dict[str, Any]:
+def _assignments(pairs: list[str]) -> dict[str, Any]:
     """Read ``key=value`` with the value as TOML, or as text where it is none."""
     import tomllib
 

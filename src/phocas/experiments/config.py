@@ -221,6 +221,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         content = path.read_text("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
     try:
         return tomllib.loads(content)
     except tomllib.TOMLDecodeError as error:

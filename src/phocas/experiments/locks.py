@@ -20,7 +20,7 @@ except ImportError:  # no such locks on this system: two processes may then run 
     fcntl = None  # type: ignore[assignment]
 
 
-class RunTakenError(RuntimeError):
+class RunTakenError(BlockingIOError):
     """Another process is running this very run."""
 
 
@@ -30,16 +30,30 @@ def checkpoint_path(results: str | Path, identity: str) -> Path:
     return file.with_name(file.name + ".checkpoints") / f"{identity}.safetensors"
 
 
+def previous_path(results: str | Path, identity: str) -> Path:
+    """Return where the checkpoint before the newest is kept."""
+    return checkpoint_path(results, identity).with_suffix(".before.safetensors")
+
+
+def state_path(results: str | Path, run: int) -> Path:
+    """Return where the state in which a run came to its end is kept."""
+    return checkpoint_path(results, f"run-{run}")
+
+
 def actual_status(record: RunRecord, results: Path) -> str:
     """Return a run's status, or ``killed`` if it says running and no process here runs it."""
-    if record.status != "running" or fcntl is None or record.host["name"] != socket.gethostname():
+    if (
+        record.status != "running"
+        or fcntl is None
+        or record.host.get("name") != socket.gethostname()
+    ):
         return record.status
     try:
         with _lock_path(results, record.identity).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return "killed"
-    except BlockingIOError:
+    except OSError:  # held, or not ours to look at
         return "running"
     return "killed"
 

@@ -21,9 +21,20 @@ if TYPE_CHECKING:
     from phocas.experiments.config import RunConfig
     from phocas.training.trainer import Evaluation, Round
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
 Status = Literal["running", "complete", "interrupted", "stopped", "failed"]
+ENDED = ("complete", "stopped")
+"""The statuses of runs that have come to their end: there is nothing left to do."""
+
+_EVALUATIONS = """
+CREATE TABLE evaluations (
+    run INTEGER NOT NULL REFERENCES runs (id),
+    round INTEGER NOT NULL,
+    loss REAL, top1 REAL, top3 REAL, seconds REAL NOT NULL,
+    PRIMARY KEY (run, round)
+) STRICT, WITHOUT ROWID
+"""
 
 _SCHEMA = f"""
 CREATE TABLE runs (
@@ -45,7 +56,8 @@ CREATE TABLE runs (
     ms_per_round REAL,                    -- the median round, without evaluations
     nonfinite_rounds INTEGER NOT NULL DEFAULT 0,
     skipped_rounds INTEGER NOT NULL DEFAULT 0,
-    suspects TEXT NOT NULL DEFAULT '[]'
+    suspects TEXT NOT NULL DEFAULT '[]',
+    origin TEXT                           -- the run and the round that it goes on from, if any
 ) STRICT;
 CREATE INDEX runs_identity ON runs (identity);
 CREATE TABLE rounds (
@@ -58,12 +70,7 @@ CREATE TABLE rounds (
     {", ".join(f"{phase}_ms REAL NOT NULL" for phase in PHASES)},
     PRIMARY KEY (run, round)
 ) STRICT, WITHOUT ROWID;
-CREATE TABLE evaluations (
-    run INTEGER NOT NULL REFERENCES runs (id),
-    round INTEGER NOT NULL,
-    loss REAL, top1 REAL NOT NULL, top3 REAL NOT NULL, seconds REAL NOT NULL,
-    PRIMARY KEY (run, round)
-) STRICT, WITHOUT ROWID;
+{_EVALUATIONS};
 CREATE TABLE dropped (                    -- mean share since the evaluation before
     run INTEGER NOT NULL REFERENCES runs (id),
     round INTEGER NOT NULL, worker INTEGER NOT NULL, share REAL NOT NULL,
@@ -76,6 +83,19 @@ CREATE TABLE dropped_by_server (          -- in the round of the last evaluation
 ) STRICT, WITHOUT ROWID;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
+_FROM_1_TO_2 = (
+    "ALTER TABLE runs ADD COLUMN origin TEXT",
+    "ALTER TABLE evaluations RENAME TO earlier",
+    _EVALUATIONS,
+    "INSERT INTO evaluations SELECT * FROM earlier",
+    "DROP TABLE earlier",
+    "PRAGMA user_version = 2",
+)
+_UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
+
+
+class ResultsError(ValueError):
+    """A results file that cannot be read or written; the text names it."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +127,7 @@ class RunRecord:
     nonfinite_rounds: int
     skipped_rounds: int
     suspects: tuple[int, ...]
+    origin: str | None = None
 
 
 class Results:
@@ -118,40 +139,72 @@ class Results:
     []
     """
 
-    def __init__(self, path: Path, *, must_exist: bool = False) -> None:
+    def __init__(self, path: Path, *, read: bool = False) -> None:
+        """Open a file; with ``read`` it must be there, and nothing is written."""
         self.path = Path(path)
-        if must_exist and not self.path.exists():
+        if self.path.is_dir():
+            raise ResultsError(f"a results file must be a file: got {self.path}, a folder")
+        if read and not self.path.exists():
             raise FileNotFoundError(f"there is no results file {self.path}")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
-        self._connection.row_factory = sqlite3.Row
-        try:
-            self._open()
-        except BaseException:
-            self._connection.close()
-            raise
-
-    def _open(self) -> None:
-        try:
-            self._retry("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = NORMAL")
-            with self.transaction():
-                (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-                (tables,) = self._connection.execute(
-                    "SELECT count(*) FROM sqlite_master"
-                ).fetchone()
-                if version == 0 and tables == 0:
-                    for statement in _SCHEMA.split(";"):
-                        self._connection.execute(statement)
-                    version = SCHEMA_VERSION
-        except sqlite3.DatabaseError as error:
-            if "not a database" not in str(error):
+        if not read:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._named():
+            self._connect()
+            try:
+                version = self._read_version() if read else self._open()
+            except BaseException:
+                self._connection.close()
                 raise
-            raise ValueError(f"{self.path} is no results file: {error}") from None
-        if version != SCHEMA_VERSION:
-            raise ValueError(
+        if version not in ((1, SCHEMA_VERSION) if read else (SCHEMA_VERSION,)):
+            self._connection.close()
+            raise ResultsError(
                 f"{self.path} has schema version {version}, this phocas reads {SCHEMA_VERSION}"
             )
+
+    def _connect(self, options: str = "") -> None:
+        where = f"{self.path.absolute().as_uri()}{options}"
+        self._connection = sqlite3.connect(where, timeout=60, isolation_level=None, uri=True)
+        self._connection.row_factory = sqlite3.Row
+
+    def _read_version(self) -> int:
+        try:
+            return self._version()
+        except sqlite3.OperationalError:
+            # In a folder that nobody may write to, WAL mode cannot make its files. It needs none
+            # if nothing waits in them; SQLite must be told that nobody will change the file.
+            waiting = self.path.with_name(f"{self.path.name}-wal")
+            if waiting.exists() and waiting.stat().st_size:
+                raise
+            self._connection.close()
+            self._connect("?immutable=1")
+            return self._version()
+
+    def _version(self) -> int:
+        self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        return int(version)
+
+    def _open(self) -> int:
+        """Make the tables if there are none, bring older ones up to date, return the version."""
+        self._retry("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = NORMAL")
+        with self.transaction():
+            version = self._version()
+            (tables,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            new = _SCHEMA.split(";") if version == tables == 0 else ()
+            for statement in _FROM_1_TO_2 if version == 1 else new:
+                self._connection.execute(statement)
+            return self._version()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Give the file's name to errors of SQLite, which does not say it."""
+        try:
+            yield
+        except sqlite3.IntegrityError:
+            raise
+        except _UNREADABLE as error:
+            raise ResultsError(f"{self.path} cannot be used as a results file: {error}") from error
 
     def _retry(self, statement: str) -> None:
         """Run a statement that SQLite refuses at once, not after its timeout, at a lock."""
@@ -177,14 +230,20 @@ class Results:
             raise
         self._connection.execute("COMMIT")
 
-    def begin(self, config: RunConfig, versions: Mapping[str, str], host: Mapping[str, Any]) -> int:
-        """Add a run and return its number."""
+    def begin(
+        self,
+        config: RunConfig,
+        versions: Mapping[str, str],
+        host: Mapping[str, Any],
+        origin: str | None = None,
+    ) -> int:
+        """Add a run and return its number; ``origin`` says what it goes on from."""
         now = _now()
         with self.transaction():
             cursor = self._connection.execute(
                 "INSERT INTO runs (identity, name, dataset, model, rule, attack, seed, rounds,"
-                " config, versions, host, started, updated, status)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'running')",
+                " config, versions, host, started, updated, origin, status)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'running')",
                 (
                     config.identity(),
                     config.name,
@@ -199,6 +258,7 @@ class Results:
                     json.dumps(host),
                     now,
                     now,
+                    origin,
                 ),
             )
         assert cursor.lastrowid is not None
@@ -215,8 +275,36 @@ class Results:
             self._connection.execute(
                 "UPDATE runs SET status = 'running', message = NULL, rounds_done = ?, updated = ?"
                 " WHERE id = ?",
-                (rounds_done, _now(), run),
+                (max(0, rounds_done), _now(), run),
             )
+
+    def copy(self, origin: int, run: int, rounds_done: int, evaluate_every: int) -> None:
+        """Give a run the first rounds of another, without what that one's last round added."""
+        regular = "round <= ?3 AND round % ?4 = 0"
+        copied = ", ".join(
+            f"iif(round % ?4 = 0, {column}, NULL)" if column == "honest_distance" else column
+            for column in self._columns("rounds")
+        )
+        with self.transaction():
+            self._connection.execute(
+                f"INSERT INTO rounds SELECT ?2, {copied} FROM rounds"  # noqa: S608
+                " WHERE run = ?1 AND round <= ?3",
+                (origin, run, rounds_done, evaluate_every),
+            )
+            for table in ("evaluations", "dropped", "dropped_by_server"):
+                self._connection.execute(
+                    f"INSERT INTO {table} SELECT ?2, {', '.join(self._columns(table))}"  # noqa: S608
+                    f" FROM {table} WHERE run = ?1 AND {regular}",
+                    (origin, run, rounds_done, evaluate_every),
+                )
+            self._connection.execute(
+                "UPDATE runs SET rounds_done = ? WHERE id = ?", (rounds_done, run)
+            )
+
+    def _columns(self, table: str) -> list[str]:
+        """Return the columns of a table, without the run."""
+        rows = self._connection.execute("SELECT name FROM pragma_table_info(?)", (table,))
+        return [name for (name,) in rows if name != "run"]
 
     def record(
         self,
@@ -307,14 +395,24 @@ class Results:
         rows = self._connection.execute("SELECT * FROM runs WHERE id = ?", (run,)).fetchall()
         if not rows:
             raise ValueError(f"there is no run {run} in {self.path}")
-        return _record(rows[0])
+        return self._record(rows[0])
 
     def runs(self, identity: str | None = None) -> list[RunRecord]:
         """Return all runs, or those of one configuration, the oldest first."""
         rows = self._connection.execute(
             "SELECT * FROM runs WHERE ? IS NULL OR identity = ? ORDER BY id", (identity, identity)
         )
-        return [_record(row) for row in rows]
+        return [self._record(row) for row in rows]
+
+    def _record(self, row: sqlite3.Row) -> RunRecord:
+        values = dict(row)
+        try:
+            for key in ("config", "versions", "host"):
+                values[key] = dict(json.loads(values[key]))
+            values["suspects"] = tuple(json.loads(values["suspects"]))
+            return RunRecord(**values)
+        except (TypeError, ValueError) as error:
+            raise ResultsError(f"a run in {self.path} cannot be read: {error}") from error
 
     def table(self, name: str, run: int) -> list[dict[str, Any]]:
         """Return the rows of one run in rounds, evaluations, dropped or dropped_by_server."""
@@ -330,16 +428,11 @@ class Results:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close()
-
-
-def _record(row: sqlite3.Row) -> RunRecord:
-    values = dict(row)
-    for key in ("config", "versions", "host"):
-        values[key] = json.loads(values[key])
-    values["suspects"] = tuple(json.loads(values["suspects"]))
-    return RunRecord(**values)
+        if isinstance(error, _UNREADABLE):
+            with self._named():
+                raise error
 
 
 def _now() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import time
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,19 +15,23 @@ import torch
 from torch.nn import functional
 
 from phocas.data import load
-from phocas.experiments.locks import checkpoint_path, claim
-from phocas.experiments.results import Results, RunRecord, Status
+from phocas.engines import EngineError
+from phocas.experiments.locks import checkpoint_path, claim, previous_path, state_path
+from phocas.experiments.results import ENDED, Results, RunRecord, Status
+from phocas.files import check_writable
 from phocas.machine import available_cores
 from phocas.training.checkpoints import (
+    DamagedCheckpointError,
     discard_checkpoint,
     load_checkpoint,
+    read_model,
     save_checkpoint,
     save_model,
 )
 from phocas.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from phocas.data import Dataset
     from phocas.experiments.config import RunConfig
@@ -49,8 +54,9 @@ def build_trainer(config: RunConfig, data: Dataset | None = None) -> Trainer:
 def execute(
     config: RunConfig,
     *,
-    resume: bool = False,
+    restart: bool = False,
     watch: Callable[[RunConfig, Round, Evaluation | None], None] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     model_file: Path | None = None,
     data: Dataset | None = None,
@@ -58,37 +64,80 @@ def execute(
 ) -> RunRecord:
     """Run a configuration to its end, or to where it is told to stop, and return what was recorded.
 
-    With ``resume``, a complete run of the same configuration is returned as it is, and one that was
-    interrupted or killed goes on from its checkpoint, to the same bits as if nothing had happened.
-    A run that another process is running is waited for so many seconds, and then refused.
+    A run of the same configuration that has come to its end is returned as it is. One that was
+    interrupted or killed goes on from its checkpoint, to the same bits as if nothing had happened,
+    and so does one with fewer rounds, as a run of its own. With ``restart`` all that is left as it
+    is, and another run begins. ``tell`` gets a line about which of these it was. A run that another
+    process is running is waited for so many seconds, and then refused.
     """
+    check_writable(Path(config.results), "the results file")
+    if model_file is not None:
+        check_writable(model_file, "the model")
     with claim(config.results, config.identity(), patience):
-        earlier = _earlier(config) if resume else []
-        for record in earlier:
-            if record.status in ("complete", "stopped"):
-                return record
+        known = _known(config)
+        earlier = next((r for r in reversed(known) if r.identity == config.identity()), None)
+        if earlier is not None and earlier.status in ENDED and not restart:
+            tell(f"run {earlier.id} in {config.results} is {earlier.status} already")
+            if model_file is not None:
+                save_model(model_file, final_model(config.results, earlier.id))
+            return earlier
         # What is impossible is found out before there is a results file.
-        with build_trainer(config, data) as trainer, Results(Path(config.results)) as results:
-            run = _Run(config, results, trainer, watch)
-            run.enter(earlier[-1] if earlier else None)
+        with _build(config, data) as trainer, Results(Path(config.results)) as results:
+            run = _Run(config, results, trainer, watch, tell)
+            if restart:
+                run.begin_beside(earlier)
+            elif earlier is not None:
+                run.go_on(earlier)
+            else:
+                run.extend(known)
             try:
                 status, message = run.loop(should_stop)
+                run.keep(status)
+                if model_file is not None:
+                    save_model(model_file, trainer.model.state_dict())
             except BaseException as error:
                 results.end(run.id, "failed", f"{type(error).__name__}: {error}")
                 raise
-            if model_file is not None:
-                save_model(model_file, trainer)
             results.end(run.id, status, message)
-            if status in ("complete", "stopped"):
-                discard_checkpoint(checkpoint_path(config.results, config.identity()))
+            if status in ENDED:
+                run.discard()
             return results.run(run.id)
 
 
-def _earlier(config: RunConfig) -> list[RunRecord]:
+def final_model(results: str | Path, run: int) -> dict[str, torch.Tensor]:
+    """Return the model of a run that has come to its end, by the names of its state dict."""
+    path = state_path(results, run)
+    if not path.exists():
+        raise ValueError(
+            f"the model of run {run} is not there any more, in {path}: running it again makes it"
+        )
+    return read_model(path)
+
+
+def _known(config: RunConfig) -> list[RunRecord]:
     if not Path(config.results).exists():
         return []
     with Results(Path(config.results)) as results:
-        return results.runs(config.identity())
+        return results.runs()
+
+
+@contextmanager
+def _fitting(config: RunConfig) -> Iterator[None]:
+    """Say of which model and data it was that torch found shapes which do not fit."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{config.model} cannot be trained on {config.dataset}: {reason}"
+        ) from error
+
+
+def _build(config: RunConfig, data: Dataset | None) -> Trainer:
+    with _fitting(config):
+        return build_trainer(config, data)
 
 
 class _Run:
@@ -100,13 +149,16 @@ class _Run:
         results: Results,
         trainer: Trainer,
         watch: Callable[[RunConfig, Round, Evaluation | None], None] | None,
+        tell: Callable[[str], None],
     ) -> None:
         self.config = config
         self.results = results
         self.trainer = trainer
         self.watch = watch
+        self.tell = tell
         self.id = 0
         self._path = checkpoint_path(config.results, config.identity())
+        self._before = previous_path(config.results, config.identity())
         self._rounds: list[Round] = []
         self._evaluations: list[tuple[int, Evaluation]] = []
         self._dropped: list[tuple[int, list[float]]] = []
@@ -115,21 +167,68 @@ class _Run:
         )  # sums of dropped shares, and of how many rounds
         self._flushed = self._saved = time.monotonic()
 
-    def enter(self, earlier: RunRecord | None) -> None:
-        """Start anew, or go on from the checkpoint of an earlier attempt."""
-        path = self._path
-        if earlier is None:
-            discard_checkpoint(path)
-            self.id = self.results.begin(self.config, versions(), host())
-            self._evaluations.append((0, self.trainer.evaluate()))
-            return
+    def begin_beside(self, earlier: RunRecord | None) -> None:
+        """Begin at round 0, and keep the state of an earlier attempt that had not ended."""
+        there = [path for path in (self._path, self._before) if path.exists()]
+        if earlier is not None and earlier.status not in ENDED and there:
+            there[0].replace(state_path(self.config.results, earlier.id))
+        self._begin()
+
+    def go_on(self, earlier: RunRecord) -> None:
+        """Go on with an earlier attempt, from its newest checkpoint that is whole."""
         self.id = earlier.id
-        if path.exists():
-            extra = load_checkpoint(path, self.trainer, self.config.identity())
-            self._window[:] = extra["window"].numpy()
-        self.results.rewind(self.id, self.trainer.rounds_done if path.exists() else -1)
-        if not path.exists():
-            self._evaluations.append((0, self.trainer.evaluate()))
+        there = [path for path in (self._path, self._before) if path.exists()]
+        problems: list[str] = []
+        for path in there:
+            try:
+                self._load(path, self.config.identity())
+            except DamagedCheckpointError as error:
+                problems.append(str(error))
+            else:
+                damage = "".join(f"{problem}; the one before it is whole: " for problem in problems)
+                done = self.trainer.rounds_done
+                self.tell(f"{damage}going on with run {self.id} from round {done}")
+                self.results.rewind(self.id, done)
+                return
+        if problems:
+            raise DamagedCheckpointError(
+                f"{' and '.join(problems)}: no checkpoint of run {self.id} is whole,"
+                " so it can only be run again from round 0"
+            )
+        self.tell(f"run {self.id} left no checkpoint: it begins again at round 0")
+        self.results.rewind(self.id, -1)
+        self._evaluations.append((0, self.trainer.evaluate()))
+
+    def extend(self, known: Sequence[RunRecord]) -> None:
+        """Begin where the longest run that differs only in having fewer rounds has got to.
+
+        Nothing in a round depends on how many are to come, so that this is exact.
+        """
+        for origin, path in _origins(self.config, known):
+            try:
+                self._load(path, origin.identity)
+            except DamagedCheckpointError as error:
+                self.tell(f"run {origin.id} cannot be gone on from: {error}")
+                continue
+            done = self.trainer.rounds_done
+            self._begin(f"run {origin.id}, round {done}")
+            self.results.copy(origin.id, self.id, done, self.config.evaluate_every)
+            self.tell(
+                f"run {self.id} is run {origin.id} with more rounds: going on from round {done}"
+            )
+            return
+        self._begin()
+
+    def _begin(self, origin: str | None = None) -> None:
+        self.discard()
+        if origin is None:
+            with _fitting(self.config):
+                self._evaluations.append((0, self.trainer.evaluate()))
+        self.id = self.results.begin(self.config, versions(), host(), origin)
+
+    def _load(self, path: Path, identity: str) -> None:
+        extra = load_checkpoint(path, self.trainer, identity)
+        self._window[:] = extra["window"].numpy()
 
     def loop(self, should_stop: Callable[[], bool]) -> tuple[Status, str | None]:
         """Run the rounds that are left."""
@@ -163,7 +262,8 @@ class _Run:
         if evaluation is not None:
             self._evaluations.append((done.number, evaluation))
             self._dropped.append((done.number, (self._window[:-1] / self._window[-1]).tolist()))
-            self._window[:] = 0
+            if done.number % self.config.evaluate_every == 0:
+                self._window[:] = 0  # not at an end between two evaluations: see extend
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self._flush()
 
@@ -182,13 +282,40 @@ class _Run:
     def _checkpoint(self) -> None:
         """Write results before the checkpoint: they may be ahead of it, never behind."""
         self._flush()
-        save_checkpoint(
-            self._path,
-            self.trainer,
-            self.config.identity(),
-            {"window": torch.from_numpy(self._window)},
-        )
+        self._save(self._path, keep=self._before)
         self._saved = time.monotonic()
+
+    def keep(self, status: Status) -> None:
+        """Keep the state of a run that has come to its end: its model, and where to go on from."""
+        if status in ENDED:
+            self._save(state_path(self.config.results, self.id))
+
+    def _save(self, path: Path, keep: Path | None = None) -> None:
+        window = {"window": torch.from_numpy(self._window)}
+        save_checkpoint(path, self.trainer, self.config.identity(), window, keep=keep)
+
+    def discard(self) -> None:
+        """Remove the checkpoints of a run that needs them no more."""
+        for path in (self._path, self._before):
+            discard_checkpoint(path)
+
+
+def _origins(config: RunConfig, known: Sequence[RunRecord]) -> list[tuple[RunRecord, Path]]:
+    """Return the runs that differ in their rounds alone and have a state, the longest first."""
+    found = []
+    for record in known:
+        shorter = config.model_copy(update={"rounds": record.rounds})
+        if record.rounds >= config.rounds or record.identity != shorter.identity():
+            continue
+        if record.status == "complete":
+            path = state_path(config.results, record.id)
+        elif record.status == "stopped":
+            continue  # it would stop there again
+        else:
+            path = checkpoint_path(config.results, record.identity)
+        if path.exists():
+            found.append((record, path))
+    return sorted(found, key=lambda pair: -pair[0].rounds_done)
 
 
 def versions() -> dict[str, str]:

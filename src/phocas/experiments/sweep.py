@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -21,13 +22,13 @@ import torch
 
 from phocas.data import load
 from phocas.experiments.config import RunConfig
-from phocas.experiments.results import Results, RunRecord
+from phocas.experiments.results import ENDED, Results, RunRecord
 from phocas.experiments.runner import execute
 from phocas.machine import available_cores
 from phocas.specs import count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from multiprocessing.synchronize import Event
 
     from phocas.training.trainer import Evaluation, Round
@@ -49,6 +50,21 @@ class News:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """That a process has been given one run of a sweep."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one run of a sweep has to say: that it goes on from a checkpoint, and which."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Ended:
     """How one run of a sweep ended; ``error`` if it did not end well."""
 
@@ -57,11 +73,15 @@ class Ended:
     error: str | None = None
 
 
+Message = Begun | News | Note | Ended
+Watch = Callable[[Message], None]
+
+
 def sweep(
     configs: Sequence[RunConfig],
     *,
     processes: int | None = None,
-    watch: Callable[[News | Ended], None] = lambda _: None,
+    watch: Watch = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[RunRecord | None]:
     """Run the configurations that have no complete run yet, and return a record for each.
@@ -70,15 +90,18 @@ def sweep(
     recorded too, and its next attempt goes on from its checkpoint.
     """
     number = available_cores() if processes is None else count("sweep", "processes", processes, 1)
-    waiting = [index for index, config in enumerate(configs) if not _is_complete(config)]
-    for index in sorted(set(range(len(configs))) - set(waiting)):
-        watch(Ended(index, "complete"))
+    waiting = []
+    for index, record in enumerate(attempts(configs)):
+        if record is not None and record.status in ENDED:
+            watch(Ended(index, record.status))
+        else:
+            waiting.append(index)
     pool = _Pool(configs, min(number, len(waiting)))
     try:
         pool.run(waiting, watch, should_stop)
     finally:
         pool.close()
-    return [_latest(config) for config in configs]
+    return attempts(configs)
 
 
 class _Pool:
@@ -96,7 +119,7 @@ class _Pool:
     def run(
         self,
         waiting: list[int],
-        watch: Callable[[News | Ended], None],
+        watch: Watch,
         should_stop: Callable[[], bool],
     ) -> None:
         """Give each idle process the next configuration until all are done."""
@@ -107,6 +130,7 @@ class _Pool:
                 queue.clear()
             for worker in self.workers:
                 if worker.index is None and queue:
+                    watch(Begun(queue[0]))
                     worker.give(queue[0], self.configs[queue.pop(0)])
             busy = {worker.pipe: worker for worker in self.workers if worker.index is not None}
             if not busy:
@@ -114,7 +138,7 @@ class _Pool:
             for ready in connection.wait(list(busy), timeout=0.2):
                 self._listen(busy[ready], watch)
 
-    def _listen(self, worker: _Worker, watch: Callable[[News | Ended], None]) -> None:
+    def _listen(self, worker: _Worker, watch: Watch) -> None:
         index = worker.index
         assert index is not None
         try:
@@ -185,11 +209,15 @@ def _run_one(
             with suppress(OSError):  # the parent is gone, and should_stop knows it
                 pipe.send(News(index, done.number, done.loss, accuracy, done.suspects))
 
+    def tell(text: str) -> None:
+        with suppress(OSError):
+            pipe.send(Note(index, text))
+
     try:
         record = execute(
             config.model_copy(update={"threads": 1}),
-            resume=True,
             watch=watch,
+            tell=tell,
             should_stop=should_stop,
             data=_data(config.dataset, config.data_dir),
             patience=PATIENCE,
@@ -204,23 +232,22 @@ def _data(dataset: str, data_dir: str | None) -> Any:
     return load(dataset, data_dir)
 
 
-def _is_complete(config: RunConfig) -> bool:
-    record = _latest(config)
-    return record is not None and record.status in ("complete", "stopped")
-
-
-def _latest(config: RunConfig) -> RunRecord | None:
-    """Return the complete run of a configuration, or its last attempt."""
-    if not Path(config.results).exists():
-        return None
-    with Results(Path(config.results)) as results:
-        records = results.runs(config.identity())
-    complete = [record for record in records if record.status in ("complete", "stopped")]
-    return complete[-1] if complete else records[-1] if records else None
+def attempts(configs: Sequence[RunConfig]) -> list[RunRecord | None]:
+    """Return for each configuration the run that came to its end, or else the last attempt."""
+    found: dict[tuple[str, str], RunRecord] = {}
+    for place in {config.results for config in configs}:
+        if not Path(place).exists():
+            continue
+        with Results(Path(place), read=True) as results:
+            for record in results.runs():
+                before = found.get((place, record.identity))
+                if before is None or record.status in ENDED or before.status not in ENDED:
+                    found[place, record.identity] = record
+    return [found.get((config.results, config.identity())) for config in configs]
 
 
 def _record_death(config: RunConfig, reason: str) -> None:
-    record = _latest(config)
+    (record,) = attempts([config])
     if record is not None and record.status == "running":
         with Results(Path(config.results)) as results:
             results.end(record.id, "failed", reason)

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", (0, (6, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)))
+    from matplotlib.axes import Axes
+
+    from phocas.report.palette import Style
+
+MARKS = 8  # along a line
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Curve:
     label: str
     rounds: Sequence[int]
     accuracy: Sequence[float]
+    style: Style
 
 
 def accuracy_figure(curves: Sequence[Curve], path: Path, *, title: str) -> None:
@@ -31,25 +34,13 @@ def accuracy_figure(curves: Sequence[Curve], path: Path, *, title: str) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    order = sorted(range(len(curves)), key=lambda i: -curves[i].accuracy[-1])
-    for i in order:
-        curve = curves[i]
-        axes.plot(
-            curve.rounds,
-            curve.accuracy,
-            color=COLOURS[i % len(COLOURS)],
-            linestyle=DASHES[i % len(DASHES)],
-            linewidth=1.8,
-            label=f"{curve.label}  {curve.accuracy[-1]:.3f}",
-        )
+    for index, curve in enumerate(sorted(curves, key=lambda curve: -curve.accuracy[-1])):
+        draw_line(axes, curve, index, f"{curve.label}  {curve.accuracy[-1]:.3f}")
     axes.set_xlabel("round")
     axes.set_ylabel("top-1 accuracy on the test set")
     axes.set_xlim(0, max(curve.rounds[-1] for curve in curves))
     axes.set_ylim(0, 1)
-    axes.grid(color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    plain(axes)
     axes.set_title(title, loc="left", fontsize=11)
     axes.legend(
         title="rule, and final accuracy",
@@ -61,3 +52,27 @@ def accuracy_figure(curves: Sequence[Curve], path: Path, *, title: str) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def draw_line(axes: Axes, curve: Curve, index: int, label: str) -> None:
+    """Draw one curve; the index moves its marks, so that lines which coincide are told apart."""
+    every = max(1, len(curve.rounds) // MARKS)
+    axes.plot(
+        curve.rounds,
+        curve.accuracy,
+        color=curve.style.colour,
+        linestyle=curve.style.dash,
+        marker=curve.style.marker,
+        markevery=(index * every // 6, every),
+        markersize=5,
+        linewidth=1.6,
+        label=label,
+    )
+
+
+def plain(axes: Axes) -> None:
+    """Leave nothing but a pale grid and two axes."""
+    axes.grid(color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

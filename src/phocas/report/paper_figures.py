@@ -1,14 +1,9 @@
-"""The paper's figures: accuracy against rounds or b, one line a rule, a band over the repeats.
-
-Colours are those the colour-blind can tell apart; dashes and markers tell the lines apart in black
-and white.
-"""
+"""The paper's figures: accuracy against rounds or b, one line a rule, a band over the repeats."""
 
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
@@ -16,8 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from PIL import Image
 
-from phocas.experiments.reproduction.tasks import BASELINE
-from phocas.report.figures import COLOURS
+from phocas.experiments.reproduction.tasks import BASELINE, label_of
+from phocas.report import palette
+from phocas.report.figures import Curve, draw_line, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,36 +23,11 @@ if TYPE_CHECKING:
 
     from phocas.experiments.reproduction.outcomes import Outcomes, Repeats
     from phocas.experiments.reproduction.tasks import Figure
+    from phocas.report.palette import Style
 
 AXES = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
-MARKS = 8  # along a line
 CRASH = 0.5  # of what was learnt, between the ends of two repeats: one of them has crashed
 DODGE = 0.05  # between the points of two rules with the same b, which may coincide
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a line is drawn, wherever it appears."""
-
-    colour: str
-    dash: Any
-    marker: str
-
-
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = COLOURS
-STYLES = {
-    BASELINE: Style("#777777", (0, (1, 1.2)), ""),
-    "Mean": Style(BLACK, "-", "x"),
-    "Krum": Style(YELLOW, (0, (5, 1.5, 1, 1.5)), "v"),
-    "Multi-Krum": Style(PINK, (0, (3, 1.5)), "s"),
-    "Trmean": Style(ORANGE, (0, (7, 2)), "^"),
-    "Phocas": Style(BLUE, "-", "o"),
-}
-OTHERS = tuple(
-    Style(colour, dash, marker)
-    for dash, markers in (("-", "oxv^sDP"), ((0, (4, 2)), "d*<>hX+"))
-    for colour, marker in zip(COLOURS, markers, strict=True)
-)
 
 
 def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
@@ -72,10 +43,11 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
     else:
         _by_round(canvas, figure, cases, metric)
     thin = figure.axis == "rounds" and any(map(_crashes, cases))
-    marks = "line: mean, band: lowest to highest"
+    several = any(len(case.seeds) > 1 for case in cases)
+    marks = "; line: mean, band: lowest to highest" if several else ""
     marks += "; thin: each repeat, where some crash" if thin else ""
     canvas.suptitle(
-        f"{outcomes.reproduction.title}. {figure.title}\n{_repeats(cases)}; {marks}",
+        f"{outcomes.reproduction.title}. {figure.title}\n{_repeats(cases)}{marks}",
         x=0.01,
         ha="left",
         fontsize=10.5,
@@ -123,32 +95,13 @@ def _line(axes: Axes, case: Repeats, index: int, label: str) -> None:
     elif len(case.seeds) > 1:
         low, high = case.accuracy.min(axis=0), case.accuracy.max(axis=0)
         axes.fill_between(case.rounds, low, high, color=style.colour, alpha=0.18, linewidth=0)
-    every = max(1, len(case.rounds) // MARKS)
-    first = index * every // 6  # so that lines which coincide can be told apart
-    axes.plot(
-        case.rounds,
-        mean,
-        color=style.colour,
-        linestyle=style.dash,
-        marker=style.marker,
-        markevery=(first, every),
-        markersize=5,
-        linewidth=1.6,
-        label=label,
-    )
+    draw_line(axes, Curve(label, case.rounds, mean, style), index, label)
 
 
 def _crashes(case: Repeats) -> bool:
     """Say whether some repeats crash and others do not: no band describes that."""
     learnt = float(case.best.max() - case.accuracy[:, 0].min())
     return learnt > 0.1 and float(np.ptp(case.final)) > CRASH * learnt
-
-
-def _plain(axes: Axes) -> None:
-    axes.grid(color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _legend(canvas: Canvas, axes: Axes) -> None:
@@ -159,7 +112,11 @@ def _legend(canvas: Canvas, axes: Axes) -> None:
 
 
 def _style(case: Repeats, index: int) -> Style:
-    return STYLES.get(case.case.label, OTHERS[index % len(OTHERS)])
+    """Return the style of a rule; lines of one rule with names of their own must differ."""
+    if case.case.label == BASELINE:
+        return palette.BASELINE
+    named = case.case.label != label_of(case.case.config)
+    return palette.style_of(None if named else case.case.config.rule, index)
 
 
 def _by_round(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
@@ -170,7 +127,7 @@ def _by_round(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: 
             _line(axes, case, index, label)
         axes.set_xlabel("round")
         axes.set_xlim(0, max(case.rounds[-1] for case in cases))
-        _plain(axes)
+        plain(axes)
     panels[0].set_ylim(0, 1)
     panels[0].set_ylabel(f"{metric} on the test set")
     if figure.zoom:
@@ -193,7 +150,7 @@ def _by_panel(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: 
         axes.set_xlabel("round")
         if figure.zoom:
             axes.set_ylim(*figure.zoom)
-        _plain(axes)
+        plain(axes)
     panels[0].set_ylabel(f"{metric} on the test set")
     _legend(canvas, panels[0])
 
@@ -212,8 +169,9 @@ def _by_b(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str)
             axes.axhline(values[0].mean(), color=style.colour, linestyle=style.dash, label=name)
             continue
         b = [(case.case.b or 0) + index * DODGE for case in points]
-        low, high = [v.min() for v in values], [v.max() for v in values]
-        axes.fill_between(b, low, high, color=style.colour, alpha=0.18, linewidth=0)
+        if any(len(v) > 1 for v in values):
+            low, high = [v.min() for v in values], [v.max() for v in values]
+            axes.fill_between(b, low, high, color=style.colour, alpha=0.18, linewidth=0)
         least = min(len(case.seeds) for case in points)
         short = f" (from {least} of {points[0].wanted})" if least < points[0].wanted else ""
         axes.plot(
@@ -228,5 +186,5 @@ def _by_b(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str)
     when = "at the end" if figure.value == "final" else "greatest on the way"
     axes.set_ylabel(f"{metric}, {when}")
     axes.set_ylim(0, 1)
-    _plain(axes)
+    plain(axes)
     _legend(canvas, axes)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
-from phocas.experiments.sweep import Ended
-from phocas.report.tables import listing
+from phocas.experiments.sweep import Begun, Ended, Note
+from phocas.report.tables import labels, listing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from phocas.experiments.config import RunConfig
-    from phocas.experiments.sweep import News
+    from phocas.experiments.sweep import Message
     from phocas.training.trainer import Evaluation, Round
 
 PLAIN_LINES = 10
+_BAR = 10
+_TIME = 7
+_NEWS = 26  # the least that is left for what a run says
 
 
 class Progress:
@@ -38,15 +42,22 @@ class Progress:
         self._first: tuple[float, int] | None = None
         self._bars: Bars | None = None
         if self.console.is_terminal and not quiet:
-            self._bars = _bars(self.console)
-            self._task = self._bars.add_task(config.title(), total=config.rounds, news="")
+            self.console.print(
+                f"{config.title()}: {config.workers} workers on {config.dataset}, {config.model}",
+                highlight=False,
+                markup=False,
+            )
+            self._bars = _bars(self.console, ["round"], config.rounds)
+            self._task = self._bars.add_task("round", total=config.rounds, news="")
+
+    def say(self, line: str) -> None:
+        """Print a line beside the progress."""
+        _say(self.console, line)
 
     def show(self, _config: RunConfig, done: Round, evaluation: Evaluation | None) -> None:
         """Take the news of one round."""
         for line in done.news:
-            self.console.print(
-                f"round {done.number}: {line}", highlight=False, markup=False, soft_wrap=True
-            )
+            _say(self.console, f"round {done.number}: {line}")
         now = time.monotonic()
         if self._first is None:
             self._first = now, done.number
@@ -54,10 +65,7 @@ class Progress:
             self._accuracy = evaluation.top1
         elapsed = now - self._first[0]
         speed = (done.number - self._first[1]) / elapsed if elapsed else 0.0
-        news = f"loss {done.loss:.3f}"
-        if self._accuracy is not None:
-            news += f"  accuracy {self._accuracy:.3f}"
-        news += f"  {speed:.0f} rounds/s"
+        news = _news(done.loss, self._accuracy) + f"  {speed:.0f}/s"
         if done.suspects:
             news += f"  suspects {listing(done.suspects)}"
         if done.action != "applied":
@@ -68,11 +76,7 @@ class Progress:
             step = max(1, self.config.rounds // PLAIN_LINES)
             if done.number % step == 0 or done.number == self.config.rounds:
                 left = (self.config.rounds - done.number) / speed if speed else 0.0
-                self.console.print(
-                    f"round {done.number}/{self.config.rounds}  {news}  {left:.0f} s left",
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                self.say(f"round {done.number}/{self.config.rounds}  {news}  {left:.0f} s left")
 
     def __enter__(self) -> Self:
         if self._bars is not None:
@@ -89,46 +93,49 @@ class SweepProgress:
 
     def __init__(self, configs: Sequence[RunConfig], *, quiet: bool = False) -> None:
         self.configs = configs
+        self.labels = labels([config.model_dump() for config in configs])
         self.console = Console(stderr=True, quiet=quiet)
         self._done = 0
+        self._begun = False
         self._started = time.monotonic()
         self._tasks: dict[int, TaskID] = {}
         self._bars: Bars | None = None
         if self.console.is_terminal and not quiet:
-            self._bars = _bars(self.console)
+            self._bars = _bars(self.console, self.labels, max(c.rounds for c in configs))
             self._all = self._bars.add_task("runs", total=len(configs), news="")
 
-    def show(self, news: News | Ended) -> None:
+    def show(self, news: Message) -> None:
         """Take the news of one run."""
-        config = self.configs[news.index]
-        if isinstance(news, Ended):
-            self._done += 1
-            text = f"{config.title()}, seed {config.seed}: {news.status}"
-            if news.error:
-                text += f" ({news.error})"
-            if self._bars is None and self._done < len(self.configs):
-                text += f"; {self._left()} left"
-            self.console.print(
-                f"[{self._done}/{len(self.configs)}] {text}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
-            if self._bars is not None:
-                self._bars.update(self._all, completed=self._done)
-                if news.index in self._tasks:
-                    self._bars.remove_task(self._tasks.pop(news.index))
-        elif self._bars is not None:
-            if news.index not in self._tasks:
-                self._tasks[news.index] = self._bars.add_task(
-                    f"{config.title()}, seed {config.seed}", total=config.rounds, news=""
-                )
-            text = f"loss {news.loss:.3f}"
-            if news.accuracy is not None:
-                text += f"  accuracy {news.accuracy:.3f}"
+        label = self.labels[news.index]
+        if isinstance(news, Note):
+            _say(self.console, f"{label}: {news.text}")
+        elif isinstance(news, Ended):
+            self._end(news, label)
+        elif self._bars is None:
+            if isinstance(news, Begun) and not self._begun:
+                self._begun = True
+                _say(self.console, f"{len(self.configs) - self._done} runs are starting")
+        elif isinstance(news, Begun):
+            rounds = self.configs[news.index].rounds
+            self._tasks[news.index] = self._bars.add_task(label, total=rounds, news="starting")
+        else:
+            text = _news(news.loss, news.accuracy)
             if news.suspects:
                 text += f"  suspects {listing(news.suspects)}"
             self._bars.update(self._tasks[news.index], completed=news.round, news=text)
+
+    def _end(self, news: Ended, label: str) -> None:
+        self._done += 1
+        text = f"{label}: {news.status}"
+        if news.error:
+            text += f" ({news.error})"
+        if self._bars is None and self._done < len(self.configs):
+            text += f"; {self._left()} left"
+        _say(self.console, f"[{self._done}/{len(self.configs)}] {text}")
+        if self._bars is not None:
+            self._bars.update(self._all, completed=self._done)
+            if news.index in self._tasks:
+                self._bars.remove_task(self._tasks.pop(news.index))
 
     def _left(self) -> str:
         """Say how long the rest takes if it goes on as so far."""
@@ -146,15 +153,33 @@ class SweepProgress:
             self._bars.stop()
 
 
-def _bars(console: Console) -> Bars:
+def _bars(console: Console, descriptions: Sequence[str], rounds: int) -> Bars:
+    """Lay bars out so that at any width the count and the time left are there."""
+    count = 2 * len(str(rounds)) + 1
+    free = console.width - _BAR - count - _TIME - 4
+    wanted = max(map(len, [*descriptions, "runs"]))
+    described = min(wanted, max(len("runs"), free - _NEWS))
+    told = max(1, free - described)
     return Bars(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[news]}"),
-        TimeRemainingColumn(compact=True),
+        TextColumn("{task.description}", markup=False, table_column=_column(described)),
+        BarColumn(bar_width=_BAR),
+        MofNCompleteColumn(table_column=_column(count)),
+        TimeRemainingColumn(compact=True, table_column=_column(_TIME)),
+        TextColumn("{task.fields[news]}", markup=False, table_column=_column(told)),
         console=console,
     )
+
+
+def _column(width: int) -> Column:
+    return Column(width=width, no_wrap=True, overflow="ellipsis")
+
+
+def _news(loss: float, accuracy: float | None) -> str:
+    return f"loss {loss:.4g}" + ("" if accuracy is None else f"  accuracy {accuracy:.3f}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -6,17 +6,29 @@ import csv
 import json
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from phocas.experiments.locks import state_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from phocas.experiments.results import Results, RunRecord
 
 EXPORTS = ("runs", "rounds", "evaluations", "dropped", "dropped_by_server")
+MAIN = ("name", "dataset", "model", "rule", "attack", "seed")
+"""The settings that are said of any run, even if all have the same."""
+
+# These change no result, or are told elsewhere in a table.
+_UNTOLD = frozenset(
+    {"results", "data_dir", "threads", "checkpoint_rounds", "checkpoint_seconds", "rounds"}
+)
+_GAP = 2
 
 
 def outcome(record: RunRecord) -> dict[str, Any]:
@@ -24,6 +36,7 @@ def outcome(record: RunRecord) -> dict[str, Any]:
     keys = (
         "id",
         "identity",
+        "name",
         "dataset",
         "model",
         "rule",
@@ -31,6 +44,7 @@ def outcome(record: RunRecord) -> dict[str, Any]:
         "seed",
         "status",
         "message",
+        "origin",
         "rounds",
         "rounds_done",
         "final_accuracy",
@@ -42,15 +56,57 @@ def outcome(record: RunRecord) -> dict[str, Any]:
         "skipped_rounds",
     )
     found: dict[str, Any] = {key: getattr(record, key) for key in keys}
-    return {**found, "suspects": list(record.suspects), "results": record.config["results"]}
+    results = record.config.get("results", "")
+    state = state_path(results, record.id)
+    return {
+        **found,
+        "suspects": list(record.suspects),
+        "results": results,
+        "state": str(state) if state.exists() else None,
+        "config": record.config,
+    }
 
 
-def print_outcome(record: RunRecord, *, as_json: bool) -> None:
-    """Print how a run ended, and how to go on with it if it did not."""
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the settings that tell configurations apart, the main ones first.
+
+    >>> differing([{"seed": 0, "lr": 0.1, "rule": "mean"}, {"seed": 0, "lr": 0.2, "rule": "cge"}])
+    ['rule', 'lr']
+    """
+    keys = dict.fromkeys([*MAIN, *(key for config in configs for key in config)])
+    return [
+        key
+        for key in keys
+        if key not in _UNTOLD and len({_value(config, key) for config in configs}) > 1
+    ]
+
+
+def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write of each configuration what tells it from the others; with names, no more than needed.
+
+    >>> labels([{"rule": "mean", "seed": 0}, {"rule": "mean", "seed": 1}])
+    ['mean, seed 0', 'mean, seed 1']
+    """
+    keys = differing(configs)
+    if "name" in keys:
+        rest = sorted(keys[1:], key=lambda key: key != "seed")
+        keys = ["name"]
+        while rest and len({tuple(_value(c, key) for key in keys) for c in configs}) < len(configs):
+            keys.append(rest.pop(0))
+    else:
+        keys = list(dict.fromkeys(["rule", *keys]))
+    return [", ".join(_said(config, key) for key in keys) for config in configs]
+
+
+def print_outcome(
+    record: RunRecord, *, as_json: bool = False, model_file: Path | None = None
+) -> None:
+    """Print how a run ended, where all of it is, and how to go on with it if it did not."""
     if as_json:
         print(json.dumps(outcome(record)))
     else:
-        show(runs_table([record]))
+        print_runs([record])
+        print(_whereabouts(record, model_file))
     if record.nonfinite_rounds and not as_json:
         what = {"skip": "skipped", "stop": "stopped at", "apply": "applied"}
         print(
@@ -60,9 +116,22 @@ def print_outcome(record: RunRecord, *, as_json: bool) -> None:
             file=sys.stderr,
         )
     if record.status == "interrupted":
-        words = [word for word in sys.argv[1:] if word != "--resume"]
+        words = [word for word in sys.argv[1:] if word not in ("--resume", "--restart")]
         command = shlex.join(["phocas", *words, "--resume"])
         print(f"{record.message}; go on with:\n  {command}", file=sys.stderr)
+
+
+def _whereabouts(record: RunRecord, model_file: Path | None) -> str:
+    results = record.config["results"]
+    text = f"run {record.id} is in {results}"
+    if model_file is not None:
+        return f"{text}, its model in {model_file}"
+    if not state_path(results, record.id).exists():
+        return text
+    command = ["phocas", "export", "--model", str(record.id), "--output", "model.safetensors"]
+    if results != "phocas.sqlite":
+        command += ["--results", results]
+    return f"{text}; its model: {shlex.join(command)}"
 
 
 def listing(workers: tuple[int, ...]) -> str:
@@ -82,6 +151,48 @@ def listing(workers: tuple[int, ...]) -> str:
     )
 
 
+def print_table(
+    columns: Mapping[str, Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    prose: Collection[str] = (),
+    optional: Sequence[str] = (),
+) -> None:
+    """Print columns by heading; where there is no terminal, as wide as they are.
+
+    Only columns of prose are wrapped. Where a terminal is too narrow, columns that are optional are
+    left out, the first of them first, and that is said; then the widest is cut short.
+    """
+    console = Console()
+    widths = {heading: max(len(heading), *map(len, cells), 1) for heading, cells in columns.items()}
+    if not console.is_terminal:
+        console = Console(width=sum(widths.values()) + _GAP * len(widths), soft_wrap=True)
+    fixed = {heading: width for heading, width in widths.items() if heading not in prose}
+    left_out: list[str] = []
+    for heading in optional:
+        if sum(fixed.values()) + _GAP * (len(widths) - 1) <= console.width:
+            break
+        if heading in fixed:
+            del fixed[heading], widths[heading]
+            left_out.append(heading)
+    excess = sum(fixed.values()) + _GAP * (len(widths) - 1) - console.width
+    widest = max(fixed, key=lambda heading: fixed[heading])
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in widths:
+        table.add_column(
+            heading,
+            max_width=max(1, fixed[widest] - excess) if heading == widest and excess > 0 else None,
+            justify="right" if heading in right else "left",
+            no_wrap=heading not in prose,
+            overflow="fold" if heading in prose else "ellipsis",
+        )
+    for row in zip(*(columns[heading] for heading in widths), strict=True):
+        table.add_row(*map(Text, row))
+    console.print(table)
+    if left_out:
+        console.print(Text(f"not shown at this width: {', '.join(left_out)}", style="dim"))
+
+
 def show(table: Table) -> None:
     """Print a table; where there is no terminal, as wide as it likes."""
     console = Console()
@@ -90,45 +201,70 @@ def show(table: Table) -> None:
     console.print(table)
 
 
-def runs_table(records: Sequence[RunRecord], states: Sequence[str] | None = None) -> Table:
-    """Lay out runs: what was run, and how it ended."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("run", "task", "rule", "attack", "seed", "status"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("rounds", "final", "best", "ms/round"):
-        table.add_column(heading, justify="right")
-    table.add_column("suspects")
-    for record, state in zip(records, states or [r.status for r in records], strict=True):
-        table.add_row(
-            str(record.id),
-            f"{record.dataset} {record.model}",
-            record.rule,
-            record.attack or "none",
-            str(record.seed),
-            state + (f" ({record.skipped_rounds} skipped)" if record.skipped_rounds else ""),
-            f"{record.rounds_done}/{record.rounds}",
-            _share(record.final_accuracy),
-            _share(record.best_accuracy),
-            "" if record.ms_per_round is None else f"{record.ms_per_round:.1f}",
-            listing(record.suspects),
-        )
-    return table
+def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None) -> None:
+    """Print what runs have in common in a line, and what tells them apart in a table."""
+    configs = [record.config for record in records]
+    told = differing(configs)
+    common = [key for key in MAIN if key not in told and configs[0].get(key) is not None]
+    if common:
+        print(", ".join(_said(configs[0], key) for key in common))
+    columns: dict[str, list[str]] = {"run": [str(record.id) for record in records]}
+    columns |= {key: [_value(config, key) for config in configs] for key in told}
+    columns["status"] = list(states or [record.status for record in records])
+    if any(record.skipped_rounds for record in records):
+        columns["skipped"] = [str(record.skipped_rounds) for record in records]
+    columns["rounds"] = [f"{record.rounds_done}/{record.rounds}" for record in records]
+    columns["final"] = [_share(record.final_accuracy) for record in records]
+    columns["best"] = [_share(record.best_accuracy) for record in records]
+    columns["ms/round"] = [
+        "" if record.ms_per_round is None else f"{record.ms_per_round:.1f}" for record in records
+    ]
+    if any(record.suspects for record in records):
+        columns["suspects"] = [listing(record.suspects) for record in records]
+    if any(record.origin for record in records):
+        columns["goes on from"] = [record.origin or "" for record in records]
+    print_table(
+        columns,
+        right=("skipped", "rounds", "final", "best", "ms/round"),
+        optional=("ms/round", "best", "goes on from", "name", "suspects"),
+    )
 
 
-def export_csv(results: Results, table: str, runs: Iterable[RunRecord], file: TextIO) -> int:
+def export_csv(results: Results, table: str, runs: Sequence[RunRecord], file: TextIO) -> int:
     """Write one table of the results as CSV and return the number of rows."""
+    told = dict.fromkeys(["rule", "attack", "seed", *differing([r.config for r in runs])])
     rows: list[dict[str, Any]] = []
     for record in runs:
         if table == "runs":
-            rows.append({**outcome(record), "suspects": " ".join(map(str, record.suspects))})
+            about = outcome(record)
+            config = about.pop("config")
+            about["suspects"] = " ".join(map(str, record.suspects))
+            rows.append({**about, **{k: v for k, v in config.items() if k not in about}})
         else:
-            about = {"rule": record.rule, "attack": record.attack, "seed": record.seed}
+            about = {key: record.config.get(key) for key in told}
             rows += [{**row, **about} for row in results.table(table, record.id)]
     if rows:
-        writer = csv.DictWriter(file, list(rows[0]))
+        headings: Iterable[str] = dict.fromkeys(key for row in rows for key in row)
+        writer = csv.DictWriter(file, list(headings))
         writer.writeheader()
         writer.writerows(rows)
     return len(rows)
+
+
+def _value(config: Mapping[str, Any], key: str) -> str:
+    value = config.get(key)
+    if value is None:
+        return "" if key == "name" else "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _said(config: Mapping[str, Any], key: str) -> str:
+    """Write a setting so that it is clear which it is."""
+    value = _value(config, key)
+    if key == "attack":
+        return "no attack" if value == "none" else value
+    plain = (*MAIN[:-1], "split")  # whose values say what they are
+    return value if key in plain else f"{key.replace('_', ' ')} {value}"
 
 
 def _share(value: float | None) -> str:

@@ -1,13 +1,18 @@
-"""Checkpoints: the whole state of a run in one file, which is there entirely or not at all."""
+"""Checkpoints: the whole state of a run in one file, which is there entirely or not at all.
+
+A checkpoint is a safetensors file. Its digest is taken over all its bytes, with zeros where the
+digest itself stands, so that no damage to it goes unnoticed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from phocas.files import write_atomically
 
@@ -17,8 +22,15 @@ if TYPE_CHECKING:
 
     from phocas.training.trainer import Trainer
 
-FORMAT = 1
+FORMAT = 2
 Tensors = dict[str, torch.Tensor]
+
+_NO_DIGEST = "0" * 64
+_DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint whose bytes are not those that were written."""
 
 
 def save_checkpoint(
@@ -26,38 +38,53 @@ def save_checkpoint(
     trainer: Trainer,
     identity: str = "",
     extra: Mapping[str, torch.Tensor] | None = None,
+    *,
+    keep: Path | None = None,
 ) -> None:
     """Write the state of a trainer; whoever reads the path sees the old file or the new one.
 
     Everything random is a function of (seed, round, worker), so there is no generator to keep.
+    The checkpoint that was there before goes to ``keep``, if that is given.
     """
-    tensors, numbers = _capture(trainer)
+    header, tensors = _capture(trainer)
     tensors |= {f"extra.{name}": tensor for name, tensor in (extra or {}).items()}
-    header = {
-        "format": FORMAT,
-        "identity": identity,
-        "round": trainer.rounds_done,
-        "optimizer": numbers,
-    }
-    write_atomically(path, save(tensors, metadata={"phocas": json.dumps(header)}))
+    header |= {"format": FORMAT, "identity": identity, "round": trainer.rounds_done}
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_atomically(path, _seal(save(whole, _metadata(header))), keep=keep)
 
 
 def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> Tensors:
     """Give a trainer the state of a checkpoint, and return what was saved besides."""
     header, tensors = _read(path)
-    if header.get("format") != FORMAT:
-        raise ValueError(
-            f"checkpoint {path} has format {header.get('format')}, this version reads {FORMAT}"
-        )
     if header["identity"] != identity:
         raise ValueError(f"checkpoint {path} belongs to a run with another configuration")
-    _restore(trainer, tensors, header["optimizer"])
+    try:
+        _restore(trainer, tensors, header)
+    except KeyError as error:
+        raise ValueError(
+            f"checkpoint {path} has no {error}: it was saved by a trainer with other settings"
+        ) from None
     trainer.rounds_done = int(header["round"])
-    return {
-        name.removeprefix("extra."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith("extra.")
-    }
+    return _part(tensors, "extra")
+
+
+def read_model(path: Path) -> Tensors:
+    """Return the model in a checkpoint, by the names of its state dict."""
+    header, tensors = _read(path)
+    found = {}
+    for name, place in header["model"].items():
+        if place is None:
+            found[name] = tensors[f"model.{name}"]
+        else:
+            start, shape = place
+            size = torch.Size(shape)
+            found[name] = tensors["vector"][start : start + size.numel()].view(size)
+    return found
+
+
+def save_model(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a model alone, by the names of its state dict, as safetensors."""
+    write_atomically(path, save({name: value.clone() for name, value in tensors.items()}))
 
 
 def discard_checkpoint(path: Path) -> None:
@@ -67,16 +94,14 @@ def discard_checkpoint(path: Path) -> None:
         half.unlink(missing_ok=True)
 
 
-def save_model(path: Path, trainer: Trainer) -> None:
-    """Write the model alone, by the names of its state dict, as safetensors."""
-    tensors = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    write_atomically(path, save(tensors))
-
-
-def _capture(trainer: Trainer) -> tuple[Tensors, dict[str, dict[str, Any]]]:
-    tensors: Tensors = {"vector": trainer.server.vector}
-    for name, buffer in trainer.model.named_buffers():
-        tensors[f"buffer.{name}"] = buffer
+def _capture(trainer: Trainer) -> tuple[dict[str, Any], Tensors]:
+    vector = trainer.server.vector
+    tensors: Tensors = {"vector": vector}
+    named = trainer.model.state_dict()
+    places = {name: _place(tensor, vector) for name, tensor in named.items()}
+    for name, tensor in {**dict(trainer.model.named_buffers()), **named}.items():
+        if places.get(name) is None:
+            tensors[f"model.{name}"] = tensor.clone()  # tied tensors must not share memory here
     for name, tensor in trainer.cluster.state().items():
         tensors[f"cluster.{name}"] = tensor
     for name, array in trainer.suspicion.state().items():
@@ -89,39 +114,78 @@ def _capture(trainer: Trainer) -> tuple[Tensors, dict[str, dict[str, Any]]]:
                 tensors[f"optimizer.{index}.{key}"] = value
             else:
                 numbers[str(index)][key] = value
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}, numbers
+    return {"optimizer": numbers, "model": places}, tensors
 
 
-def _restore(trainer: Trainer, tensors: Tensors, numbers: dict[str, dict[str, Any]]) -> None:
+def _place(tensor: torch.Tensor, vector: torch.Tensor) -> tuple[int, list[int]] | None:
+    """Return where a tensor lies in the vector of parameters, if it is a piece of it."""
+    same = tensor.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+    if not same or tensor.dtype != vector.dtype or not tensor.is_contiguous():
+        return None
+    return int(tensor.storage_offset() - vector.storage_offset()), list(tensor.shape)
+
+
+def _restore(trainer: Trainer, tensors: Tensors, header: Mapping[str, Any]) -> None:
     if tensors["vector"].shape != trainer.server.vector.shape:
         raise ValueError(
             f"the checkpoint has d={tensors['vector'].numel()} parameters,"
             f" the model {trainer.server.vector.numel()}"
         )
     trainer.server.vector.copy_(tensors["vector"])
-    for name, buffer in trainer.model.named_buffers():
-        buffer.copy_(tensors[f"buffer.{name}"])
-    parts: dict[str, Tensors] = {"cluster": {}, "suspicion": {}, "optimizer": {}}
-    for name, tensor in tensors.items():
-        part, _, rest = name.partition(".")
-        if part in parts:
-            parts[part][rest] = tensor
-    trainer.cluster.load_state(parts["cluster"])
-    trainer.suspicion.load_state({key: value.numpy() for key, value in parts["suspicion"].items()})
-    state: dict[int, dict[str, Any]] = {int(index): dict(rest) for index, rest in numbers.items()}
-    for name, tensor in parts["optimizer"].items():
+    named = {**dict(trainer.model.named_buffers()), **trainer.model.state_dict()}
+    for name, tensor in named.items():
+        if header["model"].get(name) is None:
+            tensor.copy_(tensors[f"model.{name}"])
+    trainer.cluster.load_state(_part(tensors, "cluster"))
+    suspicion = _part(tensors, "suspicion")
+    trainer.suspicion.load_state({key: value.numpy() for key, value in suspicion.items()})
+    state = {int(index): dict(rest) for index, rest in header["optimizer"].items()}
+    for name, tensor in _part(tensors, "optimizer").items():
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = tensor
     groups = trainer.server.optimizer.state_dict()["param_groups"]
     trainer.server.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def _part(tensors: Tensors, part: str) -> Tensors:
+    prefix = f"{part}."
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _metadata(header: Mapping[str, Any]) -> dict[str, str]:
+    return {"phocas": json.dumps(header), "digest": _NO_DIGEST}
+
+
+def _seal(content: bytes) -> bytes:
+    """Write the digest of a file into the zeros that were left for it."""
+    found = _DIGEST.search(content)
+    assert found is not None
+    digest = hashlib.sha256(content).hexdigest().encode()
+    return content[: found.start(1)] + digest + content[found.end(1) :]
+
+
 def _read(path: Path) -> tuple[dict[str, Any], Tensors]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("phocas", "{}"))
-            return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    content = path.read_bytes()
+    found = _DIGEST.search(content)
+    if found is None:
+        raise DamagedCheckpointError(
+            f"checkpoint {path} has no digest: it is damaged, or was written by phocas 0.1.0"
+        )
+    digest = hashlib.sha256(content[: found.start(1)])
+    digest.update(_NO_DIGEST.encode())
+    digest.update(memoryview(content)[found.end(1) :])
+    if digest.hexdigest().encode() != found[1]:
+        raise DamagedCheckpointError(
+            f"checkpoint {path} is damaged: its digest is not that of its content"
+        )
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["phocas"])
+    if header["format"] != FORMAT:
         raise ValueError(
-            f"checkpoint {path} cannot be read ({error}); delete it to start over"
-        ) from None
+            f"checkpoint {path} has format {header['format']}, this version reads {FORMAT}"
+        )
+    return header, load(content)

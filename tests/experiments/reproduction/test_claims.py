@@ -229,6 +229,15 @@ def test_figures_say_how_many_repeats_they_show(tmp_path: Path) -> None:
     assert "Phocas (3 of 5 repeats)" in few
 
 
+@pytest.mark.parametrize("name", ["gaussian", "batch-size", "gambler-b"])
+def test_one_repeat_has_no_band(tmp_path: Path, name: str) -> None:
+    one = made_up(as_the_paper_says, without=4)
+    text = draw(_figure(one.reproduction, name), one, tmp_path / name)[1].read_text()
+    assert "1 of 5 repeats" in text
+    assert "band" not in text
+    assert "FillBetween" not in text
+
+
 def test_where_some_repeats_crash_each_is_drawn(tmp_path: Path) -> None:
     outcomes = made_up(as_the_paper_says)
     figure = _figure(outcomes.reproduction, "gambler")

@@ -11,14 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.experiments.reproduction.tasks import BASELINE, Case, Reproduction
-from phocas.experiments.results import Results
+from phocas.experiments.results import ENDED, Results
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from phocas.experiments.results import RunRecord
-
-ENDED = ("complete", "stopped")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +102,7 @@ class Outcomes:
 
 def collect(reproduction: Reproduction, results: Path) -> Outcomes:
     """Read the runs that came to their end; those that did not are left out."""
-    with Results(results, must_exist=True) as file:
+    with Results(results, read=True) as file:
         records: dict[str, RunRecord] = {
             record.identity: record for record in file.runs() if record.status in ENDED
         }

@@ -1,0 +1,5 @@
+"""``python -m phocas``: the command line."""
+
+from phocas.cli import main
+
+main()
