@@ -136,6 +136,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
         "train", "--config", toml, "--results", killed, "--resume", "--json",
         "--save-model", tmp_path / "killed.safetensors",
     )  # fmt: skip
+    assert "going on with run 1 from round" in ended.stderr
     outcome = json.loads(ended.stdout)
     assert (outcome["status"], outcome["rounds_done"], outcome["id"]) == ("complete", 40, 1)
     assert outcome["final_accuracy"] == expected.final_accuracy
