@@ -130,6 +130,33 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         Results(tmp_path / "none.sqlite", read=True)
 
 
+def test_files_of_the_first_version_are_read_and_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "r.sqlite"
+    with Results(path) as results:
+        run = begin(results)
+        results.record(run, [a_round(1)], [(1, Evaluation(1, 0.5, 0.6, 0))])
+        results.end(run, "complete")
+        expected = results.run(run), results.table("evaluations", run)
+    with sqlite3.connect(path) as connection:  # what version 1 was like
+        connection.executescript(
+            "ALTER TABLE runs DROP COLUMN origin;"
+            "CREATE TABLE old (run INTEGER NOT NULL REFERENCES runs (id), round INTEGER NOT NULL,"
+            " loss REAL, top1 REAL NOT NULL, top3 REAL NOT NULL, seconds REAL NOT NULL,"
+            " PRIMARY KEY (run, round)) STRICT, WITHOUT ROWID;"
+            "INSERT INTO old SELECT * FROM evaluations; DROP TABLE evaluations;"
+            "ALTER TABLE old RENAME TO evaluations; PRAGMA user_version = 1;"
+        )
+    connection.close()
+    for read in (True, False, True):
+        with Results(path, read=read) as results:
+            assert (results.run(run), results.table("evaluations", run)) == expected
+    with Results(path) as results:
+        longer = results.begin(make_config({}), {}, {}, origin="run 1, round 1")
+        results.copy(run, longer, 1, evaluate_every=1)
+        assert results.run(longer).origin == "run 1, round 1"
+        assert len(results.table("rounds", longer)) == 1
+
+
 def write_many(path: str, seed: int, start: multiprocessing.synchronize.Barrier) -> None:
     start.wait()
     with Results(Path(path)) as results:

@@ -136,6 +136,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
         "train", "--config", toml, "--results", killed, "--resume", "--json",
         "--save-model", tmp_path / "killed.safetensors",
     )  # fmt: skip
+    assert "going on with run 1 from round" in ended.stderr
     outcome = json.loads(ended.stdout)
     assert (outcome["status"], outcome["rounds_done"], outcome["id"]) == ("complete", 40, 1)
     assert outcome["final_accuracy"] == expected.final_accuracy
@@ -209,6 +210,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
     flip_a_bit(state_path(config.results, 1))
     with pytest.raises(DamagedCheckpointError, match=r"run-1\.safetensors is damaged"):
         execute(config, model_file=tmp_path / "model.safetensors")
+
+
+def test_a_run_killed_between_two_checkpoints_goes_on_from_the_first(tmp_path: Path) -> None:
+    config = make_config({**TINY, "rounds": 15, "results": str(tmp_path / "r.sqlite")})
+    interrupt(config, 11)
+    checkpoint_path(config.results, config.identity()).unlink()
+    told: list[str] = []
+    assert execute(config, tell=told.append).rounds_done == 15
+    assert told == ["going on with run 1 from round 9"]
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

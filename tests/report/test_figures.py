@@ -50,7 +50,9 @@ def test_every_rule_has_a_look_of_its_own() -> None:
     looks = [(style.colour, style.marker) for style in STYLES.values()]
     assert len(set(looks)) == len(looks)
     assert len({style.marker for style in STYLES.values()}) == len(STYLES)
-    assert style_of("own.rules:Mine:b=2", 3) not in STYLES.values()
+    others = {style_of("own.rules:Mine:b=2", index) for index in range(10)}
+    assert len(others) == 10
+    assert not others & set(STYLES.values())
 
 
 @pytest.mark.parametrize(

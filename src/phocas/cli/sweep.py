@@ -78,7 +78,9 @@ def sweep(
     left = sum(record is None or record.status in ("interrupted", "running") for record in records)
     if left:
         typer.echo(
-            f"{left} of {len(configs)} runs are not done; the same command goes on", err=True
+            f"{left} of {len(configs)} runs are not done; the same command goes on."
+            f" Results are in {place}",
+            err=True,
         )
         raise typer.Exit(130)
     if any(record.status == "failed" for record in ended):

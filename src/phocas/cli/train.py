@@ -106,7 +106,7 @@ def train(
                 model_file=save_model,
             )
     except EngineError as error:
-        typer.echo(f"phocas: {error}", err=True)
+        typer.echo(f"phocas: {error}; what was done is in {checked.results}", err=True)
         raise typer.Exit(3) from None
     print_outcome(record, as_json=json_, model_file=save_model)
     if record.status == "interrupted":

@@ -192,8 +192,8 @@ class _Run:
                 return
         if problems:
             raise DamagedCheckpointError(
-                f"{' and '.join(problems)}: no checkpoint of run {self.id} is whole,"
-                " so it can only be run again from round 0"
+                f"{' and '.join(problems)}: no checkpoint of run {self.id} is whole;"
+                " delete them to run it again from round 0, or begin another run beside it"
             )
         self.tell(f"run {self.id} left no checkpoint: it begins again at round 0")
         self.results.rewind(self.id, -1)

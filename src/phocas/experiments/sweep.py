@@ -238,7 +238,7 @@ def attempts(configs: Sequence[RunConfig]) -> list[RunRecord | None]:
     for place in {config.results for config in configs}:
         if not Path(place).exists():
             continue
-        with Results(Path(place), read=True) as results:
+        with Results(Path(place)) as results:
             for record in results.runs():
                 before = found.get((place, record.identity))
                 if before is None or record.status in ENDED or before.status not in ENDED:

@@ -45,10 +45,12 @@ STYLES = {
     "mda": Style(ORANGE, _DOTS, "h"),
     "cge": Style(BLACK, _DOTS, "+"),
 }
+_TAKEN = {(style.colour, style.marker) for style in STYLES.values()}
 _OTHERS = tuple(
     Style(colour, dash, marker)
-    for dash, markers in (("-", "oxv^sDP"), ((0, (4, 2)), "d*<>hX+"))
+    for dash, markers in (("-", "sxv^oDP"), ((0, (4, 2)), "d*<>hX+"))
     for colour, marker in zip(COLOURS, markers, strict=True)
+    if (colour, marker) not in _TAKEN
 )
 
 

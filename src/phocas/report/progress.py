@@ -51,8 +51,8 @@ class Progress:
             self._task = self._bars.add_task("round", total=config.rounds, news="")
 
     def say(self, line: str) -> None:
-        """Print a line beside the progress."""
-        _say(self.console, line)
+        """Print a line beside the progress, and where no progress is shown too."""
+        _say(self.console, line, always=True)
 
     def show(self, _config: RunConfig, done: Round, evaluation: Evaluation | None) -> None:
         """Take the news of one round."""
@@ -76,7 +76,8 @@ class Progress:
             step = max(1, self.config.rounds // PLAIN_LINES)
             if done.number % step == 0 or done.number == self.config.rounds:
                 left = (self.config.rounds - done.number) / speed if speed else 0.0
-                self.say(f"round {done.number}/{self.config.rounds}  {news}  {left:.0f} s left")
+                total = self.config.rounds
+                _say(self.console, f"round {done.number}/{total}  {news}  {left:.0f} s left")
 
     def __enter__(self) -> Self:
         if self._bars is not None:
@@ -108,7 +109,7 @@ class SweepProgress:
         """Take the news of one run."""
         label = self.labels[news.index]
         if isinstance(news, Note):
-            _say(self.console, f"{label}: {news.text}")
+            _say(self.console, f"{label}: {news.text}", always=True)
         elif isinstance(news, Ended):
             self._end(news, label)
         elif self._bars is None:
@@ -178,8 +179,11 @@ def _news(loss: float, accuracy: float | None) -> str:
     return f"loss {loss:.4g}" + ("" if accuracy is None else f"  accuracy {accuracy:.3f}")
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+def _say(console: Console, line: str, *, always: bool = False) -> None:
+    if always and console.quiet:
+        print(line, file=sys.stderr)
+    else:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
