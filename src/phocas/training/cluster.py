@@ -103,7 +103,7 @@ class LocalCluster:
             self.assignment, self.server.num_workers, self.batch_size, self.seed, round
         )
         inputs, targets = self.samples.draw(indices)
-        if self.attack is not None and self.samples.num_classes:
+        if self.attack is not None and (self.samples.num_classes or self.attack.acts_on_data):
             self.attack.corrupt_labels(
                 targets.numpy(),
                 self.samples.num_classes,

@@ -183,7 +183,7 @@ class Trainer:
             model, loss, flat, self.lanes, sample=sample, reduction=reduction, path=gradient_path
         )
         self.cluster: Cluster = (cluster or _local)(self)
-        self.suspicion = Suspicion(num_workers, tolerated(self.rule, num_workers))
+        self.suspicion = Suspicion(num_workers, self.rule.tolerates(num_workers).rows)
         self.rounds_done = 0
 
     def rounds(self, number: int) -> Iterator[Round]:
@@ -275,16 +275,6 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def tolerated(rule: Rule, num_workers: int) -> int:
-    """Return how many liars a rule was told of, or the most there can be if it was told nothing."""
-    told = [
-        step.b
-        for step in (*getattr(rule, "stages", ()), getattr(rule, "rule", rule))
-        if hasattr(step, "b")
-    ]
-    return max(told, default=(num_workers - 1) // 2)
 
 
 def _local(trainer: Trainer) -> LocalCluster:

@@ -11,7 +11,7 @@ import torch
 
 from phocas.engines import EngineError
 from phocas.engines.faults import Fault, Stale
-from phocas.engines.ray.hosts import Harvest, Host, Hosts, survives
+from phocas.engines.ray.hosts import Harvest, Host, Hosts
 from phocas.engines.ray.servers import Result, Servers
 from phocas.engines.ray.settings import RaySettings
 from phocas.engines.ray.shard import (
@@ -58,7 +58,7 @@ class RayCluster:
                     " the local engine, or with one server"
                 )
         check_optimizer(server)
-        self.allowed = survives(trainer.rule, m)
+        self.allowed = trainer.rule.tolerates(m).rows
         if settings.missing is not None:
             if settings.missing > self.allowed:
                 raise ValueError(

@@ -166,7 +166,7 @@ class Workers:
     def _batches(self, round: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
         job = self.job
         indices = batch_indices(job.assignment, job.num_workers, job.batch_size, job.seed, round)
-        if job.attack is None or not job.samples.num_classes:
+        if job.attack is None or not (job.samples.num_classes or job.attack.acts_on_data):
             return job.samples.draw(indices[self.first : self.last])
         inputs, targets = job.samples.draw(indices)  # labels are corrupted for all workers at once
         rng = attack_rng(job.seed, round)
