@@ -398,3 +398,18 @@ def test_shards_are_those_of_array_split(d: int, servers: int) -> None:
     assert bounds[-1][1] == d
     with pytest.raises(ValueError, match="servers >= 1"):
         shard_bounds(d, 0)
+
+
+def test_what_would_change_nothing_is_refused() -> None:
+    for text in ("bit-flip:bits=", "stuck:worker=0,bits="):
+        with pytest.raises(ValueError, match="needs at least one bit: got none"):
+            parse_attack(text)
+    targets = np.zeros((4, 3))
+    with pytest.raises(ValueError, match=r"integer labels.*got shape \(4, 3\) of float64"):
+        parse_attack("label-flip:q=1").corrupt_labels(targets, 0, rng=np.random.default_rng(0))
+
+
+def test_a_gambler_sits_at_one_of_the_servers_that_there_are() -> None:
+    assert parse_attack("gambler", servers=4) == Gambler(servers=4)
+    assert parse_attack("gambler:servers=7", servers=4) == Gambler(servers=7)
+    assert parse_attack("crash:worker=1", servers=4) == parse_attack("crash:worker=1")

@@ -1,4 +1,4 @@
-"""What `rule.tolerates` promises, shown by attack: so many are survived, and where known no more."""
+"""What ``rule.tolerates`` promises, by attack: so many are survived, and where known no more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import phocas
 from phocas import Rule, Tolerance, parse_rule
 
 D = 6
-DRAWS = 4
 
 PIPELINES = [
     f"{stage}|{rule}"
@@ -111,15 +110,15 @@ def promised(m: int, draws: int) -> None:
             attack_values(rule, m, seed)
 
 
-@pytest.mark.parametrize("m", [5, 6, 12, 23])
+@pytest.mark.parametrize("m", [7, 11, 20])
 def test_what_is_promised_is_survived(m: int) -> None:
-    promised(m, DRAWS)
+    promised(m, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("m", range(5, 42))
 def test_what_is_promised_is_survived_for_every_m(m: int) -> None:
-    promised(m, 3 * DRAWS)
+    promised(m, 8)
 
 
 # The rules of which it is known that they survive not one more.
