@@ -1,22 +1,19 @@
-"""An example of every rule, and the values that nobody should send.
-
-A new rule is tested by one more row in ``EXAMPLES``; :func:`test_examples_are_complete` in
-``test_rules_contract.py`` fails until it has one.
-"""
+"""Examples of every rule, from what it may be told, and the values that nobody should send."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 import phocas
-from phocas import PRE_AGGREGATORS, RULES, PreAggregator, Rule
+from phocas import PRE_AGGREGATORS, RULES, Rule
 from phocas.floats import FORMATS
+from phocas.rules.base import Stage
 
 Doubles: TypeAlias = NDArray[np.float64]
 
@@ -46,60 +43,50 @@ def hostile_values(dtype: str = "float32") -> list[float]:
 # -- examples --------------------------------------------------------------------------------------
 
 
-def _counts(largest: int) -> list[int]:
-    """Return nothing, about half and all of what a rule can survive."""
-    return sorted({0, (largest + 1) // 2, largest}) if largest >= 0 else []
-
-
-EXAMPLES: dict[type[Rule], Callable[[int], list[Rule]]] = {
-    phocas.Mean: lambda _: [phocas.Mean()],
-    phocas.Median: lambda _: [phocas.Median()],
-    phocas.TrimmedMean: lambda m: [phocas.TrimmedMean(b) for b in _counts((m - 1) // 2)],
-    phocas.Phocas: lambda m: [phocas.Phocas(b) for b in _counts((m - 1) // 2)],
-    phocas.MeaMed: lambda m: [phocas.MeaMed(b) for b in _counts((m - 1) // 2)],
-    phocas.Krum: lambda m: [phocas.Krum(b) for b in _counts((m - 3) // 2)],
-    phocas.MultiKrum: lambda m: [
-        phocas.MultiKrum(b, select) for b in _counts((m - 3) // 2) for select in (None, 2)
-    ],
-    phocas.Bulyan: lambda m: [phocas.Bulyan(b) for b in _counts((m - 3) // 4)],
-    phocas.GeometricMedian: lambda _: [phocas.GeometricMedian()],
+MORE: dict[type[Stage], Callable[[int], Sequence[Stage]]] = {
+    phocas.MultiKrum: lambda m: [phocas.MultiKrum(rule.b, 2) for rule in _told(phocas.Krum, m)],
     phocas.CenteredClipping: lambda _: [
         phocas.CenteredClipping(radius=2.0),
         phocas.CenteredClipping(radius=30.0, iterations=3),
     ],
-    phocas.MDA: lambda m: [phocas.MDA(b) for b in _counts(min(4, (m - 1) // 2))],
-    phocas.CGE: lambda m: [phocas.CGE(b) for b in _counts((m - 1) // 2)],
-}
-STAGE_EXAMPLES: dict[type[PreAggregator], Callable[[int], list[PreAggregator]]] = {
-    phocas.NNM: lambda m: [phocas.NNM(b) for b in _counts((m - 1) // 2)],
     phocas.Bucketing: lambda m: [phocas.Bucketing(size) for size in (1, 2, 3) if size <= m],
     phocas.Clipping: lambda _: [phocas.Clipping(radius=8.0)],
-    phocas.AdaptiveClipping: lambda m: [phocas.AdaptiveClipping(b) for b in _counts((m - 1) // 2)],
 }
+"""Examples of what b does not say, or not all."""
+
+S = TypeVar("S", bound=Stage)
+
+
+def _told(cls: type[S], m: int) -> list[S]:
+    """Return a step that is told nothing, about half, and all of what it can survive."""
+    every = cls.choices(m)
+    return [every[place] for place in sorted({0, len(every) // 2, len(every) - 1}) if every]
+
+
+def examples_of(cls: type[S], m: int) -> list[S]:
+    """Return steps of one class that hold with m workers, the strongest last."""
+    more = MORE[cls](m) if cls in MORE else []
+    return [*(step for step in more if isinstance(step, cls)), *_told(cls, m)]
 
 
 def examples(m: int) -> list[Rule]:
     """Return rules that hold with m workers: for each class of the table at least one."""
-    return [rule for cls in RULES.values() for rule in EXAMPLES[cls](m)]
+    return [rule for cls in RULES.values() for rule in examples_of(cls, m)]
 
 
 def strongest(m: int) -> list[Rule]:
     """Return one rule of each class, told to survive as much as it can."""
-    return [EXAMPLES[cls](m)[-1] for cls in RULES.values() if EXAMPLES[cls](m)]
+    return [found[-1] for cls in RULES.values() if (found := examples_of(cls, m))]
 
 
 def pipelines(m: int) -> list[Rule]:
     """Return each pre-aggregator before each rule that holds with what is left of m rows."""
     result: list[Rule] = []
     for cls in PRE_AGGREGATORS.values():
-        stage = STAGE_EXAMPLES[cls](m)[len(STAGE_EXAMPLES[cls](m)) // 2]
+        found = examples_of(cls, m)
+        stage = found[len(found) // 2]
         result += [stage | rule for rule in strongest(stage.rows_after(m))]
     return result
-
-
-def survives(rule: Rule) -> int:
-    """Return the b that a rule was told."""
-    return int(getattr(rule, "b", 0))
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers import STAGE_EXAMPLES, examples, pipelines
+from tests.helpers import examples, examples_of, pipelines
 
 import phocas
 from phocas import PRE_AGGREGATORS, RULES, Phocas, Rule, parse_rule
@@ -120,8 +120,8 @@ def test_pipelines_flatten() -> None:
 
 
 def test_stages_are_values() -> None:
-    for make in STAGE_EXAMPLES.values():
-        for stage in make(9):
+    for cls in PRE_AGGREGATORS.values():
+        for stage in examples_of(cls, 9):
             assert PRE_AGGREGATORS.parse(str(stage)) == stage
 
 

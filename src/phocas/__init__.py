@@ -12,7 +12,7 @@ import importlib
 from typing import Any
 
 from phocas import attacks
-from phocas.kernels import get_num_threads, set_num_threads
+from phocas.kernels import Window, get_num_threads, set_num_threads
 from phocas.rules import (
     CGE,
     MDA,
@@ -24,8 +24,10 @@ from phocas.rules import (
     Bulyan,
     CenteredClipping,
     Clipping,
+    ColumnRule,
     Evaluation,
     Explanation,
+    FunctionRule,
     GeometricMedian,
     Krum,
     MeaMed,
@@ -35,8 +37,12 @@ from phocas.rules import (
     Phocas,
     Pipeline,
     PreAggregator,
+    RowRule,
     Rule,
+    Told,
+    Tolerance,
     TrimmedMean,
+    TrimmingRule,
     aggregate,
     parse_rule,
 )
@@ -54,8 +60,10 @@ __all__ = [
     "Bulyan",
     "CenteredClipping",
     "Clipping",
+    "ColumnRule",
     "Evaluation",
     "Explanation",
+    "FunctionRule",
     "GeometricMedian",
     "Krum",
     "MeaMed",
@@ -65,8 +73,13 @@ __all__ = [
     "Phocas",
     "Pipeline",
     "PreAggregator",
+    "RowRule",
     "Rule",
+    "Told",
+    "Tolerance",
     "TrimmedMean",
+    "TrimmingRule",
+    "Window",
     "__version__",
     "aggregate",
     "attacks",

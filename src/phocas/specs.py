@@ -1,18 +1,24 @@
 """Values that can be written down: frozen dataclasses to and from ``phocas:b=6``.
 
 Rules and attacks are frozen dataclasses that subclass :class:`Spec`. A :class:`Table` maps their
-names to their classes, reads them from strings, and explains what it cannot read.
+names to their classes, reads them from strings, and explains what it cannot read. Classes of the
+user's own are written as ``package.module:Name:b=6``; they are imported by :meth:`Table.parse`,
+when a run begins, and not by :meth:`Table.read`, which only looks at the text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import numbers
 import operator
+import re
+import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 
@@ -21,6 +27,12 @@ class Spec:
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Name a class that does not name itself by its place, where a table finds it."""
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
     def __str__(self) -> str:
         parts = []
@@ -48,17 +60,50 @@ class Spec:
 S = TypeVar("S", bound=Spec)
 
 
-class Table(Mapping[str, type[S]], Generic[S]):
-    """The classes of one kind by name; case, ``-`` and ``_`` in a name do not matter."""
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A value that needs something of the user's own, ``package.module:Name:b=3``, as text.
 
-    def __init__(self, kind: str, classes: Iterable[type[S]]) -> None:
+    Nothing of it has been imported yet; ``load`` does that.
+    """
+
+    text: str
+    parse: Callable[[str], Any] = dataclasses.field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def load(self) -> Any:
+        """Import what the text names, and build the value."""
+        return self.parse(self.text)
+
+
+class Table(Mapping[str, type[S]], Generic[S]):
+    """The classes of one kind by name; case, ``-`` and ``_`` in a name do not matter.
+
+    With the ``base`` of its kind a table is open: ``package.module:Name`` stands for a class of the
+    user's own, and fields annotated with the base are read by this table. ``adapt`` makes a value
+    of a plain function and the text of its arguments.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        classes: Iterable[type[S]],
+        base: type[S] | None = None,
+        adapt: Callable[[Callable[..., Any], Mapping[str, str]], S] | None = None,
+    ) -> None:
         self.kind = kind
+        self.base = base
+        self.adapt = adapt
         self._classes = {cls.name: cls for cls in classes}
         self._keys = {
             _key(spelling): name
             for name, cls in self._classes.items()
             for spelling in (name, *cls.aliases)
         }
+        if base is not None:
+            _TABLES[base] = self
 
     def __getitem__(self, name: str) -> type[S]:
         key = _key(name)
@@ -76,19 +121,124 @@ class Table(Mapping[str, type[S]], Generic[S]):
         return len(self._classes)
 
     def parse(self, text: str) -> S:
-        """Read one value, for example ``phocas:b=6``."""
+        """Read one value, for example ``phocas:b=6``; import what is the user's own."""
+        found = self.read(text)
+        return self._load(found.text) if isinstance(found, Foreign) else found
+
+    def read(self, text: str) -> S | Foreign:
+        """Read one value and import nothing: what is the user's own comes back as text."""
         name, _, rest = text.strip().partition(":")
         name = name.strip()
+        place = self._place(text)
+        if place is not None:
+            _split_arguments(place[1], place[0])
+            return Foreign(text.strip(), self.parse)
         if name not in self:
             raise ValueError(unknown(self.kind, name, self))
         cls = self[name]
-        return build(cls, _split_arguments(rest, cls.name))
+        values = read_arguments(cls, _split_arguments(rest, cls.name))
+        if any(isinstance(value, Foreign) for value in values.values()):
+            return Foreign(text.strip(), self.parse)
+        return cls(**values)
+
+    def of(self, value: object, owner: str) -> S:
+        """Return a value that may also be given as text, for ``owner``, which the error names."""
+        if isinstance(value, str):
+            return self.parse(value)
+        base: type[Spec] = self.base or Spec
+        if isinstance(value, base):
+            return typing.cast("S", value)
+        if self.adapt is not None and callable(value) and not isinstance(value, type):
+            return self.adapt(value, {})
+        raise TypeError(f"{owner} needs a {self.kind}, as a value or as text: got {value!r}")
+
+    def _place(self, text: str) -> tuple[str, str] | None:
+        """Split the text of something foreign into where it is and its arguments."""
+        found = _FOREIGN.fullmatch(text.strip())
+        if self.base is None or found is None or found["module"] in self:
+            return None
+        return f"{found['module']}:{found['name']}", found["rest"] or ""
+
+    def _load(self, text: str) -> S:
+        place = self._place(text)
+        if place is None:  # only an argument is foreign
+            name, _, rest = text.partition(":")
+            cls = self[name.strip()]
+            values = read_arguments(cls, _split_arguments(rest, cls.name))
+            return cls(**{key: loaded(value) for key, value in values.items()})
+        where, rest = place
+        try:
+            found = imported(where)
+        except ModuleNotFoundError as error:
+            module = where.partition(":")[0]
+            message = f"{unknown(self.kind, module, self)}; and there is no module {error.name!r}"
+            raise ValueError(message) from None
+        arguments = _split_arguments(rest, where)
+        assert self.base is not None
+        if isinstance(found, type) and issubclass(found, self.base):
+            if not dataclasses.is_dataclass(found):
+                raise ValueError(f"{where} must be a frozen dataclass: put @dataclass(frozen=True)")
+            return build(found, arguments)
+        if isinstance(found, self.base) and not arguments:
+            return found
+        if self.adapt is not None and callable(found) and not isinstance(found, type):
+            return self.adapt(found, arguments)
+        function = " or a function" if self.adapt is not None else ""
+        raise ValueError(
+            f"{where} must be a subclass of {self.base.__name__}{function}: got {found!r}"
+        )
 
 
-def build(cls: type[S], arguments: Mapping[str, str]) -> S:
-    """Make a value from the text of its arguments, refusing unknown and missing ones by name."""
+_TABLES: dict[type[Spec], Table[Any]] = {}
+_FOREIGN = re.compile(
+    r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(:(?P<rest>.*))?", re.DOTALL
+)
+
+
+def imported(place: str) -> Any:
+    """Return what ``package.module:name`` names, from the working directory too.
+
+    A module that is not there raises ModuleNotFoundError, all else that is wrong ValueError.
+    """
+    module, _, name = place.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module}.".startswith(f"{missing}."):
+            raise
+        raise ValueError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = [each for each in dir(found) if not each.startswith("_")]
+            raise ValueError(unknown(f"name in {module}", part, names, plural="names"))
+        found = getattr(found, part)
+    return found
+
+
+def loaded(value: Any) -> Any:
+    """Return a value as it is, or what it stands for if it is foreign."""
+    return value.load() if isinstance(value, Foreign) else value
+
+
+def build(cls: type[S], arguments: Mapping[str, str], **given: Any) -> S:
+    """Make a value from the text of its arguments, and from fields that are given."""
+    values = read_arguments(cls, arguments, frozenset(given))
+    return cls(**given, **{key: loaded(value) for key, value in values.items()})
+
+
+def read_arguments(
+    cls: type[Spec], arguments: Mapping[str, str], given: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Read the text of a class's arguments, refusing unknown and missing ones by name."""
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if field.name not in given
+    }
     values = {}
     for key, text in arguments.items():
         if key not in fields:
@@ -103,7 +253,7 @@ def build(cls: type[S], arguments: Mapping[str, str]) -> S:
                 f"{cls.name} needs {field.name}: write {cls.name}:{field.name}=..."
                 f" (parameters: {cls.parameters()})"
             )
-    return cls(**values)
+    return values
 
 
 def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None) -> str:
@@ -236,9 +386,7 @@ def _read(text: str, hint: Any) -> Any:
             return hint(text)
         except ValueError:
             raise ValueError("an integer" if hint is int else "a number") from None
-    if isinstance(hint, type) and issubclass(hint, Spec):
-        reader = getattr(hint, "parse", None)
+    if hint in _TABLES:
         inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
-        if reader is not None:
-            return reader(inner)
+        return _TABLES[hint].read(inner)
     return text

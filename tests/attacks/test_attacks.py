@@ -14,7 +14,7 @@ from phocas.attacks import (
     ALittleIsEnough,
     Attack,
     BitFlip,
-    Constant,
+    ConstantRows,
     Crash,
     Gambler,
     Gaussian,
@@ -35,7 +35,7 @@ from phocas.attacks import (
     paper,
     parse_attack,
 )
-from phocas.attacks.memory import Matrix
+from phocas.attacks.memory import WritableMatrix
 from phocas.floats import FORMATS
 from phocas.rules import Krum, Median, Phocas
 from phocas.sharding import shard_bounds
@@ -64,8 +64,8 @@ EXAMPLES: list[Attack] = [
     MinMax(q=3, direction="unit"),
     MinSum(q=3, direction="sign", who="resampled"),
     LabelFlip(q=3),
-    Constant(q=3, value=NAN),
-    Constant(q=3, value=-INF, who="resampled"),
+    ConstantRows(q=3, value=NAN),
+    ConstantRows(q=3, value=-INF, who="resampled"),
     Crash(worker=5),
     Straggler(q=3),
     Stuck(worker=3, column=201, bits=(15, 1)),
@@ -92,7 +92,7 @@ def tensor(kind: str, seed: int = 1) -> torch.Tensor:
 
 
 def words(G: torch.Tensor | np.ndarray) -> np.ndarray:
-    return Matrix(G).words
+    return WritableMatrix(G).words
 
 
 def corrupt(attack: Attack, G: torch.Tensor | np.ndarray, seed: int = 7) -> Touched:
@@ -341,7 +341,7 @@ def test_what_is_known_early_is_checked_early() -> None:
 
 @pytest.mark.parametrize("value", [True, "3", None, 1j])
 def test_a_number_must_be_a_number(value: object) -> None:
-    for cls, field in ((Constant, "value"), (Omniscient, "scale"), (SignFlip, "scale")):
+    for cls, field in ((ConstantRows, "value"), (Omniscient, "scale"), (SignFlip, "scale")):
         with pytest.raises(TypeError, match=f"needs a number {field}"):
             cls(1, value)  # type: ignore[arg-type]
 
@@ -380,7 +380,7 @@ def test_no_columns_is_no_reason_to_fail() -> None:
 
 def test_a_tensor_that_requires_a_gradient_is_corrupted_too() -> None:
     G = torch.ones(4, 6, requires_grad=True)
-    Constant(q=1, value=5.0).corrupt(G, rng=attack_rng(0, 0))
+    ConstantRows(q=1, value=5.0).corrupt(G, rng=attack_rng(0, 0))
     assert G[0, 0].item() == 5.0
 
 
@@ -398,3 +398,18 @@ def test_shards_are_those_of_array_split(d: int, servers: int) -> None:
     assert bounds[-1][1] == d
     with pytest.raises(ValueError, match="servers >= 1"):
         shard_bounds(d, 0)
+
+
+def test_what_would_change_nothing_is_refused() -> None:
+    for text in ("bit-flip:bits=", "stuck:worker=0,bits="):
+        with pytest.raises(ValueError, match="needs at least one bit: got none"):
+            parse_attack(text)
+    targets = np.zeros((4, 3))
+    with pytest.raises(ValueError, match=r"integer labels.*got shape \(4, 3\) of float64"):
+        parse_attack("label-flip:q=1").corrupt_labels(targets, 0, rng=np.random.default_rng(0))
+
+
+def test_a_gambler_sits_at_one_of_the_servers_that_there_are() -> None:
+    assert parse_attack("gambler", servers=4) == Gambler(servers=4)
+    assert parse_attack("gambler:servers=7", servers=4) == Gambler(servers=7)
+    assert parse_attack("crash:worker=1", servers=4) == parse_attack("crash:worker=1")

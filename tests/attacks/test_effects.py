@@ -12,7 +12,7 @@ import torch
 
 from phocas.attacks import (
     BitFlip,
-    Constant,
+    ConstantRows,
     Crash,
     Gambler,
     Gaussian,
@@ -30,7 +30,7 @@ from phocas.attacks import (
 )
 from phocas.attacks.cells import bernoulli, distinct
 from phocas.attacks.geometry import Direction
-from phocas.attacks.memory import Matrix
+from phocas.attacks.memory import WritableMatrix
 from phocas.floats import FORMATS
 from phocas.sharding import shard_bounds
 
@@ -92,12 +92,12 @@ def test_omniscient_overflows_to_infinity_and_not_to_nan() -> None:
 def test_flipped_words_compare_bit_for_bit(kind: str) -> None:
     bits = FORMATS[kind].paper_bits()
     G = torch.tensor(gradients(np.float64)).to(getattr(torch, kind))
-    before = Matrix(G).words.copy()
+    before = WritableMatrix(G).words.copy()
     touched = BitFlip(columns=1000, per_column=2, bits=bits).corrupt(G, rng=attack_rng(9, 4))
     mask = touched.mask()
     assert mask[:, :1000].sum(axis=0).tolist() == [2] * 1000
     assert not mask[:, 1000:].any()
-    after = Matrix(G).words
+    after = WritableMatrix(G).words
     for word, flipped in zip(before[mask].tolist(), after[mask].tolist(), strict=True):
         width = FORMATS[kind].bits
         old, new = f"{word:0{width}b}", f"{flipped:0{width}b}"
@@ -251,7 +251,7 @@ def test_label_flip_is_its_own_inverse_and_refuses_labels_that_are_none() -> Non
 @pytest.mark.parametrize("kind", FORMATS)
 def test_constant_rows(value: float, kind: str) -> None:
     G = torch.ones(4, 5, dtype=getattr(torch, kind))
-    Constant(q=2, value=value).corrupt(G, rng=attack_rng(0, 0))
+    ConstantRows(q=2, value=value).corrupt(G, rng=attack_rng(0, 0))
     expected = torch.full((2, 5), value, dtype=torch.float64).to(G.dtype)
     torch.testing.assert_close(G[:2], expected, rtol=0, atol=0, equal_nan=True)
 
@@ -291,9 +291,9 @@ def test_stuck_bits(at: int, kind: str) -> None:
     top = FORMATS[kind].bits
     for value in (-1.0, 0.0, 3.0):
         G = torch.full((3, 4), value, dtype=getattr(torch, kind))
-        before = Matrix(G).words.copy()
+        before = WritableMatrix(G).words.copy()
         touched = Stuck(worker=1, column=2, bits=(top, 2), at=at).corrupt(G, rng=attack_rng(0, 0))
-        word, was = int(Matrix(G).words[1, 2]), int(before[1, 2])
+        word, was = int(WritableMatrix(G).words[1, 2]), int(before[1, 2])
         mask = (1 << (top - 1)) | 2
         assert word == (was | mask if at else was & ~mask)
         assert np.argwhere(touched.mask()).tolist() == [[1, 2]]
@@ -305,7 +305,7 @@ def test_random_cells_hold_any_bits(kind: str) -> None:
     touched = RandomCells(rate=0.1).corrupt(G, rng=attack_rng(0, 0))
     cells = M * 5000
     assert touched.count == pytest.approx(0.1 * cells, abs=4 * math.sqrt(cells * 0.09))
-    words = Matrix(G).words[touched.cell_rows, touched.cell_columns]
+    words = WritableMatrix(G).words[touched.cell_rows, touched.cell_columns]
     for bit in range(FORMATS[kind].bits):
         share = np.mean((words >> words.dtype.type(bit)) & words.dtype.type(1))
         assert share == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(touched.count))
@@ -314,7 +314,7 @@ def test_random_cells_hold_any_bits(kind: str) -> None:
 @pytest.mark.parametrize("value", [1.0, 1.00390625, 1.01171875, -3.3e38, 3.4e38, 1e-40, 0.0, -0.0])
 def test_bfloat16_is_rounded_as_torch_rounds(value: float) -> None:
     G = torch.zeros(1, 2, dtype=torch.bfloat16)
-    Constant(q=1, value=value).corrupt(G, rng=attack_rng(0, 0))
+    ConstantRows(q=1, value=value).corrupt(G, rng=attack_rng(0, 0))
     expected = torch.tensor([value], dtype=torch.float32).to(torch.bfloat16)
     assert G[0, 0].view(torch.int16) == expected.view(torch.int16)[0]
 

@@ -13,7 +13,7 @@ import torch
 from phocas.attacks import (
     ALittleIsEnough,
     Attack,
-    Constant,
+    ConstantRows,
     Gaussian,
     InnerProduct,
     Mimic,
@@ -28,6 +28,7 @@ from phocas.attacks import (
 from phocas.attacks.memory import host_array
 from phocas.attacks.search import Objective, climb
 from phocas.rules import MeaMed, Median, Phocas, Pipeline, Rule, TrimmedMean, parse_rule
+from phocas.rules.base import Randomness
 
 M, D, Q = 20, 400, 6
 COMPUTED = ["mean", "median", "trimmed-mean:b=6", "phocas:b=6", "meamed:b=6"]
@@ -84,7 +85,7 @@ def rivals(rule: Rule) -> list[Attack]:
     attacks += [Mimic(Q), *(Mimic(Q, worker=worker) for worker in range(Q, M))]
     for direction in ("std", "unit", "sign"):
         attacks += [MinMax(Q, direction), MinSum(Q, direction)]
-    return attacks + [Constant(Q, value) for value in (0.0, 3.0, -100.0, math.nan, math.inf)]
+    return attacks + [ConstantRows(Q, value) for value in (0.0, 3.0, -100.0, math.nan, math.inf)]
 
 
 @pytest.mark.parametrize("objective", ["distance", "descent"])
@@ -182,7 +183,7 @@ class Counted(Median):
 
     calls = 0
 
-    def __call__(self, rows: Any, *, rng: np.random.Generator | None = None) -> Any:
+    def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
         Counted.calls += 1
         return super().__call__(rows, rng=rng)
 
@@ -190,7 +191,7 @@ class Counted(Median):
 class Opaque(Pipeline):
     """A median of which nothing is known but what it returns."""
 
-    def __call__(self, rows: Any, *, rng: np.random.Generator | None = None) -> Any:
+    def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
         return Counted()(rows, rng=rng)
 
 

@@ -39,14 +39,13 @@ from phocas.engines.local import LocalSettings
 from phocas.engines.ray import RaySettings
 from phocas.engines.ray import session as ray_session
 from phocas.engines.ray.cluster import RayCluster
-from phocas.engines.ray.hosts import MissingRowsError, survives
+from phocas.engines.ray.hosts import MissingRowsError
 from phocas.engines.ray.servers import Servers
 from phocas.engines.ray.session import RayUnreachableError, reachable, the_ray
 from phocas.engines.ray.shard import read_rows
 from phocas.engines.ray.worker import cut, join
 from phocas.experiments.config import make_config
 from phocas.experiments.runner import execute
-from phocas.rules import parse_rule
 from phocas.training import Round, Trainer
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
 from phocas.training.models import build_model
@@ -551,22 +550,6 @@ def test_addresses_that_lead_nowhere_are_told_in_seconds(monkeypatch: pytest.Mon
             reachable(bad)
     with pytest.raises(RayUnreachableError, match="not through a Ray client"):
         reachable("ray://127.0.0.1:10001")
-
-
-@pytest.mark.parametrize(
-    ("rule", "most"),
-    [
-        ("mean", 0),
-        ("median", 4),
-        ("phocas:b=2", 2),
-        ("trimmed-mean:b=4", 4),
-        ("krum:b=3", 3),
-        ("nnm:b=2|phocas:b=3", 2),
-        ("geometric-median", 4),
-    ],
-)
-def test_as_many_rows_may_be_missing_as_the_rule_survives(rule: str, most: int) -> None:
-    assert survives(parse_rule(rule), 9) == most
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from phocas import theory
+from phocas import RULES, Told, theory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,8 +102,12 @@ def test_phocas_bound_is_never_below_four_or_the_trimmed_mean_s() -> None:
 
 def test_table_judges_every_rule() -> None:
     rows = {(row.rule, row.b): row for row in theory.table(20, 6, range(5, 10))}
-    assert len(rows) == 2 + 4 * 5
-    assert not rows["mean", None].feasible
+    told = [cls.name for cls in RULES.values() if issubclass(cls, Told)]
+    untold = {"mean", "median", "geometric-median"}
+    assert set(rows) == {(rule, b) for rule in told for b in range(5, 10)} | {
+        (rule, None) for rule in untold
+    }
+    assert rows["mean", None].reason == "needs q <= 0"
     assert rows["median", None].printed == theory.delta_trimmed_mean(20, 6, 9)
     assert rows["krum", 9].reason == "needs 2b + 2 < m (b <= 8)"
     assert rows["krum", 8].printed == theory.delta_krum(20, 8)
@@ -111,6 +115,5 @@ def test_table_judges_every_rule() -> None:
     assert rows["phocas", 5].printed is None
     assert rows["multi-krum", 6].feasible
     assert rows["multi-krum", 6].printed is None
+    assert rows["meamed", 6].printed == theory.delta_phocas(20, 6, 9)
     assert theory.table(20, 0, [0])[0].adaptive == 1 / 20
-    with pytest.raises(ValueError, match="unknown rule 'phoca'; did you mean 'phocas'"):
-        theory.bounds.judge("phoca", 20, 6, 6)

@@ -4,66 +4,64 @@ The yardstick is the honest spread, sqrt(V). V is the sum over columns of the va
 values, the paper's E|G - g|^2, so one spread is how far an honest worker's own row lies from the
 honest mean, in the root mean square. An honest value is a cell that the attack did not touch.
 
-A rule *holds* against an attack if the root mean square distance of its result from the honest
-mean, over the rounds, is within the paper's bound sqrt(Delta) where there is one, and within
-``LIMIT`` spreads where there is none. Otherwise, or if a result is not finite, it *breaks*.
-
-A rule *promises* to hold for at most b bad values a column if it reduces each column on its own,
-and for at most b bad rows if it compares rows. An attack that does more than that is tried and
-shown, but whatever comes of it breaks no promise.
+A rule *promises* to survive an attack if it touches no more rows, or values a column, than
+``rule.tolerates`` says. It *holds* against it if the root mean square distance of its result from
+the honest mean, over the rounds, is within the paper's bound sqrt(Delta) where there is one, and
+within the ``rule.spreads`` that it declares where there is none. An attack that does more than is
+promised is tried and shown, and the rule holds within ``LIMIT`` spreads, but whatever comes of it
+breaks no promise. Beyond the yardstick, or if a result is not finite, the rule *breaks*.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from phocas.attacks.base import Attack, attack_rng
-from phocas.attacks.field import Constant, InnerProduct, SignFlip
+from phocas.attacks.field import ConstantRows, InnerProduct, SignFlip
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
 from phocas.attacks.machine import Crash, RandomCells, Straggler, Stuck
 from phocas.attacks.memory import host_array, is_tensor, kind_of
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
+from phocas.attacks.table import ATTACKS
 from phocas.attacks.touched import Touched
 from phocas.attacks.worst import ALittleIsEnough, WorstCase
-from phocas.rules import (
-    NNM,
-    AdaptiveClipping,
-    Krum,
-    Mean,
-    Median,
-    Phocas,
-    Pipeline,
-    Rule,
-    TrimmedMean,
-)
+from phocas.rules import RULES, Rule
 from phocas.specs import count, positive
-from phocas.theory import delta_krum, delta_phocas, delta_trimmed_mean
 
 LIMIT = 2.0
-"""Honest spreads within which a rule without a bound in the paper must stay."""
+"""Honest spreads within which a rule holds against an attack that it does not promise to."""
+
+Source = Literal["paper", "rule", "none"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What one attack did to a rule; distances are in honest spreads."""
+class Trial:
+    """What one attack did to a rule; distances are in honest spreads.
+
+    ``limit`` is the yardstick, and ``source`` says whose it is: the paper's, the rule's own, or
+    LIMIT, which is nobody's promise.
+    """
 
     attack: str
     rows: int
     per_column: int
     distance: float
     inner_product: float
-    bound: float | None
+    limit: float
+    source: Source
     promised: bool
+    tried: bool = True
 
     @property
     def holds(self) -> bool:
-        """Whether the result stayed within the bound, or within LIMIT where there is none."""
-        return self.distance <= (LIMIT if self.bound is None else self.bound)
+        """Whether the result stayed within the limit."""
+        return self.tried and self.distance <= self.limit
 
     @property
     def broken_promise(self) -> bool:
@@ -73,39 +71,42 @@ class Finding:
     @property
     def verdict(self) -> str:
         """Put it into words."""
+        if not self.tried:
+            return "not tried: it acts on data"
         if self.holds:
             return "holds"
         return "BROKEN PROMISE" if self.promised else "breaks"
 
 
 def audit(
-    rule: Rule,
+    rule: Rule | str,
     rows: Any = None,
     *,
-    workers: int = 20,
+    num_workers: int = 20,
     byzantine: int = 6,
-    dimensions: int = 20_000,
-    attacks: Iterable[Attack] | None = None,
+    dims: int = 20_000,
+    attacks: Iterable[Attack | str] | None = None,
     rounds: int = 3,
     signal: float = 1.0,
     seed: int = 0,
-) -> list[Finding]:
+) -> list[Trial]:
     """Try attacks by ``byzantine`` workers against a rule; all of them unless some are given.
 
     Args:
-        rule: the rule to be tried.
+        rule: the rule to be tried, or its text.
         rows: an (m, d) matrix of honest gradients; drawn for each round if there is none.
-        workers: m, if the matrix is drawn.
+        num_workers: m, if the matrix is drawn.
         byzantine: q, the number of workers (or of values a column) that go wrong.
-        dimensions: d, if the matrix is drawn.
-        attacks: what to try.
+        dims: d, if the matrix is drawn.
+        attacks: what to try, as values or as text.
         rounds: how many rounds to average over.
         signal: the length of the true gradient in honest spreads, if the matrix is drawn.
         seed: of the matrices and of the attacks.
     """
+    rule = RULES.of(rule, "audit")
     q = count("audit", "byzantine", byzantine)
     count("audit", "rounds", rounds, 1)
-    matrices = _Matrices(rows, workers, dimensions, positive("audit", "signal", signal), seed)
+    matrices = _Matrices(rows, num_workers, dims, positive("audit", "signal", signal), seed)
     m, d = matrices.shape
     if 2 * q >= m:
         raise ValueError(
@@ -113,7 +114,11 @@ def audit(
             f" {m} workers, the largest is {(m - 1) // 2}"
         )
     rule.check(m)
-    chosen = suite(rule, m, d, q, matrices.dtype) if attacks is None else list(attacks)
+    chosen = (
+        suite(rule, m, d, q, matrices.dtype)
+        if attacks is None
+        else [ATTACKS.of(attack, "audit") for attack in attacks]
+    )
     for attack in chosen:
         attack.check(m, d, matrices.dtype)
     return [_try(rule, attack, matrices, rounds, seed) for attack in chosen]
@@ -143,9 +148,9 @@ def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
         Mimic(q),
         MinMax(q),
         MinSum(q),
-        Constant(q, 0.0),
-        Constant(q, math.nan),
-        Constant(q, math.inf),
+        ConstantRows(q, 0.0),
+        ConstantRows(q, math.nan),
+        ConstantRows(q, math.inf),
         Crash(worker=0),
         Straggler(q),
         Stuck(worker=0, bits=(kind.bits - 1,)),
@@ -158,32 +163,18 @@ def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
     return attacks
 
 
-def promise(rule: Rule, m: int) -> int:
-    """Return how many bad values a column, or bad rows, a rule promises to survive."""
-    if isinstance(rule, Mean):
-        return 0
-    if isinstance(rule, Pipeline):
-        told = [stage.b for stage in rule.stages if isinstance(stage, (NNM, AdaptiveClipping))]
-        return min([promise(rule.rule, m), *told])
-    limit = (m - 1) // 2
-    return min(limit, getattr(rule, "b", limit))
-
-
-def bound(rule: Rule, m: int, touched: Touched) -> float | None:
-    """Return the paper's bound sqrt(Delta / V) on the distance, where the paper has one.
-
-    The median is the trimmed mean with the largest b. Krum's bound is that for the b it is told,
-    whose neighbours it counts.
-    """
+def yardstick(rule: Rule, m: int, touched: Touched) -> tuple[float, Source] | None:
+    """Return the distance that a rule promises to stay within, and whose it is, if it promises."""
+    tolerance = rule.tolerates(m)
     q = touched.most_per_column
-    if isinstance(rule, Krum):
-        return math.sqrt(delta_krum(m, rule.b)) if len(touched.rows) <= rule.b else None
-    if isinstance(rule, (TrimmedMean, Median)):
-        b = (m - 1) // 2 if isinstance(rule, Median) else rule.b
-        return math.sqrt(delta_trimmed_mean(m, q, b)) if q <= b else None
-    if isinstance(rule, Phocas):
-        return math.sqrt(delta_phocas(m, q, rule.b)) if q <= rule.b else None
-    return None
+    if q > tolerance.values:
+        q = len(touched.rows)
+        if q > tolerance.rows:
+            return None
+    delta, spreads = rule.bound(m, q), rule.spreads(m, q)
+    if delta is not None:
+        return math.sqrt(delta), "paper"
+    return None if spreads is None else (spreads, "rule")
 
 
 class _Matrices:
@@ -192,7 +183,7 @@ class _Matrices:
     def __init__(self, rows: Any, m: int, d: int, signal: float, seed: int) -> None:
         self.rows = rows
         if rows is None:
-            self.shape = count("audit", "workers", m, 1), count("audit", "dimensions", d, 1)
+            self.shape = count("audit", "num_workers", m, 1), count("audit", "dims", d, 1)
             self.dtype: Any = np.float32
             direction = np.random.default_rng([seed, 1]).normal(size=d)
             self.gradient = direction * (signal * math.sqrt(d) / np.linalg.norm(direction))
@@ -224,33 +215,39 @@ class _Matrices:
         return self.rows[order]
 
 
-def _try(rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int) -> Finding:
+def _try(rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int) -> Trial:
+    if attack.acts_on_data:
+        nothing = Trial(str(attack), 0, 0, math.nan, math.nan, LIMIT, "none", promised=False)
+        return dataclasses.replace(nothing, tried=False)
     squares, inner, most_rows, most_per_column = [], [], 0, 0
-    bounds: list[float | None] = []
+    limits: list[tuple[float, Source] | None] = []
     m = matrices.shape[0]
     for t in range(1, rounds + 1):
-        G = matrices.honest(t)
-        before = host_array(G)
+        rows = matrices.honest(t)
+        before = host_array(rows)
         previous = matrices.previous(t) if attack.needs_previous else None
-        touched = attack.corrupt(G, rng=attack_rng(seed, t), round=t, previous=previous)
-        result = host_array(rule(G, rng=np.random.default_rng([seed, 3, t])))
+        touched = attack.corrupt(rows, rng=attack_rng(seed, t), round=t, previous=previous)
+        result = host_array(rule(rows, rng=np.random.default_rng([seed, 3, t])))
         mean, variance = honest_statistics(before, touched)
         with np.errstate(all="ignore"):
             squares.append(_ratio(float(np.square(result - mean).sum()), variance))
             inner.append(float(np.multiply(result, mean).sum()))
-        bounds.append(bound(rule, m, touched))
+        limits.append(yardstick(rule, m, touched))
         most_rows = max(most_rows, len(touched.rows))
         most_per_column = max(most_per_column, touched.most_per_column)
-    worst = most_per_column if rule.columnwise else most_rows
-    known = [value for value in bounds if value is not None]
-    return Finding(
+    promised = [limit for limit in limits if limit is not None]
+    kept = len(promised) == rounds
+    nobody: tuple[float, Source] = (LIMIT, "none")
+    limit, source = max(promised) if kept else nobody
+    return Trial(
         attack=str(attack),
         rows=most_rows,
         per_column=most_per_column,
         distance=math.sqrt(np.mean(squares)),
         inner_product=float(np.mean(inner)),
-        bound=max(known) if len(known) == rounds else None,
-        promised=worst <= promise(rule, m),
+        limit=limit,
+        source=source,
+        promised=kept,
     )
 
 

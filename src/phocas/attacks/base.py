@@ -10,14 +10,16 @@ corrupted at once.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
 from phocas.attacks.blocks import column_blocks, run, sum_rows
-from phocas.attacks.memory import Matrix, kind_of
+from phocas.attacks.memory import WritableMatrix, kind_of
 from phocas.attacks.touched import Touched
+from phocas.floats import Format
 from phocas.seeds import Stream, generator
 from phocas.specs import Spec, count, normalise, one_of
 
@@ -33,15 +35,25 @@ def attack_rng(seed: int, round: int) -> np.random.Generator:
     return generator(Stream.ATTACK, seed, count("attack_rng", "round", round))
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What is known of the place of an attack: m workers, and perhaps columns, format, servers."""
+
+    m: int
+    d: int | None = None
+    kind: Format | None = None
+    servers: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Scene:
     """What an attacker sees of a round: some or all columns, and what came the round before."""
 
-    G: Any
-    matrix: Matrix
+    rows: Any
+    matrix: WritableMatrix
     rng: np.random.Generator
     round: int
-    previous: Matrix | None
+    previous: WritableMatrix | None
     start: int
     d: int
 
@@ -67,6 +79,8 @@ class Attack(Spec):
 
     needs_previous: ClassVar[bool] = False
     """Whether ``corrupt`` wants the rows of the round before, as the workers computed them."""
+    acts_on_data: ClassVar[bool] = False
+    """Whether it changes the data of a round, through ``corrupt_labels``, and not the matrix."""
 
     @property
     def sharded(self) -> bool:
@@ -89,12 +103,18 @@ class Attack(Spec):
             count(self.name, "d", d)
         if servers is not None:
             count(self.name, "servers", servers, 1)
-        if dtype is not None:
-            kind_of(dtype)
+        setting = Setting(m, d, None if dtype is None else kind_of(dtype), servers)
+        for problem in self.problems(setting):
+            raise ValueError(f"{self.name} needs {problem}")
+
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Yield what must hold there for this attack to be possible and does not, and what does."""
+        del setting
+        yield from ()
 
     def corrupt(
         self,
-        G: Any,
+        rows: Any,
         *,
         rng: np.random.Generator,
         round: int = 0,
@@ -105,14 +125,14 @@ class Attack(Spec):
         """Corrupt an (m, d) array or CPU tensor in place and return which cells were touched.
 
         Args:
-            G: the gradients; row i is worker i.
+            rows: the gradients; row i is worker i.
             rng: the randomness of this round, ``attack_rng(seed, round)`` in an engine.
             round: the number of the round, from 0.
             previous: the uncorrupted rows of the round before, if the attack ``needs_previous``.
-            start: the first column of G within the whole matrix, if G is a server's slice of it.
-            d: the columns of the whole matrix, if G is a slice.
+            start: the first column of the rows within the whole matrix, if they are a slice.
+            d: the columns of the whole matrix, if the rows are a slice.
         """
-        matrix = Matrix(G)
+        matrix = WritableMatrix(rows)
         whole = matrix.d if d is None else count(self.name, "d", d)
         start = count(self.name, "start", start)
         if start + matrix.d > whole:
@@ -124,7 +144,7 @@ class Attack(Spec):
                 f"{self} needs the whole matrix: got {matrix.d} of {whole} columns, from {start}"
             )
         self.check(matrix.m, whole, matrix.kind.name)
-        before = None if previous is None else Matrix(previous)
+        before = None if previous is None else WritableMatrix(previous)
         if before is not None and before.words.shape != matrix.words.shape:
             raise ValueError(
                 f"{self.name} needs the previous rows in the same shape: got"
@@ -132,7 +152,7 @@ class Attack(Spec):
             )
         number = count(self.name, "round", round)
         with np.errstate(all="ignore"):  # inf and NaN are an attacker's daily bread
-            return self._corrupt(Scene(G, matrix, rng, number, before, start, whole))
+            return self._corrupt(Scene(rows, matrix, rng, number, before, start, whole))
 
     def corrupt_labels(
         self,
@@ -165,22 +185,13 @@ class RowAttack(Attack):
         normalise(self, q=count(self.name, "q", self.q))
         one_of(self.name, "who", self.who, get_args(Who))
 
-    def check(
-        self,
-        m: int,
-        d: int | None = None,
-        dtype: Any = None,
-        servers: int | None = None,
-    ) -> None:
-        """Raise unless q <= m (q < m where the lie is made from honest rows)."""
-        super().check(m, d, dtype, servers)
-        limit = m - 1 if self.needs_honest else m
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Ask for q <= m, and for q < m where the lie is made from honest rows."""
+        yield from super().problems(setting)
+        limit = setting.m - 1 if self.needs_honest else setting.m
         if self.q > limit:
             sign = "q < m, to leave an honest row" if self.needs_honest else "q <= m"
-            raise ValueError(
-                f"{self.name} needs {sign}: got q={self.q} with m={m} workers,"
-                f" the largest q is {limit}"
-            )
+            yield (f"{sign}: got q={self.q} with m={setting.m} workers, the largest q is {limit}")
 
     def chosen(self, m: int, rng: np.random.Generator) -> np.ndarray:
         """Return the Byzantine workers of a round in ascending order."""
@@ -202,7 +213,7 @@ class RowAttack(Attack):
 class HonestRows:
     """The rows that are left honest, read a block of columns at a time."""
 
-    def __init__(self, matrix: Matrix, bad: np.ndarray) -> None:
+    def __init__(self, matrix: WritableMatrix, bad: np.ndarray) -> None:
         self.matrix = matrix
         q = len(bad)
         self.workers = np.setdiff1d(np.arange(matrix.m), bad)

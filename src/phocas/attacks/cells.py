@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from phocas.attacks.memory import kind_of
-from phocas.floats import Format
+from phocas.floats import FORMATS, Format
 from phocas.specs import count
 
 
@@ -62,23 +61,23 @@ def distinct(rng: np.random.Generator, m: int, take: int, times: int) -> np.ndar
 
 
 def read_bits(owner: str, bits: Iterable[int]) -> tuple[int, ...]:
-    """Return bit numbers as a tuple, refusing what no format has, and repetitions."""
+    """Return bit numbers as a tuple, refusing none, what no format has, and repetitions."""
     numbers = tuple(count(owner, "bit", bit, 1) for bit in bits)
+    if not numbers:
+        raise ValueError(f"{owner} needs at least one bit: got none, which changes nothing")
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"{owner} needs each bit once: got bits={numbers}")
-    check_bits(owner, numbers, "float64")
+    for problem in missing_bits(numbers, FORMATS["float64"]):
+        raise ValueError(f"{owner} needs {problem}")
     return numbers
 
 
-def check_bits(owner: str, bits: tuple[int, ...], dtype: Any) -> None:
-    """Raise if the dtype has not got these bits."""
-    if dtype is None:
-        return
-    kind = kind_of(dtype)
-    if max(bits, default=1) > kind.bits:
-        raise ValueError(
-            f"{owner} needs bits in 1..{kind.bits} for {kind.name}: got bits={bits};"
-            f" those that play the paper's part there are {kind.paper_bits()}"
+def missing_bits(bits: tuple[int, ...], kind: Format | None) -> Iterator[str]:
+    """Yield what a format would have to have for these bits to be in it."""
+    if kind is not None and max(bits) > kind.bits:
+        yield (
+            f"bits in 1..{kind.bits} for {kind.name}: got bits={bits}; those that play the paper's"
+            f" part there are {kind.paper_bits()}"
         )
 
 

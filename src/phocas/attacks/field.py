@@ -70,7 +70,7 @@ class InnerProduct(ColumnLie):
 
 
 @dataclass(frozen=True)
-class Constant(RowAttack):
+class ConstantRows(RowAttack):
     """q rows of one value: zeros, NaN, inf or any number."""
 
     name: ClassVar[str] = "constant"
@@ -97,6 +97,7 @@ class LabelFlip(RowAttack):
     """
 
     name: ClassVar[str] = "label-flip"
+    acts_on_data = True
     q: int
     who: Who = "fixed"
 
@@ -110,13 +111,13 @@ class LabelFlip(RowAttack):
     ) -> Touched:
         """Turn the labels of q workers round, in place, in an (m, n) array or CPU tensor."""
         del round
-        classes = count(self.name, "num_classes", num_classes, 1)
         view = labels.detach().numpy() if is_tensor(labels) else labels
         if view.ndim != 2 or view.dtype.kind not in "iu":
             raise ValueError(
                 f"{self.name} needs an (m, n) matrix of integer labels, row i of worker i:"
                 f" got shape {view.shape} of {view.dtype}"
             )
+        classes = count(self.name, "num_classes", num_classes, 1)
         self.check(view.shape[0])
         if view.size and not (view.min() >= 0 and view.max() < classes):
             raise ValueError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from phocas.attacks.base import HonestRows, RowAttack, Scene, Who
+from phocas.attacks.base import HonestRows, RowAttack, Scene, Setting, Who
 from phocas.attacks.blocks import column_blocks, deviations, run, sum_rows
 from phocas.rules.algebra import Distances
 from phocas.rules.inputs import open_rows
@@ -162,20 +163,14 @@ class Mimic(RowAttack):
         """To find the worker takes the whole matrix."""
         return self.worker is not None
 
-    def check(
-        self,
-        m: int,
-        d: int | None = None,
-        dtype: Any = None,
-        servers: int | None = None,
-    ) -> None:
-        """Raise unless the worker to copy exists and, among fixed attackers, is honest."""
-        super().check(m, d, dtype, servers)
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Ask for a worker to copy that exists and, among fixed attackers, is honest."""
+        yield from super().problems(setting)
         lowest = self.q if self.who == "fixed" else 0
-        if self.worker is not None and not lowest <= self.worker < m:
-            raise ValueError(
-                f"{self.name} needs an honest worker to copy, {lowest} <= worker < m: got"
-                f" worker={self.worker} with q={self.q}, m={m}"
+        if self.worker is not None and not lowest <= self.worker < setting.m:
+            yield (
+                f"an honest worker to copy, {lowest} <= worker < m: got worker={self.worker} with"
+                f" q={self.q}, m={setting.m}"
             )
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:

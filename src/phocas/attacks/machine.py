@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from phocas.attacks.base import Attack, RowAttack, Scene, Who
-from phocas.attacks.cells import bernoulli, bit_mask, check_bits, read_bits, rows_and_columns
+from phocas.attacks.base import Attack, RowAttack, Scene, Setting, Who
+from phocas.attacks.cells import bernoulli, bit_mask, missing_bits, read_bits, rows_and_columns
 from phocas.attacks.touched import Touched
 from phocas.specs import count, normalise, probability
 
@@ -22,19 +23,13 @@ class OneWorker(Attack):
     def __post_init__(self) -> None:
         normalise(self, worker=count(self.name, "worker", self.worker))
 
-    def check(
-        self,
-        m: int,
-        d: int | None = None,
-        dtype: Any = None,
-        servers: int | None = None,
-    ) -> None:
-        """Raise unless that worker exists."""
-        super().check(m, d, dtype, servers)
-        if self.worker >= m:
-            raise ValueError(
-                f"{self.name} needs worker < m: got worker={self.worker} with m={m} workers,"
-                f" the largest is {m - 1}"
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Ask for a worker that exists."""
+        yield from super().problems(setting)
+        if self.worker >= setting.m:
+            yield (
+                f"worker < m: got worker={self.worker} with m={setting.m} workers,"
+                f" the largest is {setting.m - 1}"
             )
 
 
@@ -109,18 +104,12 @@ class Stuck(OneWorker):
         if self.at not in (0, 1):
             raise ValueError(f"{self.name} needs at = 0 or 1: got at={self.at}")
 
-    def check(
-        self,
-        m: int,
-        d: int | None = None,
-        dtype: Any = None,
-        servers: int | None = None,
-    ) -> None:
-        """Raise unless the worker and the column exist and the dtype has those bits."""
-        super().check(m, d, dtype, servers)
-        if d is not None and self.column >= d:
-            raise ValueError(f"{self.name} needs column < d: got column={self.column} with d={d}")
-        check_bits(self.name, self.bits, dtype)
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Ask for a worker and a column that exist, and a format that has those bits."""
+        yield from super().problems(setting)
+        if setting.d is not None and self.column >= setting.d:
+            yield f"column < d: got column={self.column} with d={setting.d}"
+        yield from missing_bits(self.bits, setting.kind)
 
     def _corrupt(self, scene: Scene) -> Touched:
         touched = scene.cells_here(np.array([self.worker]), np.array([self.column]))

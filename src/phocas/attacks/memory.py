@@ -16,12 +16,12 @@ def kind_of(dtype: Any) -> Format:
     return format_of(dtype, "an attack")
 
 
-class Matrix:
+class WritableMatrix:
     """The m x d numbers of an array or a CPU tensor; what is written here is written there."""
 
-    def __init__(self, G: Any) -> None:
-        self.words = _words(G)
-        self.kind = kind_of(G.dtype)
+    def __init__(self, rows: Any) -> None:
+        self.words = _words(rows)
+        self.kind = kind_of(rows.dtype)
         self.m, self.d = self.words.shape
         name = self.kind.name
         self._floats = None if name == "bfloat16" else self.words.view(name)
@@ -104,19 +104,19 @@ def host_array(value: Any) -> np.ndarray:
     return np.array(value, np.float64)
 
 
-def _words(G: Any) -> np.ndarray:
+def _words(rows: Any) -> np.ndarray:
     """Return the bits of the matrix as unsigned integers, in the same memory."""
-    if is_tensor(G):
-        if G.device.type != "cpu":
-            raise TypeError(f"an attack needs a tensor in the memory of the CPU: got {G.device}")
-        bits = kind_of(G.dtype).bits
-        array = G.detach().view(getattr(sys.modules["torch"], f"int{bits}")).numpy()
-    elif isinstance(G, np.ndarray):
-        array, bits = G, kind_of(G.dtype).bits
+    if is_tensor(rows):
+        if rows.device.type != "cpu":
+            raise TypeError(f"an attack needs a tensor in the memory of the CPU: got {rows.device}")
+        bits = kind_of(rows.dtype).bits
+        array = rows.detach().view(getattr(sys.modules["torch"], f"int{bits}")).numpy()
+    elif isinstance(rows, np.ndarray):
+        array, bits = rows, kind_of(rows.dtype).bits
     else:
         raise TypeError(
             "an attack works in place and needs an (m, d) NumPy array or torch tensor:"
-            f" got {type(G).__name__}"
+            f" got {type(rows).__name__}"
         )
     if array.ndim != 2:
         raise ValueError(

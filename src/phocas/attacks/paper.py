@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from phocas.attacks.base import Attack, ColumnLie, RowAttack, Scene, Who
+from phocas.attacks.base import Attack, ColumnLie, RowAttack, Scene, Setting, Who
 from phocas.attacks.blocks import run, sum_rows
 from phocas.attacks.cells import (
     bernoulli,
     bit_mask,
-    check_bits,
     distinct,
+    missing_bits,
     read_bits,
     rows_and_columns,
 )
@@ -108,25 +109,14 @@ class BitFlip(Attack):
             bits=read_bits(self.name, self.bits),
         )
 
-    def check(
-        self,
-        m: int,
-        d: int | None = None,
-        dtype: Any = None,
-        servers: int | None = None,
-    ) -> None:
-        """Raise unless per_column <= m, columns <= d, and the dtype has those bits."""
-        super().check(m, d, dtype, servers)
-        if self.per_column > m:
-            raise ValueError(
-                f"{self.name} needs per_column <= m: got per_column={self.per_column} with m={m}"
-                " workers"
-            )
-        if d is not None and self.columns > d:
-            raise ValueError(
-                f"{self.name} needs columns <= d: got columns={self.columns} with d={d}"
-            )
-        check_bits(self.name, self.bits, dtype)
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Ask for per_column <= m, columns <= d, and a format that has those bits."""
+        yield from super().problems(setting)
+        if self.per_column > setting.m:
+            yield (f"per_column <= m: got per_column={self.per_column} with m={setting.m} workers")
+        if setting.d is not None and self.columns > setting.d:
+            yield f"columns <= d: got columns={self.columns} with d={setting.d}"
+        yield from missing_bits(self.bits, setting.kind)
 
     def _corrupt(self, scene: Scene) -> Touched:
         rows = distinct(scene.rng, scene.matrix.m, self.per_column, self.columns).ravel()
@@ -161,19 +151,13 @@ class Gambler(Attack):
                 f" servers={self.servers}, the largest is {self.servers - 1}"
             )
 
-    def check(
-        self,
-        m: int,
-        d: int | None = None,
-        dtype: Any = None,
-        servers: int | None = None,
-    ) -> None:
-        """Raise if there are not that many servers."""
-        super().check(m, d, dtype, servers)
-        if servers is not None and servers != self.servers:
-            raise ValueError(
-                f"{self.name} needs the number of servers that there are: got"
-                f" servers={self.servers} where there are {servers}"
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Ask for as many servers as there are."""
+        yield from super().problems(setting)
+        if setting.servers is not None and setting.servers != self.servers:
+            yield (
+                f"the number of servers that there are: got servers={self.servers} where there"
+                f" are {setting.servers}"
             )
 
     def _corrupt(self, scene: Scene) -> Touched:

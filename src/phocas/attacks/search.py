@@ -46,7 +46,7 @@ class Search:
     def result(self) -> np.ndarray:
         """Return what the rule makes of the matrix now, at the price of one try."""
         self.left -= 1
-        return host_array(self.rule(self.scene.G, rng=np.random.default_rng(self.seed)))
+        return host_array(self.rule(self.scene.rows, rng=np.random.default_rng(self.seed)))
 
     def measure(self) -> float:
         """Score what stands in the matrix now."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from phocas.attacks.base import ColumnLie, HonestRows, RowAttack, Scene, Who
+from phocas.attacks.base import ColumnLie, HonestRows, RowAttack, Scene, Setting, Who
 from phocas.attacks.blocks import deviations, sum_rows
-from phocas.attacks.field import Constant, InnerProduct, SignFlip
+from phocas.attacks.field import ConstantRows, InnerProduct, SignFlip
 from phocas.attacks.geometry import Cloud, Mimic, MinMax, MinSum, survey
 from phocas.attacks.paper import Gaussian, Omniscient
 from phocas.attacks.placement import highest_kept
 from phocas.attacks.search import Objective, Search, norm
 from phocas.attacks.touched import Touched
-from phocas.rules import MeaMed, Mean, Median, Phocas, Rule, TrimmedMean
+from phocas.rules import RULES, ColumnRule, Rule
+from phocas.rules.promise import survived
 from phocas.specs import count, normalise, number, one_of
 
 TRIES = 24  # evaluations of the rule along one direction: 12 doublings, then 12 halvings
@@ -41,6 +42,8 @@ class ALittleIsEnough(ColumnLie):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.against is not None:
+            normalise(self, against=RULES.of(self.against, self.name))
         if self.z is not None:
             normalise(self, z=number(self.name, "z", self.z))
             if self.against is not None:
@@ -54,21 +57,16 @@ class ALittleIsEnough(ColumnLie):
         """To try a rule takes the whole matrix."""
         return self.against is None
 
-    def check(
-        self,
-        m: int,
-        d: int | None = None,
-        dtype: Any = None,
-        servers: int | None = None,
-    ) -> None:
-        """Raise also where the paper has no z: it needs a minority of liars among three."""
-        super().check(m, d, dtype, servers)
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Ask also for what the paper's z takes: a minority of liars among three."""
+        yield from super().problems(setting)
+        m = setting.m
         if self.against is not None:
             self.against.check(m)
         elif self.z is None and self.q and (2 * self.q > m or m < 3):
-            raise ValueError(
-                f"{self.name} needs 2q <= m and m >= 3 to choose z: got q={self.q} with m={m}"
-                f" workers, the largest q is {m // 2}; or give z"
+            yield (
+                f"2q <= m and m >= 3 to choose z: got q={self.q} with m={m} workers,"
+                f" the largest q is {m // 2}; or give z"
             )
 
     def given_z(self, m: int) -> float:
@@ -109,11 +107,11 @@ class ALittleIsEnough(ColumnLie):
 class WorstCase(RowAttack):
     """q rows made by one who knows the rule and the honest rows, and searches for the worst.
 
-    For the mean, the median, the trimmed mean, Phocas and MeaMed the optimum of every column is
-    computed (see ``phocas.attacks.placement``). For other rules it is a search, within ``budget``
-    evaluations of the rule: all the row attacks of this package first, then lines from the honest
-    mean along their directions, along the directions in which honest rows vary, and along random
-    ones until the budget is spent.
+    For a rule that is a window of each column (the mean, the median, the trimmed mean, Phocas and
+    MeaMed) the optimum of every column is computed (see ``phocas.attacks.placement``). For other
+    rules it is a search, within ``budget`` evaluations of the rule: all the row attacks of this
+    package first, then lines from the honest mean along their directions, along the directions in
+    which honest rows vary, and along random ones until the budget is spent.
 
     ``objective="distance"`` moves the result farthest from the honest mean; ``"descent"`` makes its
     inner product with the honest mean least. ``model="cells"`` is the paper's generalised model: at
@@ -135,6 +133,7 @@ class WorstCase(RowAttack):
         super().__post_init__()
         normalise(
             self,
+            rule=RULES.of(self.rule, self.name),
             budget=count(self.name, "budget", self.budget, 1),
             seed=count(self.name, "seed", self.seed),
         )
@@ -144,27 +143,20 @@ class WorstCase(RowAttack):
     @property
     def sharded(self) -> bool:
         """A column's optimum depends on that column alone."""
-        return self._columnwise
+        return self._exact
 
     @property
-    def _columnwise(self) -> bool:
-        return isinstance(self.rule, (Mean, Median, TrimmedMean, Phocas, MeaMed))
+    def _exact(self) -> bool:
+        """Whether the rule is a window of each column, whose worst case is known."""
+        return isinstance(self.rule, ColumnRule)
 
-    def check(
-        self,
-        m: int,
-        d: int | None = None,
-        dtype: Any = None,
-        servers: int | None = None,
-    ) -> None:
-        """Raise also if the rule cannot run on m workers, or the cells do not reach every row."""
-        super().check(m, d, dtype, servers)
-        self.rule.check(m)
-        if self.model == "cells" and self.q and d is not None and d * self.q < m:
-            raise ValueError(
-                f"{self.name} needs q * d >= m to put a value into every row: got q={self.q},"
-                f" d={d}, m={m}"
-            )
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Ask also for a rule that runs on m workers, and for cells enough to reach every row."""
+        yield from super().problems(setting)
+        self.rule.check(setting.m)
+        d, cells = setting.d, self.model == "cells"
+        if cells and self.q and d is not None and d * self.q < setting.m:
+            yield f"q * d >= m to put a value into every row: got q={self.q}, d={d}, m={setting.m}"
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
         """Write the worst rows that are known or found."""
@@ -175,7 +167,7 @@ class WorstCase(RowAttack):
         if not self.q:
             return scene.touched(rows)
         search = self._search(scene, rows)
-        if self.model == "cells" and not self._columnwise:
+        if self.model == "cells" and not self._exact:
             cells = self._one_in_every_row(search)
             if cells is not None:
                 return cells
@@ -183,8 +175,7 @@ class WorstCase(RowAttack):
 
     def _search(self, scene: Scene, rows: np.ndarray) -> Search:
         honest = HonestRows(scene.matrix, rows)
-        exact = self._columnwise
-        cloud = None if exact else survey(honest, "std")
+        cloud = None if self._exact else survey(honest, "std")
         mean = honest.mean() if cloud is None else cloud.mean
         search = Search(
             scene,
@@ -246,13 +237,13 @@ class WorstCase(RowAttack):
         """List (liars together, their value in each column), pushing upwards; the rest at inf."""
         h, d = honest.shape
         found = [(0, np.zeros(d))]
-        rule, m = self.rule, h + self.q
-        if isinstance(rule, (Phocas, MeaMed)) and self.q <= rule.b:
-            trimmed = rule.b if isinstance(rule, Phocas) else (m - 1) // 2
+        window = self.rule.window(h + self.q)
+        trim, drop = window.trim, window.drop
+        if drop is not None and self.q <= survived(window):
             # At the very edge rounding decides whether the liars are kept: try a little below too.
             slack = 2.0 ** (3 - mantissa) * np.abs(honest).max(axis=0)
             for j in range(1, self.q + 1):
-                edge = highest_kept(honest, q=self.q, together=j, dropped=rule.b, trimmed=trimmed)
+                edge = highest_kept(honest, q=self.q, together=j, dropped=drop, trimmed=trim)
                 found += [(j, edge), (j, edge - slack), (j, edge - 8 * slack)]
         return found
 
@@ -260,11 +251,11 @@ class WorstCase(RowAttack):
         """Try the rivals, then lines along their directions, then along random ones."""
         q, scene = self.q, search.scene
         rivals: list[RowAttack] = [
-            Constant(q, np.inf),
-            Constant(q, np.nan),
+            ConstantRows(q, np.inf),
+            ConstantRows(q, np.nan),
             Omniscient(q),
             Gaussian(q),
-            Constant(q, 0.0),
+            ConstantRows(q, 0.0),
             SignFlip(q),
             InnerProduct(q),
             ALittleIsEnough(q, z=1.5),

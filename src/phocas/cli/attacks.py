@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from phocas.attacks.audit import Finding
+from phocas.attacks.audit import Trial
+from phocas.rules import Rule
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +43,7 @@ def audit(
     rule: Annotated[str, typer.Option(help="The rule to try, as in phocas:b=6.")],
     workers: Annotated[int | None, typer.Option(help="m; 20, or the rows of the matrix.")] = None,
     byzantine: Annotated[int, typer.Option(help="q, the workers that go wrong.")] = 6,
-    dimensions: Annotated[int, typer.Option(help="d of the synthetic matrix.")] = 20_000,
+    dims: Annotated[int, typer.Option(help="d of the synthetic matrix.")] = 20_000,
     matrix: Annotated[
         Path | None, typer.Option(help="A saved (m, d) matrix: .npy or .safetensors.")
     ] = None,
@@ -60,9 +61,7 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
 ) -> None:
     """Run every attack against a rule; status 1 if the rule breaks what it promises."""
-    from phocas.attacks import parse_attack
     from phocas.attacks.audit import audit as run_audit
-    from phocas.attacks.audit import promise
     from phocas.rules import parse_rule
 
     parsed = parse_rule(rule)
@@ -71,26 +70,27 @@ def audit(
         raise ValueError(
             f"--workers must be the rows of the matrix: got {workers} with {rows.shape[0]} rows"
         )
-    findings = run_audit(
+    trials = run_audit(
         parsed,
         rows,
-        workers=20 if workers is None else workers,
+        num_workers=20 if workers is None else workers,
         byzantine=byzantine,
-        dimensions=dimensions,
-        attacks=[parse_attack(text) for text in attack] if attack else None,
+        dims=dims,
+        attacks=attack or None,
         rounds=rounds,
         signal=signal,
         seed=seed,
     )
-    m, d = (20 if workers is None else workers, dimensions) if rows is None else rows.shape
-    broken = [finding for finding in findings if finding.broken_promise]
+    m, d = (20 if workers is None else workers, dims) if rows is None else rows.shape
+    broken = [trial for trial in trials if trial.broken_promise]
     if as_json:
-        heading = {"rule": str(parsed), "workers": m, "byzantine": byzantine, "dimensions": d}
-        report = {**heading, "rounds": rounds, "findings": [_plain(item) for item in findings]}
+        tolerance = dataclasses.asdict(parsed.tolerates(m))
+        heading = {"rule": str(parsed), "workers": m, "byzantine": byzantine, "dims": d}
+        report = {**heading, "tolerates": tolerance, "rounds": rounds}
+        report["trials"] = [_plain(trial) for trial in trials]
         print(json.dumps({**report, "broken_promises": len(broken)}, indent=2))
     else:
-        size = f"m = {m}, q = {byzantine}, d = {d}"
-        _show(findings, str(parsed), parsed.columnwise, promise(parsed, m), size)
+        _show(trials, parsed, m, f"m = {m}, q = {byzantine}, d = {d}")
     if broken:
         raise typer.Exit(1)
 
@@ -127,50 +127,52 @@ def load_matrix(path: Path, tensor: str | None = None) -> Any:
     raise ValueError(f"--matrix must be a .npy or .safetensors file: got {path}")
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
-    """Return a finding for JSON, which knows no infinity: null stands for it."""
-    fields = dataclasses.asdict(finding)
+def _plain(trial: Trial) -> dict[str, Any]:
+    """Return a trial for JSON, which knows no infinity: null stands for it."""
+    fields = dataclasses.asdict(trial)
     for key, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
             fields[key] = None
-    return {**fields, "holds": finding.holds, "verdict": finding.verdict}
+    return {**fields, "holds": trial.holds if trial.tried else None, "verdict": trial.verdict}
 
 
-def _show(
-    findings: Sequence[Finding], rule: str, columnwise: bool, survives: int, size: str
-) -> None:
-    from phocas.attacks.audit import LIMIT
-
-    print(f"{rule} against {len(findings)} attacks: {size}")
+def _show(trials: Sequence[Trial], rule: Rule, m: int, size: str) -> None:
+    print(f"{rule} against {len(trials)} attacks: {size}")
     print()
+    mark = {"paper": "", "rule": " +", "none": " *"}
     rows = [
         (
-            finding.attack,
-            str(finding.rows),
-            str(finding.per_column),
-            _number(finding.distance),
-            _sign(finding.inner_product),
-            f"{LIMIT:g} *" if finding.bound is None else _number(finding.bound),
-            "yes" if finding.promised else "no",
-            finding.verdict,
+            trial.attack,
+            str(trial.rows),
+            str(trial.per_column),
+            _number(trial.distance),
+            _sign(trial.inner_product),
+            _number(trial.limit) + mark[trial.source],
+            "yes" if trial.promised else "no",
+            trial.verdict,
         )
-        for finding in findings
+        if trial.tried
+        else (trial.attack, *"------", trial.verdict)
+        for trial in trials
     ]
-    heading = ("attack", "rows", "column", "distance", "<,>", "bound", "promised", "verdict")
+    heading = ("attack", "rows", "column", "distance", "<,>", "limit", "promised", "verdict")
     _table(heading, rows, right=(1, 2, 3, 5))
-    unit = "values a column" if columnwise else "rows"
+    tolerance = rule.tolerates(m)
     print()
     print("rows, column  bad rows, and the most bad values in a column")
     print("distance      of the result from the honest mean, in honest spreads (RMS)")
     print("<,>           sign of the inner product of the result with the honest mean")
-    print("bound         the paper's sqrt(Delta); *: it has none, so this many spreads")
-    print(f"promised      the rule promises to hold for at most {survives} bad {unit};")
-    print("              an attack that does more is shown and breaks no promise")
-    print("label-flip acts on the data, before there is a matrix, and is not tried here")
-    broken = sum(finding.broken_promise for finding in findings)
-    breaks = sum(not finding.holds for finding in findings)
+    print("limit         the paper's sqrt(Delta); +: what the rule itself is proven to keep;")
+    print("              *: nothing is promised, so this many spreads")
+    print(f"promised      the rule survives {tolerance.rows} bad rows, and {tolerance.values} bad")
+    print("              values in every column; an attack that does more breaks no promise")
+    if not any(trial.attack.startswith("label-flip") for trial in trials):
+        print("label-flip acts on the data, before there is a matrix, and is not tried here")
+    tried = [trial for trial in trials if trial.tried]
+    broken = sum(trial.broken_promise for trial in trials)
+    breaks = sum(not trial.holds for trial in tried)
     print()
-    print(f"{breaks} of {len(findings)} attacks break {rule}; broken promises: {broken}")
+    print(f"{breaks} of {len(tried)} attacks break {rule}; broken promises: {broken}")
 
 
 def _number(value: float) -> str:

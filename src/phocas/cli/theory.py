@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from phocas.rules import Tolerance
     from phocas.theory import Bound, Exposure, Survival
 
 
@@ -55,27 +56,29 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell which rule, with which b, survives values that go bad at random."""
-    from phocas.theory import Exposure, largest_b
-    from phocas.theory.bounds import check_majority
-    from phocas.theory.survival import RULES, choices
+    from phocas.rules import RULES, TrimmedMean
+    from phocas.theory import Exposure
 
     exposure = Exposure(workers, dims, rounds, rate, servers)
-    values = _range(b) if b else range(largest_b(workers) + 1)
-    check_majority("a plan", workers, values[-1])
-    smallest = {rule: exposure.smallest(rule, confidence) for rule in RULES}
-    every = [
-        exposure.survival(rule, value)
-        for rule in RULES
-        for value in choices(rule, workers)
-        if value in values
-    ]
+    values = _range(b) if b else range(TrimmedMean.largest_b(workers) + 1)
+    TrimmedMean(values[-1]).check(workers)
     if as_json:
-        chosen = {rule: found and found.b for rule, found in smallest.items()}
+        every = {name: exposure.every_b(name) for name in RULES}
+        smallest = {name: exposure.smallest(name, confidence) for name in RULES}
         result = dataclasses.asdict(exposure) | {
             "columns": exposure.columns,
             "confidence": confidence,
-            "smallest_b": chosen,
-            "survival": [_survival_record(survival) for survival in every],
+            "smallest_b": {
+                name: found and found.b
+                for name, found in smallest.items()
+                if every[name] and every[name][0].b is not None
+            },
+            "survival": [
+                _survival_record(each)
+                for chances in every.values()
+                for each in chances
+                if each.b is None or each.b in values
+            ],
         }
         print(json.dumps(result, indent=2))
         return
@@ -146,54 +149,65 @@ def _show_bounds(
 def _show_plan(exposure: Exposure, values: range, confidence: float) -> None:
     from rich.console import Console
 
-    from phocas.theory.survival import FIXED, ROWWISE, TRIMMING, choices
+    from phocas.rules import Tolerance
 
     console = Console()
     hit = f" (one of {exposure.servers} servers)" if exposure.servers > 1 else ""
     console.print(
-        f"{exposure.workers} workers, {exposure.columns} of {exposure.dims} columns exposed{hit},"
-        f" {exposure.rounds} rounds, rate {exposure.rate:g}\n",
+        f"{exposure.num_workers} workers, {exposure.columns} of {exposure.dims} columns"
+        f" exposed{hit}, {exposure.rounds} rounds, rate {exposure.rate:g}\n",
         highlight=False,
     )
     summary = _table(f"To survive with {_percent(confidence)}")
     summary.add_column("rule")
-    summary.add_column("survives if always")
+    summary.add_column("survives if always", no_wrap=True)
     for name in ("smallest b", "survives", "fails"):
         summary.add_column(name, justify="right")
-    for family, condition in (
-        (("mean",), "no value is bad"),
-        (("median",), "a minority of a column is bad"),
-        (ROWWISE, "at most b rows are touched"),
-        (TRIMMING, "at most b of a column are bad"),
-    ):
-        allowed = choices(family[0], exposure.workers)
-        if not allowed:
-            summary.add_row(", ".join(family), condition, "[red]needs m > 2[/]", "-", "-")
-            continue
-        found = exposure.smallest(family[0], confidence)
-        shown = found or exposure.survival(family[0], allowed[-1])
+    for tolerances, names in _families(exposure.num_workers).items():
+        found = exposure.smallest(names[0], confidence)
+        shown = found or exposure.every_b(names[0])[-1]
         label = f"[green]{shown.b}[/]" if found else f"[red]none[/], b={shown.b}:"
-        if family[0] in FIXED:
+        if shown.b is None or len(tolerances) == 1:
             label = "[green]yes[/]" if found else "[red]no[/]"
         chance = shown.chance
-        summary.add_row(
-            ", ".join(family), condition, label, _percent(chance.survives), f"{chance.fails:.2g}"
-        )
+        cells = _condition(tolerances), label, _percent(chance.survives), f"{chance.fails:.2g}"
+        summary.add_row(", ".join(names), *cells)
     console.print(summary)
-    by_b = _table("Chance that a run fails, by b")
+    by_b = _table("Chance that a run fails if at most b are survived")
     by_b.add_column("b", justify="right")
-    for name in ("/".join(ROWWISE), "union bound", "/".join(TRIMMING), "union bound"):
+    for name in ("rows", "union bound", "values a column", "union bound"):
         by_b.add_column(name, justify="right")
     for b in values:
-        cells = [str(b)]
-        for family in (ROWWISE, TRIMMING):
-            if b not in choices(family[0], exposure.workers):
-                cells += ["2b + 2 >= m", "-"]
-                continue
-            survival = exposure.survival(family[0], b)
-            cells += [f"{survival.chance.fails:.3g}", f"{survival.union:.3g}"]
-        by_b.add_row(*cells)
+        cells_of_b = [str(b)]
+        for tolerance in (Tolerance(rows=b), Tolerance(rows=b, values=b)):
+            trial, times = exposure.trial(tolerance)
+            cells_of_b += [f"{trial.repeated(times).fails:.3g}", f"{trial.union(times):.3g}"]
+        by_b.add_row(*cells_of_b)
     console.print(by_b)
+
+
+def _families(num_workers: int) -> dict[tuple[Tolerance, ...], list[str]]:
+    """Group the rules that promise the same, whatever b they are told."""
+    from phocas.rules import RULES
+
+    families: dict[tuple[Tolerance, ...], list[str]] = {}
+    for name, cls in RULES.items():
+        promised = dict.fromkeys(rule.tolerates(num_workers) for rule in cls.choices(num_workers))
+        if promised:
+            families.setdefault(tuple(promised), []).append(name)
+    return families
+
+
+def _condition(tolerances: tuple[Tolerance, ...]) -> str:
+    """Say when rules that promise this survive."""
+    most = tolerances[-1]
+    if not most.rows:
+        return "no value is bad"
+    unit = "bad a column" if most.values else "bad rows"
+    if len(tolerances) == 1:
+        return f"{unit} <= {most.rows}"
+    told = all(each.rows == b for b, each in enumerate(tolerances))
+    return f"{unit} <= b <= {most.rows}" if told else f"{unit} <= 0..{most.rows}"
 
 
 def _table(title: str) -> Table:

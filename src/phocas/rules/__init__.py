@@ -1,10 +1,20 @@
 """Aggregation rules: frozen values that reduce m rows to one."""
 
-from phocas.rules.base import Explanation, Pipeline, PreAggregator, Rule
+from phocas.rules.base import Chain, Explanation, Pipeline, PreAggregator, Rule, Told
 from phocas.rules.centres import CenteredClipping, GeometricMedian
-from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
+from phocas.rules.columnwise import (
+    ColumnRule,
+    MeaMed,
+    Mean,
+    Median,
+    Phocas,
+    TrimmedMean,
+    TrimmingRule,
+)
+from phocas.rules.function import FunctionRule
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
-from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
+from phocas.rules.promise import Tolerance
+from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum, RowRule
 from phocas.rules.sharded import Evaluation
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
 
@@ -18,9 +28,12 @@ __all__ = [
     "Bucketing",
     "Bulyan",
     "CenteredClipping",
+    "Chain",
     "Clipping",
+    "ColumnRule",
     "Evaluation",
     "Explanation",
+    "FunctionRule",
     "GeometricMedian",
     "Krum",
     "MeaMed",
@@ -30,8 +43,12 @@ __all__ = [
     "Phocas",
     "Pipeline",
     "PreAggregator",
+    "RowRule",
     "Rule",
+    "Told",
+    "Tolerance",
     "TrimmedMean",
+    "TrimmingRule",
     "aggregate",
     "parse_rule",
 ]

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from phocas.kernels import Window
-from phocas.rules.algebra import Decision, Distances, Floats, Request
+from phocas.rules.algebra import Decision, Distances, Floats, Function, Request, by_function
 
 BLOCK_VALUES = 1 << 24
 
@@ -49,11 +49,20 @@ class DeviceMatrix:
 
     def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
         """Mix and reduce; count what was dropped of each mixed row."""
+        if decision.function is not None:
+            return self._by_function(decision.function, decision.mix.weights)
         answers = []
         for tensor in self.tensors:
             parts = [self._reduce(block, decision, counts) for block in _blocks(tensor)]
             answers.append(torch.cat(parts) if parts else tensor.new_empty(0))
         return self.rebuild(answers)
+
+    def _by_function(self, function: Function, weights: Floats | None) -> Any:
+        """Give all mixed rows to a function at once, as an array in host memory."""
+        rows = torch.cat([_mixed(_computed(tensor), weights) for tensor in self.tensors], dim=1)
+        values = torch.from_numpy(by_function(function, rows.numpy(force=True)))
+        parts = torch.split(values, [tensor.shape[1] for tensor in self.tensors])
+        return self.rebuild([part.to(like) for part, like in zip(parts, self.tensors, strict=True)])
 
     def _reduce(
         self, block: torch.Tensor, decision: Decision, counts: NDArray[np.int64] | None

@@ -7,9 +7,9 @@ runs it decides where the rows are: in one array, on twenty servers or on an acc
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,9 +158,45 @@ def through(first: Mix, planning: Planning) -> Planning:
             reply = yield replace(request, weights=inner)
 
 
+Function: TypeAlias = Callable[[NDArray[Any]], Any]
+
+
 @dataclass(slots=True, eq=False)
 class Decision:
-    """What remains when a rule has been planned: a mix, and a window of each column."""
+    """What remains when a rule has been planned: a mix, and a window of each column.
+
+    A ``function`` of the mixed rows takes the window's place if there is one.
+    """
 
     mix: Mix
     window: Window
+    function: Function | None = None
+
+
+def by_function(function: Function, rows: NDArray[Any]) -> NDArray[Any]:
+    """Reduce rows by a function, and see to it that the answer is a value for every column."""
+    values = np.asarray(function(rows))
+    if values.shape != rows.shape[1:] or values.dtype.kind not in "fiu":
+        raise ValueError(
+            f"a rule's function must return a number for each of {rows.shape[1]} columns:"
+            f" got {values.dtype} of shape {values.shape}"
+        )
+    return values.astype(rows.dtype, copy=False)
+
+
+class Matrix(Protocol):
+    """The m x d rows as a rule sees them, wherever they are: all it may ask, and all it may do."""
+
+    @property
+    def m(self) -> int:
+        """Return the number of rows."""
+
+    @property
+    def d(self) -> int:
+        """Return the number of columns."""
+
+    def measure(self, request: Request) -> Floats:
+        """Answer a rule's question about whole rows."""
+
+    def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
+        """Mix and reduce, in the form of the rows; count what was dropped of each mixed row."""

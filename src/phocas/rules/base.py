@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import numbers
 from abc import abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, overload
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, Self, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import Window
-from phocas.rules.algebra import Decision, Floats, Mix, Planning, Request, through
+from phocas.rules.algebra import Decision, Floats, Matrix, Mix, Planning, Request, through
 from phocas.rules.inputs import open_rows
-from phocas.specs import Spec
+from phocas.rules.promise import ASSUMED, Tolerance
+from phocas.specs import Spec, count, normalise
+
+Randomness: TypeAlias = np.random.Generator | int | None
+
+
+def as_generator(rng: Randomness) -> np.random.Generator | None:
+    """Return the generator that is given, or that of a seed; rules draw nothing without one."""
+    if rng is None or isinstance(rng, np.random.Generator):
+        return rng
+    if isinstance(rng, bool) or not isinstance(rng, numbers.Integral) or rng < 0:
+        raise TypeError(f"rng must be a NumPy generator, a seed >= 0 or None: got {rng!r}")
+    return np.random.default_rng(int(rng))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +51,21 @@ class Explanation:
 class Stage(Spec):
     """A step over m rows: a rule, or a pre-aggregation before one."""
 
-    @abstractmethod
     def check(self, m: int) -> None:
         """Raise ValueError unless the step holds its promise with m workers."""
+        if m < 1:
+            raise ValueError(f"{type(self).__name__} needs at least 1 row: got {m}")
+
+    @classmethod
+    def largest_b(cls, m: int) -> int:
+        """Return the largest b that may be told, or is meant if none is; below 0 if none may."""
+        return (m - 1) // 2
+
+    @classmethod
+    def choices(cls, m: int) -> list[Self]:
+        """Return all that this may be told with m workers; nothing if b does not say it all."""
+        required = [each for each in fields(cls) if each.default is MISSING]  # type: ignore[arg-type]  # every Spec is a dataclass
+        return [] if required or m < 1 else [cls()]
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Work out the mix of the rows; a plain column rule has none."""
@@ -49,37 +74,93 @@ class Stage(Spec):
         return Mix()
 
 
+@dataclass(frozen=True)
+class Told(Stage):
+    """A step that is told b, the number of wrong rows or values that it has to survive."""
+
+    b: int
+    condition: ClassVar[str] = "2b < m"
+    """What ``largest_b`` says, in the words of the error."""
+
+    def __post_init__(self) -> None:
+        """Check that b is a count."""
+        normalise(self, b=count(type(self).__name__, "b", self.b))
+
+    @classmethod
+    def choices(cls, m: int) -> list[Self]:
+        """Return the step with every b that it may be told, from 0 on."""
+        return [cls(b) for b in range(cls.largest_b(m) + 1)]
+
+    def check(self, m: int) -> None:
+        """Refuse a b that is too large for m."""
+        super().check(m)
+        largest = self.largest_b(m)
+        if self.b > largest:
+            advice = f"the largest b is {largest}" if largest >= 0 else "no b is small enough"
+            raise ValueError(
+                f"{type(self).__name__} needs {self.condition}: got b={self.b} with m={m} workers,"
+                f" {advice}"
+            )
+
+
 class Rule(Stage):
     """Reduce m rows to one."""
 
-    columnwise: ClassVar[bool] = False
+    columnwise: bool = False
+    """Whether each column is reduced on its own, so that any server can do it for its columns."""
+    whole: bool = False
+    """Whether all columns must be in one place, so that only one server can do it."""
 
     @abstractmethod
     def window(self, m: int) -> Window:
         """Return which values of a column are averaged, given m workers, after the mix."""
 
-    @abstractmethod
     def expected(self, m: int) -> float:
         """Return the share of its values that an honest worker expects to lose."""
+        del m
+        return 0.0
 
-    def __call__(self, rows: Any, *, rng: np.random.Generator | None = None) -> Any:
+    def tolerates(self, m: int) -> Tolerance:
+        """Return how many wrong rows, and wrong values a column, are survived among m."""
+        self.check(m)
+        return Tolerance()
+
+    def spreads(self, m: int, q: int) -> float | None:
+        """Bound the distance from the honest mean in honest spreads, whatever q of m send.
+
+        q counts wrong values a column if so many are survived, and wrong rows if not. None is
+        beyond what is promised.
+        """
+        tolerance = self.tolerates(m)
+        return ASSUMED if q <= max(tolerance.rows, tolerance.values) else None
+
+    def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
+        """Return the paper's Delta for q wrong among m, in units of V, where it has one.
+
+        ``E |result - g|^2 <= Delta V``. ``adaptive`` is a proven bound for an attacker who picks
+        what to replace after seeing all. None: there is no theorem, or q is more than it allows.
+        """
+        del m, q, adaptive
+        return None
+
+    def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
         """Aggregate m rows: an array, a tensor, m vectors, or m mappings of names to them."""
         matrix = open_rows(rows)
         self.check(matrix.m)
-        return matrix.apply(self.decide(matrix, rng), None)
+        return matrix.apply(self.decide(matrix, as_generator(rng)), None)
 
-    def explain(self, rows: Any, *, rng: np.random.Generator | None = None) -> Explanation:
+    def explain(self, rows: Any, *, rng: Randomness = None) -> Explanation:
         """Aggregate, and say what share of each worker's values was dropped."""
         matrix = open_rows(rows)
         self.check(matrix.m)
-        decision = self.decide(matrix, rng)
+        decision = self.decide(matrix, as_generator(rng))
         counts = np.zeros(decision_rows(decision, matrix.m), np.int64)
         value = matrix.apply(decision, counts)
         return Explanation(
             value, shares(decision, matrix.m, counts, matrix.d), self.expected(matrix.m)
         )
 
-    def decide(self, matrix: Any, rng: np.random.Generator | None = None) -> Decision:
+    def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
         """Work out the mix and the window for a matrix that can be measured."""
         planning = self.planning(matrix.m, rng)
         reply: Floats | None = None
@@ -87,15 +168,12 @@ class Rule(Stage):
             try:
                 request: Request = planning.send(reply) if reply is not None else next(planning)
             except StopIteration as stop:
-                return Decision(stop.value, self.window(matrix.m))
+                return self.decision(stop.value, matrix.m)
             reply = matrix.measure(request)
 
-    @classmethod
-    def parse(cls, text: str) -> Rule:
-        """Read a rule from text, as :func:`phocas.parse_rule` does."""
-        from phocas.rules.table import parse_rule  # noqa: PLC0415 - the table knows every rule
-
-        return parse_rule(text)
+    def decision(self, mix: Mix, m: int) -> Decision:
+        """Say what is done with the rows of m workers once their mix is known."""
+        return Decision(mix, self.window(m))
 
 
 class PreAggregator(Stage):
@@ -104,6 +182,16 @@ class PreAggregator(Stage):
     def rows_after(self, m: int) -> int:
         """Return how many rows come out."""
         return m
+
+    def tolerates(self, m: int, following: Tolerance) -> Tolerance:
+        """Return what is survived among m if what follows survives that of the rows after."""
+        del m, following
+        return Tolerance()
+
+    def spreads(self, m: int, q: int, following: float) -> float | None:
+        """Bound the distance in honest spreads if what follows is that near to what it gets."""
+        del m, q, following
+        return None
 
     @overload
     def __or__(self, following: Rule) -> Pipeline: ...
@@ -142,33 +230,64 @@ class Pipeline(Rule):
 
     stages: tuple[PreAggregator, ...]
     rule: Rule
-    name: ClassVar[str] = field(default="pipeline", init=False)
+    name: ClassVar[str] = "pipeline"
 
     def __str__(self) -> str:
         return "|".join(str(stage) for stage in (*self.stages, self.rule))
 
-    def _rows(self, m: int) -> int:
+    def _sizes(self, m: int) -> list[int]:
+        """Return how many rows reach each stage and, last, the rule."""
+        sizes = [m]
         for stage in self.stages:
-            m = stage.rows_after(m)
-        return m
+            sizes.append(stage.rows_after(sizes[-1]))
+        return sizes
 
     def check(self, m: int) -> None:
         """Check every step with the rows that reach it."""
-        for stage in self.stages:
-            stage.check(m)
-            m = stage.rows_after(m)
+        *before, last = self._sizes(m)
+        for stage, size in zip(self.stages, before, strict=True):
+            stage.check(size)
         try:
-            self.rule.check(m)
+            self.rule.check(last)
         except ValueError as error:
-            raise ValueError(f"after pre-aggregation to {m} rows, {error}") from None
+            raise ValueError(f"after pre-aggregation to {last} rows, {error}") from None
+
+    def tolerates(self, m: int) -> Tolerance:
+        """Return what is left of the rule's promise on the way back through the stages."""
+        self.check(m)
+        *before, last = self._sizes(m)
+        found = self.rule.tolerates(last)
+        for stage, size in zip(reversed(self.stages), reversed(before), strict=True):
+            found = stage.tolerates(size, found)
+        return found
+
+    def spreads(self, m: int, q: int) -> float | None:
+        """Follow the rule's distance back through the stages."""
+        tolerance = self.tolerates(m)
+        if q > max(tolerance.rows, tolerance.values):
+            return None
+        *before, last = self._sizes(m)
+        found = self.rule.spreads(last, q)
+        for stage, size in zip(reversed(self.stages), reversed(before), strict=True):
+            found = None if found is None else stage.spreads(size, q, found)
+        return found
+
+    @property
+    def whole(self) -> bool:  # type: ignore[override]  # read-only here: the rule decides
+        """Tell whether the rule must see all columns."""
+        return self.rule.whole
+
+    def decision(self, mix: Mix, m: int) -> Decision:
+        """Leave it to the rule, with the rows that reach it."""
+        return self.rule.decision(mix, self._sizes(m)[-1])
 
     def window(self, m: int) -> Window:
         """Return the rule's window for the rows that reach it."""
-        return self.rule.window(self._rows(m))
+        return self.rule.window(self._sizes(m)[-1])
 
     def expected(self, m: int) -> float:
         """Return what the rule drops of the rows that reach it."""
-        return self.rule.expected(self._rows(m))
+        return self.rule.expected(self._sizes(m)[-1])
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Plan one step after the other, each on what the ones before it made."""

@@ -18,6 +18,7 @@ from phocas.rules.algebra import (
     measured_distances,
 )
 from phocas.rules.base import Rule
+from phocas.rules.promise import Tolerance
 from phocas.specs import count, normalise, positive
 
 # Rows farther from the centre than this many typical distances are drawn in before Weiszfeld's
@@ -28,20 +29,10 @@ FAR = 1e3
 class WeighingRule(Rule):
     """A rule whose result is one weighted sum of all rows."""
 
-    def check(self, m: int) -> None:
-        """Refuse no rows at all."""
-        if m < 1:
-            raise ValueError(f"{type(self).__name__} needs at least 1 row: got {m}")
-
     def window(self, m: int) -> Window:
         """Return the one mixed row."""
         del m
         return Window()
-
-    def expected(self, m: int) -> float:
-        """Return nothing: a fair weight is an equal one."""
-        del m
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +65,15 @@ class GeometricMedian(WeighingRule):
             iterations=count("GeometricMedian", "iterations", self.iterations, minimum=1),
             tolerance=positive("GeometricMedian", "tolerance", self.tolerance),
         )
+
+    def tolerates(self, m: int) -> Tolerance:
+        """Return a minority of the rows."""
+        self.check(m)
+        return Tolerance(rows=self.largest_b(m))
+
+    def spreads(self, m: int, q: int) -> float | None:
+        """Bound the distance as Allouah et al., "Fixing by mixing" (2023), do."""
+        return None if q > self.tolerates(m).rows else 2 * (m - q) / (m - 2 * q)
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Iterate on weights, which need no more than distances."""
@@ -190,6 +190,11 @@ class CenteredClipping(WeighingRule):
             radius=positive("CenteredClipping", "radius", self.radius),
             iterations=count("CenteredClipping", "iterations", self.iterations, minimum=1),
         )
+
+    def spreads(self, m: int, q: int) -> float | None:
+        """Return nothing: honest rows beyond the radius are clipped like any liar's."""
+        del m, q
+        return None
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Measure the rows from each new centre."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from phocas.kernels import PLAIN_MEAN, Window
-from phocas.rules.algebra import UNMIXED, Decision
-from phocas.rules.base import Rule
-from phocas.specs import count, normalise
+from phocas.rules.algebra import UNMIXED, Decision, Matrix
+from phocas.rules.base import Rule, Told
+from phocas.rules.promise import (
+    Tolerance,
+    nearest_delta,
+    survived,
+    trimmed_mean_delta,
+    window_spreads,
+)
 
 
 class ColumnRule(Rule):
-    """A rule that is a window of each column and nothing else."""
+    """A rule that is a window of each column and nothing else; its window says what it survives."""
 
     columnwise = True
 
@@ -23,12 +29,19 @@ class ColumnRule(Rule):
     def window(self, m: int) -> Window:
         """Return which values of a column are averaged."""
 
-    def check(self, m: int) -> None:
-        """Refuse no rows at all."""
-        if m < 1:
-            raise ValueError(f"{type(self).__name__} needs at least 1 row: got {m}")
+    def tolerates(self, m: int) -> Tolerance:
+        """Return what the window survives: in every column, so in whole rows as well."""
+        self.check(m)
+        most = survived(self.window(m))
+        return Tolerance(rows=most, values=most)
 
-    def decide(self, matrix: Any, rng: np.random.Generator | None = None) -> Decision:
+    def spreads(self, m: int, q: int) -> float | None:
+        """Bound the distance from the honest mean by the window's numbers."""
+        if q > self.tolerates(m).values:
+            return None
+        return window_spreads(self.window(m), m, q, honest=m - q)
+
+    def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
         """Return the window: there is nothing to ask and nothing to mix."""
         del rng
         return Decision(UNMIXED, self.window(matrix.m))
@@ -56,6 +69,17 @@ class Mean(ColumnRule):
         del m
         return PLAIN_MEAN
 
+    @classmethod
+    def largest_b(cls, m: int) -> int:
+        """Return 0: a wrong value is one too many."""
+        del m
+        return 0
+
+    def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
+        """Return the variance of a mean of m, if nothing is wrong."""
+        del adaptive
+        return None if q else 1 / m
+
 
 @dataclass(frozen=True)
 class Median(ColumnRule):
@@ -74,25 +98,14 @@ class Median(ColumnRule):
         """Return the middle one or two."""
         return Window(trim=(m - 1) // 2)
 
+    def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
+        """Return that of the trimmed mean with the largest b, which the median is."""
+        return TrimmedMean(self.largest_b(m)).bound(m, q, adaptive=adaptive)
+
 
 @dataclass(frozen=True)
-class TrimmingRule(ColumnRule):
+class TrimmingRule(Told, ColumnRule):
     """A column rule that is told to survive b wrong values a column."""
-
-    b: int
-
-    def __post_init__(self) -> None:
-        """Check that b is a count."""
-        normalise(self, b=count(type(self).__name__, "b", self.b))
-
-    def check(self, m: int) -> None:
-        """Refuse 2b >= m: the wrong values could be the majority."""
-        super().check(m)
-        if 2 * self.b >= m:
-            raise ValueError(
-                f"{type(self).__name__} needs 2b < m: got b={self.b} with m={m} workers,"
-                f" the largest b is {(m - 1) // 2}"
-            )
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,12 @@ class TrimmedMean(TrimmingRule):
         del m
         return Window(trim=self.b)
 
+    def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
+        """Return Delta_1 of Theorem 1."""
+        if q > self.tolerates(m).values:
+            return None
+        return trimmed_mean_delta(m, q, self.b, adaptive=adaptive)
+
 
 @dataclass(frozen=True)
 class Phocas(TrimmingRule):
@@ -138,6 +157,11 @@ class Phocas(TrimmingRule):
         del m
         return Window(trim=self.b, drop=self.b or None)
 
+    def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
+        """Return Delta_2 of Theorem 2."""
+        centre = TrimmedMean(self.b).bound(m, q, adaptive=adaptive)
+        return None if centre is None else nearest_delta(m, q, centre, adaptive=adaptive)
+
 
 @dataclass(frozen=True)
 class MeaMed(TrimmingRule):
@@ -157,3 +181,10 @@ class MeaMed(TrimmingRule):
     def window(self, m: int) -> Window:
         """Return the m - b nearest to the median."""
         return Window(trim=(m - 1) // 2, drop=self.b) if self.b else Window()
+
+    def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
+        """Return Theorem 2's bound with the median's in the trimmed mean's place."""
+        centre = Median().bound(m, q, adaptive=adaptive)
+        if centre is None or q > self.tolerates(m).values:
+            return None
+        return nearest_delta(m, q, centre, adaptive=adaptive)

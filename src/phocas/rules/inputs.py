@@ -19,7 +19,7 @@ from phocas import kernels
 from phocas.floats import FORMATS, to_bfloat16
 from phocas.kernels import Rows, SparseMix
 from phocas.rules import measures
-from phocas.rules.algebra import Decision, Floats, Request
+from phocas.rules.algebra import Decision, Floats, Function, Matrix, Request, by_function
 
 COPIED_COLUMNS = 1 << 15
 ACCEPTED = (
@@ -106,6 +106,8 @@ class HostMatrix:
 
     def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
         """Mix and reduce; count what was dropped of each mixed row."""
+        if decision.function is not None:
+            return self._by_function(decision.function, decision.mix.weights)
         answers = []
         for piece in self.pieces:
             out: NDArray[Any] | None = None
@@ -117,6 +119,25 @@ class HostMatrix:
                 out = np.empty(0, piece.arrays[0].dtype)
             answers.append(_stored(out, piece.element))
         return self.rebuild(answers)
+
+    def _by_function(self, function: Function, weights: Floats | None) -> Any:
+        """Give all mixed rows to a function at once, in a copy that it may change."""
+        blocks = [rows for piece in self.pieces for _, rows in piece.blocks()]
+        mixed = [_mixed(rows, weights) for rows in blocks]
+        values = by_function(function, np.concatenate(mixed, axis=1))
+        ends = np.cumsum([piece.columns for piece in self.pieces])
+        parts = np.split(values, ends[:-1])
+        return self.rebuild(
+            [_stored(part, piece.element) for part, piece in zip(parts, self.pieces, strict=True)]
+        )
+
+
+def _mixed(rows: Rows, weights: Floats | None) -> NDArray[Any]:
+    if weights is None:
+        return kernels.values(rows)
+    out = np.empty((len(weights), rows.columns), kernels.compute_dtype(rows.element))
+    kernels.combine(rows, SparseMix.of(weights), out)
+    return out
 
 
 def _answer_dtype(decision: Decision, rows: Rows, piece: Piece) -> np.dtype[Any]:
@@ -153,7 +174,7 @@ def _stored(values: NDArray[Any], element: str) -> NDArray[Any]:
 # -- opening ---------------------------------------------------------------------------------------
 
 
-def open_rows(rows: Any) -> Any:
+def open_rows(rows: Any) -> Matrix:
     """Return the matrix behind whatever holds the rows; refuse what is not one."""
     if isinstance(rows, np.ndarray) or is_tensor(rows):
         _unmasked(rows, "rows")
@@ -176,7 +197,7 @@ def open_rows(rows: Any) -> Any:
     return _open_vectors(rows)
 
 
-def _open_vectors(rows: Sequence[Any]) -> Any:
+def _open_vectors(rows: Sequence[Any]) -> Matrix:
     first = rows[0]
     for i, row in enumerate(rows):
         _same(row, first, f"row {i}", "row 0")
@@ -188,7 +209,7 @@ def _open_vectors(rows: Sequence[Any]) -> Any:
     return HostMatrix([piece], lambda answers: _like(first, answers[0]).reshape(first.shape))
 
 
-def _open_mappings(rows: Sequence[Any]) -> Any:
+def _open_mappings(rows: Sequence[Any]) -> Matrix:
     first = rows[0]
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -333,7 +354,7 @@ def _stack(rows: Sequence[Any]) -> Any:
     return torch.stack([row.detach().reshape(-1) for row in rows])
 
 
-def _on_device(stacked: list[Any], rebuild: Callable[[list[Any]], Any]) -> Any:
+def _on_device(stacked: list[Any], rebuild: Callable[[list[Any]], Any]) -> Matrix:
     from phocas.rules.accelerator import DeviceMatrix  # noqa: PLC0415 - needs torch
 
     for tensor in stacked:

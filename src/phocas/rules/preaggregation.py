@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from phocas.rules.algebra import Mix, Norms, Planning, measured_distances
-from phocas.rules.base import PreAggregator
+from phocas.rules.base import PreAggregator, Told
+from phocas.rules.promise import Tolerance
 from phocas.specs import count, normalise, positive
 
 
 @dataclass(frozen=True)
-class NNM(PreAggregator):
+class NNM(Told, PreAggregator):
     """Replace each row by the mean of its m - b nearest rows, itself among them.
 
     Nearest-neighbour mixing. A row at infinite distance is mixed into no finite row as long as at
@@ -27,20 +29,20 @@ class NNM(PreAggregator):
     array([3.])
     """
 
-    b: int
     name: ClassVar[str] = "nnm"
 
-    def __post_init__(self) -> None:
-        """Check that b is a count."""
-        normalise(self, b=count("NNM", "b", self.b))
+    def tolerates(self, m: int, following: Tolerance) -> Tolerance:
+        """Return b rows or what follows survives; with more, no mix would be without a liar."""
+        del m
+        return Tolerance(rows=min(self.b, following.rows))
 
-    def check(self, m: int) -> None:
-        """Refuse 2b >= m."""
-        if 2 * self.b >= m:
-            raise ValueError(
-                f"NNM needs 2b < m: got b={self.b} with m={m} workers,"
-                f" the largest b is {(m - 1) // 2}"
-            )
+    def spreads(self, m: int, q: int, following: float) -> float | None:
+        """Bound how far honest rows move: by sqrt 2 spreads, in the root mean square.
+
+        The m - b nearest rows are on average no farther than all the honest ones.
+        """
+        del m, q
+        return (1 + math.sqrt(2)) * following + math.sqrt(2)
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Find each row's neighbours; of two as near, the one with the smaller index."""
@@ -78,6 +80,7 @@ class Bucketing(PreAggregator):
 
     def check(self, m: int) -> None:
         """Refuse buckets larger than all rows."""
+        super().check(m)
         if self.size > m:
             raise ValueError(
                 f"Bucketing needs size <= m: got size={self.size} with m={m} workers,"
@@ -87,6 +90,18 @@ class Bucketing(PreAggregator):
     def rows_after(self, m: int) -> int:
         """Return the number of buckets."""
         return -(-m // self.size)
+
+    def tolerates(self, m: int, following: Tolerance) -> Tolerance:
+        """Return what follows survives: in the worst draw each liar has a bucket of its own.
+
+        So has each wrong value of a column, as who shares a bucket does not depend on values.
+        """
+        del m
+        return following
+
+    def spreads(self, m: int, q: int, following: float) -> float | None:
+        """Bound the means of the buckets without a liar: their squares add up to no more."""
+        return (following + 1) * math.sqrt((m - q) / (self.rows_after(m) - q))
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Deal the rows into buckets."""
@@ -104,6 +119,9 @@ class Bucketing(PreAggregator):
 class Clipping(PreAggregator):
     """Scale every row longer than ``radius`` down to it; a row with NaN or inf becomes zero.
 
+    It bounds what a liar can add. Honest rows beyond the radius are clipped as well, so there is no
+    promise of staying near their mean, whatever follows.
+
     >>> import numpy as np
     >>> from phocas import Mean
     >>> (Clipping(radius=3.0) | Mean())(np.array([[1.0], [2.0], [900.0]]))
@@ -117,10 +135,6 @@ class Clipping(PreAggregator):
         """Check the radius."""
         normalise(self, radius=positive("Clipping", "radius", self.radius))
 
-    def check(self, m: int) -> None:
-        """Accept any number of rows."""
-        del m
-
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Measure the rows."""
         del m, rng
@@ -129,7 +143,7 @@ class Clipping(PreAggregator):
 
 
 @dataclass(frozen=True)
-class AdaptiveClipping(PreAggregator):
+class AdaptiveClipping(Told, PreAggregator):
     """Scale the k = floor(2 (b/m) (m - b)) longest rows down to the next longest (ARC).
 
     A row with NaN or inf has infinite length and becomes zero.
@@ -142,21 +156,19 @@ class AdaptiveClipping(PreAggregator):
     array([2.25])
     """
 
-    b: int
     name: ClassVar[str] = "adaptive-clipping"
     aliases: ClassVar[tuple[str, ...]] = ("arc",)
 
-    def __post_init__(self) -> None:
-        """Check that b is a count."""
-        normalise(self, b=count("AdaptiveClipping", "b", self.b))
+    def tolerates(self, m: int, following: Tolerance) -> Tolerance:
+        """Return the rows that what follows survives, if an honest one is among those not clipped.
 
-    def check(self, m: int) -> None:
-        """Refuse 2b >= m."""
-        if 2 * self.b >= m:
-            raise ValueError(
-                f"AdaptiveClipping needs 2b < m: got b={self.b} with m={m} workers,"
-                f" the largest b is {(m - 1) // 2}"
-            )
+        Then no honest row is clipped below the shortest honest one.
+        """
+        return Tolerance(rows=min(following.rows, m - 1 - self.clipped_rows(m)))
+
+    def spreads(self, m: int, q: int, following: float) -> float | None:
+        """Bound how far honest rows move: no farther than to the shortest of them."""
+        return following + math.sqrt(m - q)
 
     def clipped_rows(self, m: int) -> int:
         """Return how many rows are scaled down."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,8 +19,9 @@ from phocas.rules.algebra import (
     measured_distances,
     select,
 )
-from phocas.rules.base import Rule
+from phocas.rules.base import Rule, Told
 from phocas.rules.cliques import smallest_diameter
+from phocas.rules.promise import Tolerance, survived, window_spreads
 from phocas.specs import count, normalise
 
 
@@ -31,32 +33,44 @@ def krum_scores(squared: Floats, b: int, *, at_least: int = 0) -> Floats:
     return np.asarray(nearest.sum(axis=1), np.float64)
 
 
+def _near_rows(m: int, b: int, q: int) -> int:
+    """Return how many of the rows that a Krum score counts for a liar are honest at least."""
+    return m - b - q - 1
+
+
 @dataclass(frozen=True)
-class RowRule(Rule):
+class RowRule(Told, Rule):
     """A rule that is told to survive b wrong rows and averages those that it chooses."""
-
-    b: int
-
-    def __post_init__(self) -> None:
-        """Check that b is a count."""
-        normalise(self, b=count(type(self).__name__, "b", self.b))
 
     def window(self, m: int) -> Window:
         """Return all of the chosen rows' values."""
         del m
         return Window()
 
-    def _check(self, m: int, needed: int, condition: str, largest: int) -> None:
-        if m < needed:
-            advice = f"the largest b is {largest}" if largest >= 0 else "no b is small enough"
-            raise ValueError(
-                f"{type(self).__name__} needs {condition}: got b={self.b} with m={m} workers,"
-                f" {advice}"
-            )
+    def tolerates(self, m: int) -> Tolerance:
+        """Return b rows; one wrong value in every row would leave none to choose."""
+        self.check(m)
+        return Tolerance(rows=self.b)
+
+
+class KrumRule(RowRule):
+    """A rule that compares rows by their Krum scores.
+
+    With S the sum of the squared distances of the h honest rows from their mean, honest scores add
+    up to at most 2 h S. A liar with a score of s has ``_near_rows`` honest rows within s in all,
+    whose mean is within sqrt(S / near) of the honest mean.
+    """
+
+    condition = "2b + 2 < m"
+
+    @classmethod
+    def largest_b(cls, m: int) -> int:
+        """Return the largest b with 2b + 2 < m."""
+        return (m - 3) // 2
 
 
 @dataclass(frozen=True)
-class Krum(RowRule):
+class Krum(KrumRule):
     """Return the row with the smallest sum of squared distances to its m - b - 2 nearest rows.
 
     Breakdown: survives b wrong rows, 2b + 2 < m; one wrong value in every row breaks it. A row with
@@ -73,9 +87,21 @@ class Krum(RowRule):
 
     name: ClassVar[str] = "krum"
 
-    def check(self, m: int) -> None:
-        """Refuse 2b + 2 >= m."""
-        self._check(m, 2 * self.b + 3, "2b + 2 < m", (m - 3) // 2)
+    def spreads(self, m: int, q: int) -> float | None:
+        """Bound the chosen row: an honest one, or one whose score is no more than 2 S."""
+        if q > self.tolerates(m).rows:
+            return None
+        liar = (1 + math.sqrt(2)) / math.sqrt(_near_rows(m, self.b, q)) if q else 0.0
+        return math.sqrt(m - q) * max(1.0, liar)
+
+    def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
+        """Return Delta_0 of the paper's first lemma for b wrong rows; fewer are a special case."""
+        if q > self.tolerates(m).rows:
+            return None
+        b = self.b
+        if adaptive:
+            return m * max(1.0, (1 + math.sqrt(2)) ** 2 / (m - 2 * b - 1) if b else 0.0)
+        return 6 * m - 6 * b + (4 * b * (m - b - 2) + 4 * b**2 * (m - b - 1)) / (m - 2 * b - 2)
 
     def expected(self, m: int) -> float:
         """Return the share of rows not chosen."""
@@ -90,7 +116,7 @@ class Krum(RowRule):
 
 
 @dataclass(frozen=True)
-class MultiKrum(RowRule):
+class MultiKrum(KrumRule):
     """Average the ``select`` rows with the best Krum scores; m - b of them unless told otherwise.
 
     Breakdown: survives b wrong rows, 2b + 2 < m; one wrong value in every row breaks it. A row with
@@ -119,12 +145,21 @@ class MultiKrum(RowRule):
 
     def check(self, m: int) -> None:
         """Refuse 2b + 2 >= m, and more rows than can be honest."""
-        self._check(m, 2 * self.b + 3, "2b + 2 < m", (m - 3) // 2)
+        super().check(m)
         if self.chosen(m) > m - self.b:
             raise ValueError(
                 f"MultiKrum needs select <= m - b: got select={self.select} with b={self.b} and"
                 f" m={m} workers, the largest select is {m - self.b}"
             )
+
+    def spreads(self, m: int, q: int) -> float | None:
+        """Bound the mean of the chosen, whose scores add up to at most 2 S for each of them."""
+        if q > self.tolerates(m).rows:
+            return None
+        chosen = self.chosen(m)
+        liars, near = min(q, chosen), _near_rows(m, self.b, q)
+        pull = math.sqrt(2 * liars / (chosen * near)) + liars / (chosen * math.sqrt(near))
+        return math.sqrt(m - q) * (1 / math.sqrt(chosen) + pull)
 
     def expected(self, m: int) -> float:
         """Return the share of rows not chosen."""
@@ -154,10 +189,24 @@ class Bulyan(RowRule):
     """
 
     name: ClassVar[str] = "bulyan"
+    condition = "4b + 3 <= m"
 
-    def check(self, m: int) -> None:
-        """Refuse 4b + 3 > m."""
-        self._check(m, 4 * self.b + 3, "4b + 3 <= m", (m - 3) // 4)
+    @classmethod
+    def largest_b(cls, m: int) -> int:
+        """Return the largest b with 4b + 3 <= m."""
+        return (m - 3) // 4
+
+    def tolerates(self, m: int) -> Tolerance:
+        """Return what the window survives, whichever rows are chosen: at least b."""
+        self.check(m)
+        most = survived(self.window(m))
+        return Tolerance(rows=most, values=most)
+
+    def spreads(self, m: int, q: int) -> float | None:
+        """Bound the distance by the window's numbers, with all liars among the chosen."""
+        if q > self.tolerates(m).rows:
+            return None
+        return window_spreads(self.window(m), m - 2 * self.b, q, honest=m - q)
 
     def window(self, m: int) -> Window:
         """Return, of the m - 2b chosen, all but the 2b farthest from their median."""
@@ -200,9 +249,17 @@ class MDA(RowRule):
 
     name: ClassVar[str] = "mda"
 
-    def check(self, m: int) -> None:
-        """Refuse 2b >= m."""
-        self._check(m, 2 * self.b + 1, "2b < m", (m - 1) // 2)
+    def spreads(self, m: int, q: int) -> float | None:
+        """Bound the mean of the set: its liars are within the honest diameter of all its rows.
+
+        That is at most sqrt(2h) spreads, and one of the m - b - q honest rows of the set is within
+        sqrt(h / (m - b - q)) spreads of the honest mean.
+        """
+        if q > self.tolerates(m).rows:
+            return None
+        honest, size = m - q, m - self.b
+        liar = math.sqrt(2 * honest) + math.sqrt(honest / (size - q))
+        return (q * liar + math.sqrt(size * honest)) / size
 
     def expected(self, m: int) -> float:
         """Return the share of rows not chosen."""
@@ -235,9 +292,10 @@ class CGE(RowRule):
 
     name: ClassVar[str] = "cge"
 
-    def check(self, m: int) -> None:
-        """Refuse 2b >= m."""
-        self._check(m, 2 * self.b + 1, "2b < m", (m - 1) // 2)
+    def tolerates(self, m: int) -> Tolerance:
+        """Return nothing: a liar no longer than an honest row may point anywhere."""
+        self.check(m)
+        return Tolerance()
 
     def expected(self, m: int) -> float:
         """Return the share of rows not chosen."""

@@ -25,9 +25,17 @@ import numpy as np
 
 from phocas.rules import measures
 from phocas.rules.algebra import Decision, Floats, Request
-from phocas.rules.base import Explanation, Rule, decision_rows, shares
+from phocas.rules.base import (
+    Explanation,
+    Randomness,
+    Rule,
+    as_generator,
+    decision_rows,
+    shares,
+)
 from phocas.rules.inputs import HostMatrix, open_rows
 from phocas.rules.measures import Partial
+from phocas.rules.table import RULES
 
 
 class Evaluation:
@@ -39,19 +47,21 @@ class Evaluation:
 
     def __init__(
         self,
-        rule: Rule,
+        rule: Rule | str,
         m: int,
-        rng: np.random.Generator | None = None,
+        rng: Randomness = None,
         *,
         d: int | None = None,
     ) -> None:
-        rule.check(m)
-        self.rule = rule
+        self.rule = RULES.of(rule, "Evaluation")
+        self.rule.check(m)
         self.m = m
         self.d = d
+        if self.rule.whole and d is None:
+            raise ValueError(_needs_all(self.rule))
         self.request: Request | None = None
         self._decision: Decision | None = None
-        self._planning = rule.planning(m, rng)
+        self._planning = self.rule.planning(m, as_generator(rng))
         self._advance(None)
 
     def _advance(self, reply: Floats | None) -> None:
@@ -59,7 +69,7 @@ class Evaluation:
             self.request = next(self._planning) if reply is None else self._planning.send(reply)
         except StopIteration as stop:
             self.request = None
-            self._decision = Decision(stop.value, self.rule.window(self.m))
+            self._decision = self.rule.decision(stop.value, self.m)
 
     def partial(self, columns: Any, start: int) -> Partial:
         """Measure columns that begin at column ``start`` of the whole matrix."""
@@ -75,12 +85,13 @@ class Evaluation:
 
     def finish(self, columns: Any) -> Any:
         """Aggregate columns, in the form that they have."""
-        return self._open(columns).apply(self._decided(), None)
+        decision = self._decided()
+        return self._all(columns).apply(decision, None)
 
     def explain(self, columns: Any) -> Explanation:
         """Aggregate columns and say what share of each worker's values there was dropped."""
         decision = self._decided()
-        matrix = self._open(columns)
+        matrix = self._all(columns)
         counts = np.zeros(decision_rows(decision, self.m), np.int64)
         value = matrix.apply(decision, counts)
         dropped = shares(decision, self.m, counts, matrix.d)
@@ -93,6 +104,13 @@ class Evaluation:
             )
         return self._decision
 
+    def _all(self, columns: Any) -> HostMatrix:
+        """Open columns that are finished here, which must be all of them for some rules."""
+        matrix = self._open(columns)
+        if self.rule.whole and matrix.d != self.d:
+            raise ValueError(f"{_needs_all(self.rule)}: got {matrix.d} of {self.d}")
+        return matrix
+
     def _open(self, columns: Any) -> HostMatrix:
         matrix = open_rows(columns)
         if matrix.m != self.m:
@@ -100,3 +118,10 @@ class Evaluation:
         if not isinstance(matrix, HostMatrix):
             raise TypeError("shards must be in host memory: move the tensor to the CPU first")
         return matrix
+
+
+def _needs_all(rule: Rule) -> str:
+    return (
+        f"{rule} needs all columns in one place: use one server and say d, or set columnwise=True"
+        " if each column is reduced on its own"
+    )

@@ -4,16 +4,53 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from phocas.rules.base import Chain, Pipeline, PreAggregator, Rule
+from phocas.rules.base import Chain, PreAggregator, Randomness, Rule
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
+from phocas.rules.function import FunctionRule
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
-from phocas.specs import Table, unknown
+from phocas.specs import Foreign, Table, loaded, unknown
 
-RULES: Table[Rule] = Table(
+PRE_AGGREGATORS: Table[PreAggregator] = Table(
+    "pre-aggregator", [NNM, Bucketing, Clipping, AdaptiveClipping], PreAggregator
+)
+
+
+class RuleTable(Table[Rule]):
+    """Rules by name, with their pre-aggregators before them: ``nnm:b=6|phocas:b=6``."""
+
+    def read(self, text: str) -> Rule | Foreign:
+        """Read a rule and import nothing; it is foreign if one of its steps is."""
+        *before, last = text.split("|")
+        for part in before:
+            name = part.partition(":")[0].strip()
+            if name not in PRE_AGGREGATORS and name in self:
+                raise ValueError(
+                    unknown("pre-aggregator", name, PRE_AGGREGATORS)
+                    + f"; {name} is a rule, which must come last"
+                )
+        rule = super().read(last)
+        stages = [PRE_AGGREGATORS.read(part) for part in before]
+        if isinstance(rule, Foreign) or any(isinstance(stage, Foreign) for stage in stages):
+            return Foreign("|".join(str(step) for step in (*stages, rule)), self.parse)
+        return _joined(stages, rule)
+
+    def parse(self, text: str) -> Rule:
+        """Read a rule, and import those of its steps that are the user's own."""
+        *before, last = text.split("|")
+        found = self.read(text)
+        if not isinstance(found, Foreign):
+            return found
+        rule = super().parse(last)
+        return _joined([loaded(PRE_AGGREGATORS.read(part)) for part in before], rule)
+
+
+def _joined(stages: list[Any], rule: Rule) -> Rule:
+    return Chain(tuple(stages)) | rule if stages else rule
+
+
+RULES = RuleTable(
     "rule",
     [
         Mean,
@@ -29,9 +66,8 @@ RULES: Table[Rule] = Table(
         MDA,
         CGE,
     ],
-)
-PRE_AGGREGATORS: Table[PreAggregator] = Table(
-    "pre-aggregator", [NNM, Bucketing, Clipping, AdaptiveClipping]
+    base=Rule,
+    adapt=FunctionRule.adapt,
 )
 
 
@@ -45,30 +81,14 @@ def parse_rule(text: str) -> Rule:
         ...
     ValueError: unknown rule 'phoca'; did you mean 'phocas'? rules: mean, median, ...
     """
-    *before, last = text.split("|")
-    rule = RULES.parse(last)
-    stages = []
-    for part in before:
-        name = part.partition(":")[0].strip()
-        if name not in PRE_AGGREGATORS and name in RULES:
-            raise ValueError(
-                unknown("pre-aggregator", name, PRE_AGGREGATORS)
-                + f"; {name} is a rule, which must come last"
-            )
-        stages.append(PRE_AGGREGATORS.parse(part))
-    if isinstance(rule, Pipeline) or not stages:
-        return rule
-    return Pipeline(tuple(stages), rule)
+    return RULES.parse(text)
 
 
-def aggregate(rows: Any, rule: str | Rule, *, rng: np.random.Generator | None = None) -> Any:
+def aggregate(rows: Any, rule: str | Rule, *, rng: Randomness = None) -> Any:
     """Aggregate m rows by a rule or its name.
 
+    >>> import numpy as np
     >>> aggregate(np.array([[1.0], [2.0], [900.0]]), "median")
     array([2.])
     """
-    chosen = parse_rule(rule) if isinstance(rule, str) else rule
-    if not isinstance(chosen, Rule):
-        hint = " that ends in a rule" if isinstance(chosen, PreAggregator | Chain) else ""
-        raise TypeError(f"aggregate needs a rule{hint}, or its name: got {chosen!r}")
-    return chosen(rows, rng=rng)
+    return RULES.of(rule, "aggregate")(rows, rng=rng)

@@ -1,7 +1,8 @@
 """How far a rule may be from the true gradient: the paper's Deltas, in units of V.
 
 ``V`` bounds the variance of one correct gradient, ``E ||v - g||^2 <= V``. Each ``delta_*`` is the
-formula as printed, under the conditions its proof needs. The proofs treat the values that were not
+formula as printed, under the conditions its proof needs; the formulas live on the rules, as
+``rule.bound(m, q)``, and what raises here is None there. The proofs treat the values that were not
 replaced as independent, which an attacker who looks first and then picks what to replace makes
 false; each ``adaptive_*`` is a bound that holds against that attacker too. The derivations are in
 docs/theory.md.
@@ -10,23 +11,20 @@ docs/theory.md.
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from phocas.specs import count, unknown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from phocas.rules import RULES, Krum, Phocas, Rule, Told, TrimmedMean
+from phocas.specs import count
 
 
 def largest_b(m: int) -> int:
     """Return the largest b with ``2b < m``: beyond it the bad values may be the majority."""
-    return (count("a rule", "m", m, minimum=1) - 1) // 2
+    return TrimmedMean.largest_b(count("a rule", "m", m, minimum=1))
 
 
 def largest_krum(m: int) -> int:
     """Return the largest q with ``2q + 2 < m``, which Krum needs; -1 if there is none."""
-    return max((count("Krum", "m", m, minimum=1) - 3) // 2, -1)
+    return max(Krum.largest_b(count("Krum", "m", m, minimum=1)), -1)
 
 
 def delta_krum(m: int, q: int) -> float:
@@ -37,8 +35,7 @@ def delta_krum(m: int, q: int) -> float:
     >>> delta_krum(m=5, q=1)
     44.0
     """
-    m, q = _krum_condition(m, q)
-    return 6 * m - 6 * q + (4 * q * (m - q - 2) + 4 * q**2 * (m - q - 1)) / (m - 2 * q - 2)
+    return _krum_bound(m, q, adaptive=False)
 
 
 def delta_trimmed_mean(m: int, q: int, b: int) -> float:
@@ -51,8 +48,7 @@ def delta_trimmed_mean(m: int, q: int, b: int) -> float:
     >>> delta_trimmed_mean(m=3, q=1, b=1)
     8.0
     """
-    m, q, b = _column_condition("TrimmedMean", m, q, b)
-    return 2 * (b + 1) * (m - q) / (m - b - q) ** 2
+    return _bound(TrimmedMean(b), m, q, adaptive=False)
 
 
 def delta_phocas(m: int, q: int, b: int) -> float:
@@ -64,8 +60,7 @@ def delta_phocas(m: int, q: int, b: int) -> float:
     >>> delta_phocas(m=3, q=1, b=1)
     52.0
     """
-    m, q, b = _column_condition("Phocas", m, q, b)
-    return 4 + 12 * (b + 1) * (m - q) / (m - b - q) ** 2
+    return _bound(Phocas(b), m, q, adaptive=False)
 
 
 def adaptive_krum(m: int, q: int) -> float:
@@ -76,8 +71,7 @@ def adaptive_krum(m: int, q: int) -> float:
     >>> round(adaptive_krum(m=5, q=1), 3)
     14.571
     """
-    m, q = _krum_condition(m, q)
-    return m * max(1.0, (1 + math.sqrt(2)) ** 2 / (m - 2 * q - 1) if q else 0.0)
+    return _krum_bound(m, q, adaptive=True)
 
 
 def adaptive_trimmed_mean(m: int, q: int, b: int) -> float:
@@ -88,8 +82,7 @@ def adaptive_trimmed_mean(m: int, q: int, b: int) -> float:
     >>> adaptive_trimmed_mean(m=3, q=1, b=1)
     3.0
     """
-    m, q, b = _column_condition("TrimmedMean", m, q, b)
-    return min(m, 2 * (b + q + 1)) / (m - b - q)
+    return _bound(TrimmedMean(b), m, q, adaptive=True)
 
 
 def adaptive_phocas(m: int, q: int, b: int) -> float:
@@ -100,8 +93,7 @@ def adaptive_phocas(m: int, q: int, b: int) -> float:
     >>> round(adaptive_phocas(m=3, q=1, b=1), 3)
     21.985
     """
-    m, q, b = _column_condition("Phocas", m, q, b)
-    return (math.sqrt(m / (m - q)) + 2 * math.sqrt(adaptive_trimmed_mean(m, q, b))) ** 2
+    return _bound(Phocas(b), m, q, adaptive=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +111,7 @@ class Bound:
 def table(m: int, q: int, values: Iterable[int]) -> list[Bound]:
     """Judge every rule for every b: feasible or not and why, and the bounds in units of V.
 
-    The median is the trimmed mean with the largest b. Krum told b has the bound of b bad rows, of
-    which fewer are a special case. The paper has no bound for Multi-Krum.
+    Rules that need more than a b to be told, such as a radius, are not among them.
     """
     q = count("a bound", "q", q)
     if q > largest_b(m):
@@ -128,69 +119,53 @@ def table(m: int, q: int, values: Iterable[int]) -> list[Bound]:
             f"no rule survives without a correct majority, 2q < m: got q={q} with m={m} workers,"
             f" the largest q is {largest_b(m)}"
         )
-    values = [check_majority("a rule", m, b) for b in values]
-    median = dataclasses.replace(judge("trimmed-mean", m, q, largest_b(m)), rule="median", b=None)
-    return [_mean(m, q), median] + [judge(rule, m, q, b) for rule in JUDGED for b in values]
+    for b in (values := list(values)):
+        TrimmedMean(b).check(m)
+    rules = [
+        rule
+        for cls in RULES.values()
+        for rule in ([cls(b) for b in values] if issubclass(cls, Told) else cls.choices(m))
+    ]
+    return [judge(rule, m, q) for rule in rules]
 
 
-JUDGED = ("krum", "multi-krum", "trimmed-mean", "phocas")
+def judge(rule: Rule, m: int, q: int) -> Bound:
+    """Judge one rule.
 
-
-def judge(rule: str, m: int, q: int, b: int) -> Bound:
-    """Judge one of the rules ``JUDGED`` for one b.
-
-    >>> judge("krum", 20, 6, 9).reason
+    >>> judge(Krum(9), 20, 6).reason
     'needs 2b + 2 < m (b <= 8)'
-    >>> judge("phocas", 20, 6, 5).reason
+    >>> judge(Phocas(5), 20, 6).reason
     'needs q <= b'
     """
-    if rule not in JUDGED:
-        raise ValueError(unknown("rule", rule, JUDGED))
-    limit, condition = largest_b(m), "2b < m"
-    if rule in ("krum", "multi-krum"):
-        limit, condition = largest_krum(m), "2b + 2 < m"
-    if b > limit:
-        most = f"b <= {limit}" if limit >= 0 else "m >= 3"
-        return Bound(rule, b, feasible=False, reason=f"needs {condition} ({most})")
-    if q > b:
-        return Bound(rule, b, feasible=False, reason="needs q <= b")
-    if rule == "multi-krum":
-        return Bound(rule, b, feasible=True, reason="no bound")
-    if rule == "krum":
-        printed, adaptive = delta_krum(m, b), adaptive_krum(m, b)
-    elif rule == "phocas":
-        printed, adaptive = delta_phocas(m, q, b), adaptive_phocas(m, q, b)
-    else:
-        printed, adaptive = delta_trimmed_mean(m, q, b), adaptive_trimmed_mean(m, q, b)
-    return Bound(rule, b, feasible=True, reason="", printed=printed, adaptive=adaptive)
+    b = rule.b if isinstance(rule, Told) else None
+    if isinstance(rule, Told) and rule.b > (limit := rule.largest_b(m)):
+        most = f"b <= {limit}" if limit >= 0 else "m is too small"
+        return Bound(rule.name, b, feasible=False, reason=f"needs {rule.condition} ({most})")
+    survived = max(rule.tolerates(m).rows, rule.tolerates(m).values)
+    if q > survived:
+        reason = "needs q <= b" if survived == b else f"needs q <= {survived}"
+        return Bound(rule.name, b, feasible=False, reason=reason)
+    printed, adaptive = rule.bound(m, q), rule.bound(m, q, adaptive=True)
+    reason = "no bound" if printed is None else ""
+    return Bound(rule.name, b, feasible=True, reason=reason, printed=printed, adaptive=adaptive)
 
 
-def check_majority(owner: str, m: int, b: int) -> int:
-    """Return b, refused if ``2b >= m``: no rule survives that many."""
-    b = count(owner, "b", b)
-    if b > largest_b(m):
-        raise ValueError(
-            f"{owner} needs 2b < m: got b={b} with m={m} workers, the largest b is {largest_b(m)}"
-        )
-    return b
-
-
-def _mean(m: int, q: int) -> Bound:
-    if q:
-        return Bound("mean", None, feasible=False, reason="needs q = 0")
-    return Bound("mean", None, feasible=True, reason="no bad values", adaptive=1 / m)
-
-
-def _krum_condition(m: int, q: int) -> tuple[int, int]:
+def _krum_bound(m: int, q: int, *, adaptive: bool) -> float:
     q, limit = count("Krum", "q", q), largest_krum(m)
     if q > limit:
         most = f"the largest q is {limit}" if limit >= 0 else "it needs at least 3 workers"
         raise ValueError(f"Krum needs 2q + 2 < m: got q={q} with m={m} workers, {most}")
-    return m, q
+    return _bound(Krum(q), m, q, adaptive=adaptive)
 
 
-def _column_condition(owner: str, m: int, q: int, b: int) -> tuple[int, int, int]:
-    q, b = count(owner, "q", q), check_majority(owner, m, b)
-    if q > b:
-        raise ValueError(f"{owner} needs q <= b: got q={q} with b={b}, the largest q is {b}")
-    return m, q, b
+def _bound(rule: Krum | TrimmedMean | Phocas, m: int, q: int, *, adaptive: bool) -> float:
+    """Return a rule's bound, or raise with the condition that fails."""
+    owner = type(rule).__name__
+    m, q = count(owner, "m", m, minimum=1), count(owner, "q", q)
+    rule.check(m)
+    bound = rule.bound(m, q, adaptive=adaptive)
+    if bound is None:
+        raise ValueError(
+            f"{owner} needs q <= b: got q={q} with b={rule.b}, the largest q is {rule.b}"
+        )
+    return bound

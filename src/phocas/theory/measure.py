@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.rules import Phocas, TrimmedMean
+from phocas.rules import Phocas, TrimmedMean, parse_rule
 from phocas.specs import unknown
 from phocas.theory import bounds, extremes
 
@@ -153,7 +153,7 @@ def main(trials: int = 20_000) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for rule in MEASURED:
         for m, q, b in GRID:
-            bound = bounds.judge(rule, m, q, b)
+            bound = bounds.judge(parse_rule(f"{rule}:b={b}"), m, q)
             if bound.printed is None or bound.adaptive is None:
                 continue
             number = trials if rule == "trimmed-mean" else trials // 10

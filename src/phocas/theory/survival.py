@@ -1,10 +1,9 @@
 """The chance that a run survives values that go bad at random: the paper's gambler, as arithmetic.
 
-Every value a worker sends goes bad with probability ``rate``, on its own. A rule told b survives a
-round if what it counts stays at most b: bad values in each column for a rule that reduces columns
-one by one, touched rows for Krum and its kin, nothing at all for the mean. A run survives if all
-its rounds do. Beyond b a rule may still be lucky, so these are lower bounds on what a run will
-show.
+Every value a worker sends goes bad with probability ``rate``, on its own. A rule survives a round
+if no more goes bad than ``rule.tolerates`` says: bad values in each column, or touched rows if the
+rule promises to survive rows only. A run survives if all its rounds do. Beyond its promise a rule
+may still be lucky, so these are lower bounds on what a run will show.
 
 Chances are kept as logarithms of both sides, so that 1e-300 and 1 - 1e-300 are both exact.
 """
@@ -14,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from phocas.specs import count, unknown
-from phocas.theory.bounds import largest_b, largest_krum
+from phocas.rules import RULES, Rule, Told, Tolerance, parse_rule
+from phocas.specs import count
 
 # Below exp(-40) a chance and its union bound agree to the last bit.
 _TINY = -40.0
@@ -90,18 +89,18 @@ def every(rate: float) -> Chance:
 class Exposure:
     """What is exposed to bad values: the columns of one server or of all, for some rounds.
 
-    >>> Exposure(workers=20, dims=118282, rounds=500, rate=0.0005, servers=20).columns
+    >>> Exposure(num_workers=20, dims=118282, rounds=500, rate=0.0005, servers=20).columns
     5915
     """
 
-    workers: int
+    num_workers: int
     dims: int
     rounds: int
     rate: float
     servers: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("workers", "dims", "rounds", "servers"):
+        for field in ("num_workers", "dims", "rounds", "servers"):
             count("a plan", field, getattr(self, field), minimum=1)
         every(self.rate)
         if self.servers > self.dims:
@@ -115,35 +114,36 @@ class Exposure:
         """Return the columns that can go bad: those of the largest shard if one server is hit."""
         return -(-self.dims // self.servers)
 
-    def trial(self, rule: str, b: int) -> tuple[Chance, int]:
+    def trial(self, tolerance: Tolerance) -> tuple[Chance, int]:
         """Return the chance of one independent part of a run, and how many parts there are."""
-        check(rule, self.workers, b)
-        if rule == "mean":
-            return every(self.rate), self.workers * self.columns * self.rounds
-        if rule in ROWWISE:
-            touched = every(self.rate).repeated(self.columns)
-            return at_most(self.workers, b, touched), self.rounds
-        return at_most(self.workers, b, every(self.rate)), self.columns * self.rounds
+        if tolerance.values >= tolerance.rows:
+            column = at_most(self.num_workers, tolerance.values, every(self.rate))
+            return column, self.columns * self.rounds
+        touched = every(self.rate).repeated(self.columns)
+        return at_most(self.num_workers, tolerance.rows, touched), self.rounds
 
-    def survival(self, rule: str, b: int) -> Survival:
-        """Return the chance that a run with this rule and b survives."""
-        trial, times = self.trial(rule, b)
-        return Survival(rule, b, trial.repeated(times), trial.union(times))
+    def survival(self, rule: Rule | str) -> Survival:
+        """Return the chance that a run with this rule survives."""
+        rule = parse_rule(rule) if isinstance(rule, str) else rule
+        trial, times = self.trial(rule.tolerates(self.num_workers))
+        told = rule.b if isinstance(rule, Told) else None
+        return Survival(rule.name, told, trial.repeated(times), trial.union(times))
 
-    def smallest(self, rule: str, confidence: float = 0.999) -> Survival | None:
+    def every_b(self, name: str) -> list[Survival]:
+        """Return the chances of a rule for every b that it may be told, or its only one."""
+        return [self.survival(rule) for rule in RULES[name].choices(self.num_workers)]
+
+    def smallest(self, name: str, confidence: float = 0.999) -> Survival | None:
         """Return the smallest b that survives with that confidence, if there is one.
 
-        >>> gambler = Exposure(workers=20, dims=118282, rounds=500, rate=0.0005, servers=20)
+        >>> gambler = Exposure(num_workers=20, dims=118282, rounds=500, rate=0.0005, servers=20)
         >>> gambler.smallest("phocas").b, gambler.smallest("krum")
         (3, None)
         """
         if not 0 < confidence < 1:
             raise ValueError(f"a confidence lies between 0 and 1: got {confidence!r}")
-        for b in choices(rule, self.workers):
-            found = self.survival(rule, b)
-            if found.chance.fails <= 1 - confidence:
-                return found
-        return None
+        enough = (each for each in self.every_b(name) if each.chance.fails <= 1 - confidence)
+        return next(enough, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,42 +151,9 @@ class Survival:
     """A rule told b, the chance that a run with it survives, and the union bound on failing."""
 
     rule: str
-    b: int
+    b: int | None
     chance: Chance
     union: float
-
-
-FIXED = ("mean", "median")
-ROWWISE = ("krum", "multi-krum")
-TRIMMING = ("trimmed-mean", "phocas", "meamed")
-RULES = (*FIXED, *ROWWISE, *TRIMMING)
-
-
-def choices(rule: str, m: int) -> range:
-    """Return the values of b a rule may be told with m workers; the mean and the median have one.
-
-    >>> [choices(rule, 20) for rule in ("mean", "median", "krum", "phocas")]
-    [range(0, 1), range(9, 10), range(0, 9), range(0, 10)]
-    """
-    if rule not in RULES:
-        raise ValueError(unknown("rule", rule, RULES))
-    if rule in ROWWISE:
-        return range(largest_krum(m) + 1)
-    if rule == "mean":
-        return range(1)
-    return range(largest_b(m) if rule == "median" else 0, largest_b(m) + 1)
-
-
-def check(rule: str, m: int, b: int) -> None:
-    """Refuse a b the rule cannot be told, saying what must hold and the largest b."""
-    allowed = choices(rule, m)
-    if count(rule, "b", b) in allowed:
-        return
-    condition = "2b + 2 < m" if rule in ROWWISE else "2b < m"
-    if rule in FIXED:
-        condition = f"b = {allowed[0]}"
-    most = f"the largest b is {allowed[-1]}" if allowed else "it needs at least 3 workers"
-    raise ValueError(f"{rule} needs {condition}: got b={b} with m={m} workers, {most}")
 
 
 def _log_binomial(m: int, k: int, bad: Chance) -> float:

@@ -238,7 +238,7 @@ class Task(ServerTask):
             self.assignment, self.num_workers, self.batch_size, self.seed, round
         )
         classes = self.samples.num_classes
-        if self.attack is None or not classes:
+        if self.attack is None or not (classes or self.attack.acts_on_data):
             return self.samples.draw(indices[workers])
         inputs, targets = self.samples.draw(indices)  # labels are corrupted for all workers at once
         self.attack.corrupt_labels(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from phocas.data import Dataset, DataSpec
-    from phocas.rules import Rule
     from phocas.training.cluster import Cluster, Engine
     from phocas.training.gradients.base import Loss
     from phocas.training.models import Builder
@@ -130,7 +129,7 @@ class Trainer:
     def _begin(self, task: Task, cluster: Cluster) -> None:
         self.task = task
         self.cluster = cluster
-        self.suspicion = Suspicion(task.num_workers, tolerated(task.rule, task.num_workers))
+        self.suspicion = Suspicion(task.num_workers, task.rule.tolerates(task.num_workers).rows)
         self.rounds_done = 0
 
     @property
@@ -245,13 +244,3 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def tolerated(rule: Rule, num_workers: int) -> int:
-    """Return how many liars a rule was told of, or the most there can be if it was told nothing."""
-    told = [
-        step.b
-        for step in (*getattr(rule, "stages", ()), getattr(rule, "rule", rule))
-        if hasattr(step, "b")
-    ]
-    return max(told, default=(num_workers - 1) // 2)

@@ -11,7 +11,7 @@ import torch
 
 from phocas.engines import EngineError
 from phocas.engines.faults import Fault, FaultScript, Stale
-from phocas.engines.ray.hosts import Harvest, Host, Hosts, first_line, survives
+from phocas.engines.ray.hosts import Harvest, Host, Hosts, first_line
 from phocas.engines.ray.servers import Result, Servers
 from phocas.engines.ray.session import Session
 from phocas.engines.ray.shard import (
@@ -395,7 +395,7 @@ def _check(task: Task, server: ParameterServer, settings: RaySettings) -> int:
             " the local engine, or with one server"
         )
     check_optimizer(server)
-    most = survives(task.rule, m)
+    most = task.rule.tolerates(m).rows
     if settings.missing is None:
         return most
     if settings.missing > most:

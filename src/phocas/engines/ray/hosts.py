@@ -7,14 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from phocas.engines import EngineError
 from phocas.engines.faults import Fault
 from phocas.engines.ray.session import the_ray
 from phocas.engines.ray.worker import NoJobError, Report, Source
-from phocas.rules import Rule
-from phocas.training.trainer import tolerated
 
 OnMissing = Literal["wait", "stop"]
 
@@ -226,23 +222,6 @@ class Hosts:
                 harvest.news.append(f"{host} did not answer for three deadlines: started again")
                 self._ray.kill(host.actor, no_restart=False)
                 host.asked, host.ready = None, False
-
-
-def survives(rule: Rule, num_workers: int) -> int:
-    """Return how many rows of NaN a rule survives: what a trial shows, and not more than its b.
-
-    >>> import phocas
-    >>> survives(phocas.Phocas(b=3), 10), survives(phocas.Mean(), 10), survives(phocas.Median(), 9)
-    (3, 0, 4)
-    """
-    rows = np.random.default_rng(0).normal(size=(num_workers, 3))
-    most = 0
-    for missing in range(1, tolerated(rule, num_workers) + 1):
-        rows[missing - 1] = np.nan
-        if not np.isfinite(rule(rows, rng=np.random.default_rng(0))).all():
-            break
-        most = missing
-    return most
 
 
 def _away(host: Host, harvest: Harvest, kind: str, why: str) -> None:

@@ -25,7 +25,6 @@ from phocas.machine import available_cores
 from phocas.rules import Rule, parse_rule
 from phocas.rules.suspicion import Suspicion
 from phocas.specs import count
-from phocas.training.trainer import tolerated
 
 _DTYPES = tuple(getattr(torch, name) for name in FORMATS)
 
@@ -64,7 +63,7 @@ class Guard:
     def __init__(self, rule: Rule, wire: Wire, *, verify: bool, seed: int) -> None:
         self.rule = rule
         self._m = wire.m
-        self._suspicion = Suspicion(wire.m, tolerated(rule, wire.m))
+        self._suspicion = Suspicion(wire.m, rule.tolerates(wire.m).rows)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._failures: list[Exception] = []
         aggregator = Aggregator(wire, rule, self._suspicion, verify=verify, seed=seed)

@@ -1,0 +1,66 @@
+"""What a rule promises, and the arithmetic of promises.
+
+The constants here are proved for every set of honest values, not on average. Let h = m - q values
+of a column be honest, with mean x and s^2 the mean of their squared distances from x, so that no
+k of them have a mean farther from x than s sqrt(h / k) (Cauchy and Schwarz).
+
+- Cut t >= q values from each end: the i-th of the sorted values is at most the i-th of the honest
+  ones, so the mean of what is left is at most the mean of the m - t - q largest honest values.
+- Keep the m - r values nearest to that mean c, r >= q: their mean square around c is no larger
+  than that of the honest values, so their mean is within s + |c - x| of c.
+
+For rows, the squares add up over the columns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phocas.kernels import Window
+
+ASSUMED = 2.0
+"""Honest spreads that a promise is held to if its rule declares no number of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How many of m may be wrong: ``rows``, whole rows, or ``values``, in every column, anywhere.
+
+    So many are *survived*: whatever their values, NaN and inf too, and whichever they are, the
+    result stays within a constant times the honest spread of the honest mean. The honest mean is
+    that of what is not wrong; the honest spread is the root mean square distance from it; the
+    constant is ``rule.spreads(m, q)``, which the wrong values have no influence on. A rule that
+    bounds the length of its result and not this distance promises nothing here: (0, 0).
+    """
+
+    rows: int = 0
+    values: int = 0
+
+
+def survived(window: Window) -> int:
+    """Return how many wrong values of a column its window survives."""
+    return window.trim if window.drop is None else min(window.trim, window.drop)
+
+
+def window_spreads(window: Window, n: int, q: int, honest: int) -> float:
+    """Bound a window of n values, q of them wrong, the others among the ``honest`` ones."""
+    centre = math.sqrt(honest / (n - window.trim - q))
+    return centre if window.drop is None else math.sqrt(honest / (n - q)) + 2 * centre
+
+
+def trimmed_mean_delta(m: int, q: int, b: int, *, adaptive: bool) -> float:
+    """Return Delta_1 of Theorem 1, or the bound against who picks what to replace (theory.md)."""
+    if adaptive:
+        return min(m, 2 * (b + q + 1)) / (m - b - q)
+    return 2 * (b + 1) * (m - q) / (m - b - q) ** 2
+
+
+def nearest_delta(m: int, q: int, centre: float, *, adaptive: bool) -> float:
+    """Return Delta_2 of Theorem 2 for the mean of the values nearest to a centre with a bound.
+
+    The proof uses no more of the trimmed mean than its bound, so it holds for the median too.
+    """
+    if adaptive:
+        return (math.sqrt(m / (m - q)) + 2 * math.sqrt(centre)) ** 2
+    return 4 + 6 * centre

@@ -1,0 +1,238 @@
+"""Rules and attacks of the user's own, by their place: imported when a run begins, not before."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import phocas
+from phocas import PRE_AGGREGATORS, RULES, Evaluation, FunctionRule, Rule, Tolerance, aggregate
+from phocas.attacks import ATTACKS, parse_attack
+from phocas.cli import application
+from phocas.specs import Foreign, Table
+
+SOURCE = """
+from dataclasses import dataclass
+
+import numpy as np
+from phocas import NNM, Phocas, Rule, Window
+from phocas.attacks import RowAttack
+from phocas.rules import TrimmingRule
+
+READY = NNM(b=1) | Phocas(b=1)
+number = 5
+
+
+@dataclass(frozen=True)
+class Inner(TrimmingRule):
+    def window(self, m):
+        return Window(trim=self.b)
+
+
+class Bare(Rule):
+    pass
+
+
+@dataclass(frozen=True)
+class Nearest(NNM):
+    pass
+
+
+@dataclass(frozen=True)
+class Sevens(RowAttack):
+    q: int
+    who: str = "fixed"
+
+    def fill(self, scene, rows):
+        scene.matrix.write(rows, np.array(7.0))
+
+
+def largest(rows):
+    rows = rows * 1
+    return rows.max(axis=0)
+
+
+def spoiling(rows):
+    rows[:] = 0
+    return rows[0]
+
+
+def short(rows):
+    return rows[0, 1:]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = "mine_" + re.sub(r"\W", "_", tmp_path.name)
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    (tmp_path / "broken_inside.py").write_text("1 / 0\n")
+    (tmp_path / "needs_more.py").write_text("import no_such_module_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield name
+    sys.modules.pop(name, None)
+
+
+ROWS = np.random.default_rng(0).normal(size=(9, 40))
+
+
+def test_text_is_looked_at_without_importing(mine: str) -> None:
+    cases: list[tuple[Table[Any], str]] = [
+        (RULES, f"{mine}:Inner:b=2"),
+        (RULES, f"nnm:b=1|{mine}:Inner:b=2"),
+        (RULES, f"{mine}:Nearest:b=1|median"),
+        (RULES, "no_such_module:Name"),
+        (ATTACKS, f"{mine}:Sevens:q=2"),
+        (ATTACKS, f"worst-case:rule=({mine}:Inner:b=2),q=2"),
+    ]
+    for table, text in cases:
+        found = table.read(text)
+        assert isinstance(found, Foreign)
+        assert str(found) == text
+        assert found == table.read(text)
+    assert mine not in sys.modules
+    assert RULES.read("nnm:b=1|median") == phocas.NNM(1) | phocas.Median()
+    for text in (f"{mine}:Inner:b", f"{mine}:Inner:b=1,b=2", f"nnm:b=x|{mine}:Inner:b=1"):
+        with pytest.raises(ValueError, match=r"without '='|given twice|must be an integer"):
+            RULES.read(text)
+    assert mine not in sys.modules
+
+
+def test_classes_functions_and_values(mine: str) -> None:
+    inner = RULES.parse(f"{mine}:Inner:b=2")
+    assert str(inner) == f"{mine}:Inner:b=2"
+    assert RULES.parse(str(inner)) == inner
+    assert inner.tolerates(9) == Tolerance(2, 2)
+    np.testing.assert_array_equal(inner(ROWS), phocas.TrimmedMean(2)(ROWS))
+    whole = f"nnm:b=1|{mine}:Inner:b=2"
+    assert str(RULES.parse(whole)) == whole
+    np.testing.assert_array_equal(
+        aggregate(ROWS, f"{mine}:Nearest:b=1|median"), aggregate(ROWS, "nnm:b=1|median")
+    )
+    assert RULES.parse(f"{mine}:READY") == phocas.NNM(1) | phocas.Phocas(1)
+    assert RULES.parse(f"bucketing:size=2|{mine}:READY") == (
+        phocas.Bucketing(2) | (phocas.NNM(1) | phocas.Phocas(1))
+    )
+    function = RULES.parse(f"{mine}:largest:b=3,columnwise=true")
+    assert function.tolerates(9) == Tolerance(3, 3)
+    assert RULES.parse(str(function)) == function
+    np.testing.assert_array_equal(function(ROWS), ROWS.max(axis=0))
+    attack = parse_attack(f"{mine}:Sevens:q=2")
+    rows = ROWS.copy()
+    assert attack.corrupt(rows, rng=np.random.default_rng(0)).rows.tolist() == [0, 1]
+    assert (rows[:2] == 7).all()
+    worst = parse_attack(f"worst-case:rule=({mine}:Inner:b=2),q=2")
+    assert str(worst) == f"worst-case:rule=({mine}:Inner:b=2),q=2"
+    assert parse_attack(str(worst)) == worst
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no_such_module:Name", ["unknown rule 'no_such_module'", "no module 'no_such_module'"]),
+        ("phoca:b", ["did you mean 'phocas'?", "no module 'phoca'"]),
+        ("{}:Outer", ["unknown name in", "'Outer'", "names: Bare, Inner"]),
+        ("{}:Sevens:q=1", ["must be a subclass of Rule or a function", "Sevens"]),
+        ("{}:number", ["must be a subclass of Rule or a function", "got 5"]),
+        ("{}:Bare", ["must be a frozen dataclass"]),
+        ("{}:Inner", ["needs b"]),
+        ("{}:Inner:b=1,c=2", ["unknown parameter", "'c'"]),
+        ("{}:largest:c=2", ["unknown parameter of function 'c'", "b, columnwise"]),
+        ("broken_inside:x", ["broken_inside cannot be imported: ZeroDivisionError"]),
+        ("needs_more:x", ["needs_more cannot be imported", "no_such_module_at_all"]),
+    ],
+)
+def test_mistakes_are_one_line(mine: str, text: str, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=".*".join(re.escape(word) for word in words)) as caught:
+        RULES.parse(text.format(mine))
+    assert "\n" not in str(caught.value)
+
+
+def test_only_the_right_base_is_taken(mine: str) -> None:
+    with pytest.raises(ValueError, match="must be a subclass of Attack: got"):
+        parse_attack(f"{mine}:Inner:b=1")
+    with pytest.raises(ValueError, match="must be a subclass of PreAggregator: got"):
+        PRE_AGGREGATORS.parse(f"{mine}:largest")
+    for wrong in (5, None, phocas.NNM(1), phocas.Median):
+        with pytest.raises(TypeError, match="Evaluation needs a rule, as a value or as text: got"):
+            Evaluation(wrong, m=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_functions_in_every_form(dtype: str) -> None:
+    rule = FunctionRule(lambda rows: np.median(rows, axis=0), b=2)
+    rows = ROWS.astype(dtype)
+    wanted = phocas.Median()(rows)
+    np.testing.assert_array_equal(rule(rows), wanted)
+    assert rule(rows).dtype == rows.dtype
+    named = [{"w": row[:30].reshape(5, 6), "b": row[30:]} for row in rows]
+    got = rule(named)
+    np.testing.assert_array_equal(got["w"].ravel(), wanted[:30])
+    np.testing.assert_array_equal(got["b"], wanted[30:])
+    told = rule.explain(rows)
+    assert (told.dropped == 0).all()
+    assert told.expected == 0
+    mixed = phocas.NNM(2) | rule
+    np.testing.assert_allclose(mixed(rows), (phocas.NNM(2) | phocas.Median())(rows), rtol=1e-3)
+    assert mixed.tolerates(9) == Tolerance(2, 0)
+
+
+def test_a_function_neither_changes_its_rows_nor_returns_what_it_likes(mine: str) -> None:
+    rows = ROWS.copy()
+    assert (aggregate(rows, f"{mine}:spoiling") == 0).all()
+    np.testing.assert_array_equal(rows, ROWS)
+    with pytest.raises(ValueError, match=r"a number for each of 40 columns: got .* \(39,\)"):
+        aggregate(rows, f"{mine}:short")
+    with pytest.raises(ValueError, match="2b < m: got b=5 with m=9 workers, the largest b is 4"):
+        FunctionRule(np.median, b=5)(rows)
+    with pytest.raises(TypeError, match="needs a function"):
+        FunctionRule(5)  # type: ignore[arg-type]
+
+
+def finished(rule: Rule, shards: list[tuple[int, int]]) -> np.ndarray:
+    evaluation = Evaluation(rule, m=9, d=40)
+    while evaluation.request is not None:
+        evaluation.answer([evaluation.partial(ROWS[:, a:b], start=a) for a, b in shards])
+    return np.concatenate([evaluation.finish(ROWS[:, a:b]) for a, b in shards])
+
+
+def test_only_column_functions_are_sharded() -> None:
+    shards = [(0, 13), (13, 40)]
+    middle = FunctionRule(lambda rows: np.median(rows, axis=0), columnwise=True)
+    np.testing.assert_array_equal(finished(middle, shards), phocas.Median()(ROWS))
+    mixed = phocas.NNM(1) | middle
+    np.testing.assert_array_equal(finished(mixed, shards), mixed(ROWS))
+    first = FunctionRule(lambda rows: rows[np.square(rows).sum(axis=1).argmin()])
+    np.testing.assert_array_equal(finished(first, [(0, 40)]), first(ROWS))
+    for rule in (first, phocas.NNM(1) | first):
+        with pytest.raises(ValueError, match=r"needs all columns in one place.*got 13 of 40"):
+            finished(rule, shards)
+        with pytest.raises(ValueError, match="needs all columns in one place"):
+            Evaluation(rule, m=9)
+
+
+def test_the_page_runs_and_so_does_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "own-rule.md").read_text()
+    module, *programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_rules.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for program in programs:
+        exec(program, {"__name__": "page"})
+    asked = ["audit", "--rule", "my_rules:Interior:b=3", "--byzantine", "3", "--dims", "40"]
+    result = CliRunner().invoke(
+        application(), [*asked, "--attack", "gaussian:q=3", "--json"], catch_exceptions=False
+    )
+    assert json.loads(result.output)["tolerates"] == {"rows": 3, "values": 3}
+    sys.modules.pop("my_rules")
