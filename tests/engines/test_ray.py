@@ -634,7 +634,7 @@ def test_a_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
         faults=script,
     ) as trainer:
         rounds = list(trainer.rounds(100))
-        accuracy = trainer.evaluate().top1
+        accuracy = trainer.evaluate().top1 or 0.0
     counts = Counter(
         f"{type(fault).name} {'server' if fault.worker is None else 'worker'}"
         for fault in script.struck

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from phocas.data import Dataset
     from phocas.experiments.config import RunConfig
-    from phocas.training.trainer import Evaluation, Round, Trainer
+    from phocas.training.evaluation import Metrics
+    from phocas.training.trainer import Round, Trainer
 
 FLUSH_SECONDS = 0.5
 
@@ -71,7 +72,7 @@ def execute(
     config: RunConfig,
     *,
     resume: bool = False,
-    watch: Callable[[RunConfig, Round, Evaluation | None], None] | None = None,
+    watch: Callable[[RunConfig, Round, Metrics | None], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     model_file: Path | None = None,
     data: Dataset | None = None,
@@ -120,7 +121,7 @@ class _Run:
         config: RunConfig,
         results: Results,
         trainer: Trainer,
-        watch: Callable[[RunConfig, Round, Evaluation | None], None] | None,
+        watch: Callable[[RunConfig, Round, Metrics | None], None] | None,
     ) -> None:
         self.config = config
         self.results = results
@@ -129,7 +130,7 @@ class _Run:
         self.id = 0
         self._path = checkpoint_path(config.results, config.identity())
         self._rounds: list[Round] = []
-        self._evaluations: list[tuple[int, Evaluation]] = []
+        self._evaluations: list[tuple[int, Metrics]] = []
         self._dropped: list[tuple[int, list[float]]] = []
         self._window = np.zeros(
             config.workers + 1
@@ -179,7 +180,7 @@ class _Run:
         self._checkpoint()
         return "interrupted", f"interrupted after round {self.trainer.rounds_done}"
 
-    def _keep(self, done: Round, evaluation: Evaluation | None) -> None:
+    def _keep(self, done: Round, evaluation: Metrics | None) -> None:
         self._rounds.append(done)
         if evaluation is not None:
             self._evaluations.append((done.number, evaluation))

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from phocas.experiments.config import RunConfig
     from phocas.experiments.sweep import News
-    from phocas.training.trainer import Evaluation, Round
+    from phocas.training.evaluation import Metrics
+    from phocas.training.trainer import Round
 
 PLAIN_LINES = 10
 
@@ -41,7 +42,7 @@ class Progress:
             self._bars = _bars(self.console)
             self._task = self._bars.add_task(config.title(), total=config.rounds, news="")
 
-    def show(self, _config: RunConfig, done: Round, evaluation: Evaluation | None) -> None:
+    def show(self, _config: RunConfig, done: Round, evaluation: Metrics | None) -> None:
         """Take the news of one round."""
         for line in done.news:
             self.console.print(

@@ -141,13 +141,13 @@ class LocalCluster:
             return 0
         if self._previous is None:
             rng = attack_rng(self.seed, round)
-            return self.attack.corrupt(rows.numpy(), rng=rng, round=round).count
+            return self.attack.corrupt(rows, rng=rng, round=round).count
         own = rows.clone()
         touched = self.attack.corrupt(
-            rows.numpy(),
+            rows,
             rng=attack_rng(self.seed, round),
             round=round,
-            previous=self._previous.numpy() if self._has_previous else None,
+            previous=self._previous if self._has_previous else None,
         )
         self._previous, self._has_previous = own, True
         return touched.count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -13,16 +12,17 @@ import torch
 from torch.nn import functional
 
 from phocas.attacks import parse_attack
-from phocas.data import IID, Split
+from phocas.data import Split
 from phocas.rules import parse_rule
 from phocas.rules.suspicion import Suspicion
 from phocas.seeds import Stream, generator
 from phocas.specs import count
 from phocas.training.cluster import Cluster, LocalCluster
+from phocas.training.evaluation import Metrics, evaluate
 from phocas.training.gradients import worker_gradients
 from phocas.training.lanes import Lanes, one_torch_thread
 from phocas.training.parameters import FlatParameters
-from phocas.training.samples import Pair, Samples
+from phocas.training.samples import Samples
 from phocas.training.schedules import Constant
 from phocas.training.server import Action, OnNonfinite, ParameterServer
 
@@ -32,23 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from phocas.attacks import Attack
-    from phocas.data import Dataset
     from phocas.rules import Rule
     from phocas.training.gradients.base import Loss, Reduction
-
-# Fixed, so that an evaluation does not depend on the threads.
-_TEST_BATCH = 1000
-_TEST_IMAGES = 100  # convolutions of so many, channels-last, stay in cache: 0.4 ms for 1.3 an image
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How the model does on the test samples."""
-
-    loss: float
-    top1: float
-    top3: float
-    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +84,9 @@ class Trainer:
     Args:
         model: any module; its parameters become views of one vector and are trained in place.
         loss: ``loss(outputs, targets)``, the mean over a batch.
-        data: a :class:`phocas.data.Dataset`, or a pair of arrays (inputs, targets).
-        test: a pair of arrays to evaluate on, if ``data`` has none of its own.
+        data: a :class:`phocas.data.Dataset`, a pair of arrays (inputs, targets), a torch Dataset
+            or DataLoader, or a list of these, one a worker; see :class:`Samples`.
+        test: what to evaluate on, if ``data`` has none of its own; the same kinds.
         num_workers: m.
         rule: a rule or its spelling, ``"phocas:b=8"``.
         attack: an attack, its spelling, or None.
@@ -122,7 +108,7 @@ class Trainer:
         self,
         model: nn.Module,
         loss: Loss = functional.cross_entropy,
-        data: Dataset | Pair | None = None,
+        data: Any = None,
         *,
         num_workers: int = 20,
         rule: Rule | str,
@@ -137,7 +123,7 @@ class Trainer:
         num_servers: int = 1,
         batch_size: int = 32,
         split: Split | None = None,
-        test: Pair | None = None,
+        test: Any = None,
         standardise: bool = False,
         seed: int = 0,
         on_nonfinite: OnNonfinite = "skip",
@@ -145,8 +131,6 @@ class Trainer:
         gradient_path: str | None = None,
         cluster: Callable[[Trainer], Cluster] | None = None,
     ) -> None:
-        if data is None:
-            raise TypeError("Trainer needs data: a Dataset or a pair of arrays (inputs, targets)")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be 'mean' or 'sum': got {reduction!r}")
         self.model = model
@@ -174,9 +158,8 @@ class Trainer:
             optimizer_options=options,
             on_nonfinite=on_nonfinite,
         )
-        self.split = split or IID()
-        self.assignment = self.split.assign(
-            self.samples.classes(), num_workers, generator(Stream.SPLIT, self.seed)
+        self.assignment = self.samples.assign(
+            split, num_workers, generator(Stream.SPLIT, self.seed)
         )
         sample = self.samples.draw(np.zeros((1, self.batch_size), np.int64))
         self.gradients = worker_gradients(
@@ -232,37 +215,14 @@ class Trainer:
             news=seen.news,
         )
 
-    def evaluate(self) -> Evaluation:
-        """Return the loss and the top-1 and top-3 accuracy on the test samples."""
-        start = time.perf_counter()
-        mode = self.model.training
-        self.model.eval()
-        images = self.gradients.channels_last
-
-        def judge(part: slice) -> tuple[float, int, int, int]:
-            inputs, targets = self.samples.test_batch(part)
-            if images and inputs.dim() == 4:
-                inputs = inputs.contiguous(memory_format=torch.channels_last)
-            with torch.no_grad():
-                outputs = self.model(inputs)
-                loss = float(self.loss(outputs, targets)) * len(targets)
-                if targets.dtype != torch.int64 or outputs.dim() != 2:
-                    return loss, 0, 0, len(targets)
-                best = outputs.topk(min(3, outputs.shape[1]), dim=1).indices == targets[:, None]
-            return loss, int(best[:, 0].sum()), int(best.sum()), len(targets)
-
-        try:
-            size = _TEST_IMAGES if images else _TEST_BATCH
-            results = self.lanes.map(judge, self.samples.test_parts(size))
-        finally:
-            self.model.train(mode)
-        losses, top1, top3, sizes = zip(*results, strict=True)
-        total = sum(sizes)
-        return Evaluation(
-            math.fsum(losses) / total if all(map(math.isfinite, losses)) else math.nan,
-            sum(top1) / total,
-            sum(top3) / total,
-            time.perf_counter() - start,
+    def evaluate(self) -> Metrics:
+        """Return the loss and, where targets are classes, the accuracy on the test samples."""
+        return evaluate(
+            self.model,
+            self.loss,
+            self.samples,
+            self.lanes,
+            channels_last=self.gradients.channels_last,
         )
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ def start(
         session = Session(
             address,
             cores=threads or available_cores(),
-            store_bytes=max(_LEAST_STORE, 3 * matrix + trainer.samples.inputs.nbytes),
+            store_bytes=max(_LEAST_STORE, 3 * matrix + trainer.samples.nbytes),
         )
         return RayCluster(trainer, session, ray_settings)
 

@@ -24,7 +24,7 @@ from phocas.engines.ray.shard import (
     piece_shapes,
     read_rows,
 )
-from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut, without_test
+from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut
 from phocas.sharding import shard_bounds
 from phocas.training.cluster import Clock, Gathered
 from phocas.training.gradients import Looped
@@ -136,7 +136,7 @@ class RayCluster:
             WorkerJob(
                 model=trainer.model,
                 loss=trainer.loss,
-                samples=without_test(trainer.samples),
+                samples=trainer.samples.without_test(),
                 assignment=trainer.assignment,
                 num_workers=m,
                 bounds=trainer.server.bounds,

@@ -6,11 +6,10 @@ Ray copies into the object store once; a server reads them where they are.
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -236,13 +235,3 @@ def join(pieces: Sequence[Values]) -> Values:
         return np.concatenate(pieces)
     length = sum(map(len, pieces))
     return np.lib.stride_tricks.as_strided(first, (length,), writeable=False)
-
-
-def without_test(samples: Samples) -> Samples:
-    """Return samples without those for evaluation, which workers have no use for."""
-    lean = copy.copy(samples)
-    lean.test = None
-    if lean.dataset is not None:
-        none = lean.dataset.test_images[:1], lean.dataset.test_labels[:1]
-        lean.dataset = replace(lean.dataset, test_images=none[0], test_labels=none[1])
-    return lean
