@@ -77,7 +77,8 @@ def ray() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    return load("synthetic:train=400,test=120,side=8,noise=20")
+    made: Dataset = load("synthetic:train=400,test=120,side=8,noise=20")
+    return made
 
 
 def make(engine: str, data: Dataset, **options: Any) -> Trainer:

@@ -22,7 +22,8 @@ from phocas.training.schedules import Cosine, Step
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    return load("synthetic:train=400,test=120,side=8,noise=20")
+    made: Dataset = load("synthetic:train=400,test=120,side=8,noise=20")
+    return made
 
 
 def make(data: Dataset, **options: Any) -> Trainer:

@@ -342,7 +342,12 @@ def _held(part: Any, name: str) -> npt.NDArray[Any] | torch.Tensor:
     tensor = part.detach().cpu() if isinstance(part, torch.Tensor) else None
     if tensor is not None and tensor.dtype == torch.bfloat16:
         return tensor
-    values = np.asarray(part if tensor is None else tensor)
+    try:
+        values = np.asarray(part if tensor is None else tensor)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} must be {KINDS}: got a pair with a part of {type(part).__name__}: {error}"
+        ) from None
     if values.dtype.kind not in "biufc":
         raise TypeError(
             f"{name} must be {KINDS}: got a pair with a part of {type(part).__name__}, which holds"
