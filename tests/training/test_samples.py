@@ -146,6 +146,7 @@ def test_bytes_of_image_data_sets_are_scaled_also_one_a_worker() -> None:
     assert np.array_equal(inputs[0].numpy(), expected[0][[0, 19]])
     assert np.array_equal(inputs[1].numpy(), expected[1][[0, 1]])
     assert np.array_equal(inputs[2].numpy(), expected[2][[0, 19]])
+    assert samples.num_classes == 10
     assert np.array_equal(
         samples.test_batch(np.arange(5))[0].numpy(), sets[0].floats(sets[0].test_images)
     )
@@ -244,6 +245,12 @@ def test_items_that_are_no_pairs_are_refused_when_they_are_read() -> None:
         Samples(singles).draw(np.array([[0, 1]]))
     with pytest.raises(ValueError, match="standardise needs a phocas Dataset"):
         Samples((INPUTS, TARGETS), standardise=True)
+    images: Dataset = load("synthetic:train=20,test=5,side=8")
+    bytes_ = (images.test_images, images.test_labels)
+    with pytest.raises(ValueError, match=r"standardise needs a phocas Dataset, .* test is tuple"):
+        Samples(images, bytes_, standardise=True)
+    with pytest.raises(TypeError, match="test must have inputs of the kind that data has"):
+        Samples(images, bytes_)
     with pytest.raises(ValueError, match="given twice"):
         Samples({"train": tensors(), "test": tensors()}, tensors())
 

@@ -59,9 +59,11 @@ class Samples:
         judged = data if test is None and isinstance(data, Dataset) else test
         self.test: SampleSource | None = None
         if judged is not None:
-            own = standardise and isinstance(judged, Dataset)
-            self.test = open_source(judged, "test", standardise=own, test=True)
-        self._known_classes = data.num_classes if isinstance(data, Dataset) else None
+            self.test = open_source(judged, "test", standardise=standardise, test=True)
+            self._check_kinds()
+        sets = data if isinstance(data, list) else [data]
+        known = [each.num_classes for each in sets if isinstance(each, Dataset)]
+        self._known_classes = max(known) if len(known) == len(sets) else None
 
     def __len__(self) -> int:
         return len(self.train)
@@ -120,6 +122,16 @@ class Samples:
         """Return some of the test samples."""
         inputs, targets = map(self._typed, self._judged().take(part[None]))
         return inputs, targets
+
+    def _check_kinds(self) -> None:
+        trained = self.draw(np.zeros((1, 1), np.int64))
+        judged = self.test_batch(np.zeros(1, np.int64))
+        for part, first, second in zip(("inputs", "targets"), trained, judged, strict=True):
+            if first.dtype != second.dtype:
+                raise TypeError(
+                    f"test must have {part} of the kind that data has: got {second.dtype} for"
+                    f" {first.dtype}; bytes are made floats only in a phocas Dataset"
+                )
 
     def _judged(self) -> SampleSource:
         if self.test is None:

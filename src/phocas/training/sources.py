@@ -191,12 +191,14 @@ class Items:
         return [self.dataset[number] for number in numbers]
 
     def labels(self) -> npt.NDArray[Any]:
-        """Return the data set's own list of targets; without one, read all of its items once."""
+        """Return the data set's own list of classes; without one, read all of its items once."""
         if getattr(self.dataset, "target_transform", None) is None:
             for name in ("targets", "labels"):
                 found = getattr(self.dataset, name, None)
-                if isinstance(found, torch.Tensor | np.ndarray | list) and len(found) == self.size:
-                    return np.asarray(found)
+                if isinstance(found, torch.Tensor | np.ndarray | list):
+                    classes = np.asarray(found)
+                    if classes.shape == (self.size,) and classes.dtype.kind in "iu":
+                        return classes
         numbers = np.arange(self.size)
         parts = [
             self.take(numbers[None, start : start + _READ_AT_ONCE])[1]
