@@ -218,6 +218,28 @@ def imported(place: str) -> Any:
     return found
 
 
+def is_place(text: str) -> bool:
+    """Say whether a text is spelt like ``package.module:name``; nothing is imported.
+
+    >>> is_place("package.module:Net"), is_place("mlp:hidden=64"), is_place("mlp")
+    (True, False, False)
+    """
+    found = _FOREIGN.fullmatch(text.strip())
+    return found is not None and found["rest"] is None
+
+
+def imported_callable(text: str) -> Callable[..., Any]:
+    """Return the callable that ``package.module:name`` names, or say in a line why not."""
+    try:
+        found = imported(text.strip())
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{text}: there is no Python module {error.name!r}") from None
+    if not callable(found):
+        raise TypeError(f"{text} must be callable: got {type(found).__name__}")
+    target: Callable[..., Any] = found
+    return target
+
+
 def loaded(value: Any) -> Any:
     """Return a value as it is, or what it stands for if it is foreign."""
     return value.load() if isinstance(value, Foreign) else value

@@ -26,7 +26,7 @@ import pytest
 from phocas.data import DataError, Published, data_folder, fetch, load, mirrors
 from phocas.data.origins import Archive, Mirror, NpmPackage, Origin
 from phocas.data.rebuild import gunzipped, idx
-from phocas.data.store import Kept
+from phocas.data.store import StoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ ARCHIVES = tuple(
 
 def published(*origins: Origin | str) -> Published:
     """Return a data set of the made-up files that is published at these URLs."""
-    files = [Kept(n, SHAPES[n], hashlib.sha256(raw).hexdigest()) for n, raw in RAW.items()]
+    files = [StoredFile(n, SHAPES[n], hashlib.sha256(raw).hexdigest()) for n, raw in RAW.items()]
 
     @dataclass(frozen=True)
     class Tiny(Published):

@@ -37,7 +37,7 @@ from phocas.data.rebuild import (
     unpack_png,
 )
 from phocas.data.rebuild import idx as to_idx
-from phocas.data.store import Kept
+from phocas.data.store import StoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,7 @@ SHAPES = ((5, 28, 28), (5,), (2, 28, 28), (2,))
 def published(origin: Origin) -> Published:
     """Return a data set of the made-up files that one registry carries."""
     files = [
-        Kept(name, shape, hashlib.sha256(raw).hexdigest(), hashlib.md5(raw).hexdigest())
+        StoredFile(name, shape, hashlib.sha256(raw).hexdigest(), hashlib.md5(raw).hexdigest())
         for (name, raw), shape in zip(RAW.items(), SHAPES, strict=True)
     ]
 

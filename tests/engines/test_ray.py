@@ -77,7 +77,8 @@ def ray() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    return load("synthetic:train=400,test=120,side=8,noise=20")
+    made: Dataset = load("synthetic:train=400,test=120,side=8,noise=20")
+    return made
 
 
 def make(engine: str, data: Dataset, **options: Any) -> Trainer:
@@ -620,7 +621,7 @@ def test_a_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
         ),
     ) as trainer:
         rounds = list(trainer.rounds(100))
-        accuracy = trainer.evaluate().top1
+        accuracy = trainer.evaluate().top1 or 0.0
         assert isinstance(trainer.cluster, RayCluster)
         script = trainer.cluster.script
     counts = Counter(

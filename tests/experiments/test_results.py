@@ -11,7 +11,8 @@ import pytest
 
 from phocas.experiments.config import make_config
 from phocas.experiments.results import SCHEMA_VERSION, Results
-from phocas.training.trainer import Evaluation, Round
+from phocas.training.evaluation import Metrics
+from phocas.training.trainer import Round
 
 PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
 
@@ -42,16 +43,16 @@ def test_a_run_is_kept_with_everything_about_it(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.sqlite"
     with Results(path) as results:
         run = begin(results)
-        results.record(run, [], [(0, Evaluation(2.3, 0.1, 0.3, 0.01))])
+        results.record(run, [], [(0, Metrics(2.3, 0.1, 0.3, 0.01))])
         rounds = [
             a_round(1, ms=5),
             a_round(2, finite=False, ms=1),
             a_round(3, by_server=True, ms=2),
         ]
         results.record(
-            run, rounds, [(3, Evaluation(float("nan"), 0.9, 0.95, 0.01))], [(3, [0.25, 0.5])]
+            run, rounds, [(3, Metrics(float("nan"), 0.9, 0.95, 0.01))], [(3, [0.25, 0.5])]
         )
-        results.record(run, [a_round(4)], [(4, Evaluation(1.0, 0.8, 0.97, 0.01))])
+        results.record(run, [a_round(4)], [(4, Metrics(1.0, 0.8, 0.97, 0.01))])
         results.end(run, "complete")
     with Results(path) as results:
         record = results.run(run)
@@ -85,7 +86,7 @@ def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
             results.record(
                 target,
                 [a_round(number) for number in (1, 2, 3, 4)],
-                [(2, Evaluation(1, 0.5, 0.6, 0)), (4, Evaluation(1, 0.6, 0.7, 0))],
+                [(2, Metrics(1, 0.5, 0.6, 0)), (4, Metrics(1, 0.6, 0.7, 0))],
                 [(2, [0.1, 0.2]), (4, [0.1, 0.2])],
             )
         results.rewind(run, 2)
@@ -134,7 +135,7 @@ def test_files_of_the_first_version_are_read_and_brought_up_to_date(tmp_path: Pa
     path = tmp_path / "r.sqlite"
     with Results(path) as results:
         run = begin(results)
-        results.record(run, [a_round(1)], [(1, Evaluation(1, 0.5, 0.6, 0))])
+        results.record(run, [a_round(1)], [(1, Metrics(1, 0.5, 0.6, 0))])
         results.end(run, "complete")
         expected = results.run(run), results.table("evaluations", run)
     with sqlite3.connect(path) as connection:  # what version 1 was like
@@ -162,7 +163,7 @@ def write_many(path: str, seed: int, start: multiprocessing.synchronize.Barrier)
     with Results(Path(path)) as results:
         run = begin(results, seed)
         for number in range(1, 61):
-            results.record(run, [a_round(number)], [(number, Evaluation(1, 0.5, 0.6, 0))])
+            results.record(run, [a_round(number)], [(number, Metrics(1, 0.5, 0.6, 0))])
         results.end(run, "complete")
 
 

@@ -152,6 +152,7 @@ def test_containers_of_tensors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
         inputs.open_rows(values),
         inputs.open_rows(list(values)),
         inputs.open_rows([{"a": row[:4].reshape(2, 2), "b": row[4:]} for row in values]),
+        inputs.open_rows([[row, torch.tensor(i)] for i, row in enumerate(values)]),
     ]
     monkeypatch.undo()
     assert all(isinstance(matrix, DeviceMatrix) for matrix in opened)
@@ -161,3 +162,4 @@ def test_containers_of_tensors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(answers[1], wanted)
     assert answers[2]["a"].shape == (2, 2)
     torch.testing.assert_close(torch.cat([answers[2]["a"].reshape(-1), answers[2]["b"]]), wanted)
+    torch.testing.assert_close(answers[3], [wanted, torch.tensor(2)])

@@ -126,6 +126,105 @@ def test_every_container_gives_the_same_bits(rule: Rule) -> None:
     assert bits(np.concatenate([answer[k].reshape(-1) for k in ("w", "bias", "scalar")])) == wanted
 
 
+WHOLE = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"]
+
+
+@pytest.mark.parametrize("dtype", WHOLE)
+@pytest.mark.parametrize("m", [1, 2, 5, 6])
+def test_whole_numbers_become_their_lower_median(dtype: str, m: int) -> None:
+    rng = np.random.default_rng(m)
+    numbers = rng.integers(0, 2, size=(m, 2, 3)).astype(bool)
+    if dtype != "bool":
+        limits = np.iinfo(dtype)
+        numbers = rng.integers(limits.min, limits.max, (m, 2, 3), dtype, endpoint=True)
+    wanted = np.sort(numbers, axis=0)[(m - 1) // 2]
+    values = rng.normal(size=(m, 4))
+    states = [{"w": row, "n": number} for row, number in zip(values, numbers, strict=True)]
+    got = phocas.Median()(states)
+    assert list(got) == ["w", "n"]
+    assert got["n"].dtype == wanted.dtype
+    np.testing.assert_array_equal(got["n"], wanted)
+    np.testing.assert_array_equal(got["w"], phocas.Median()(values))
+    tensors = [{key: torch.from_numpy(value) for key, value in state.items()} for state in states]
+    found = phocas.Median()(tensors)["n"]
+    assert found.dtype == tensors[0]["n"].dtype
+    np.testing.assert_array_equal(found.numpy(), wanted)
+
+
+def test_counters_and_flags_survive_fewer_liars_than_half() -> None:
+    states = [
+        {"w": np.ones(3), "batches": np.array(1000 + i), "on": np.array(True)} for i in range(M)
+    ]
+    for i in range((M - 1) // 2):
+        states[i] |= {"batches": np.array(2**62 * (-1) ** i), "on": np.array(False)}
+    got = phocas.Median()(states)
+    assert 1000 <= got["batches"] < 1000 + M
+    assert got["on"]
+    assert not phocas.Median()(states[: M - 1])["on"]  # a tie is no majority
+
+
+@pytest.mark.parametrize("rule", EVERY, ids=str)
+def test_blame_leaves_whole_numbers_out(rule: Rule) -> None:
+    rows = hostile_rows(200)
+    told = rule.explain([{"n": np.full(1000, i), "w": row} for i, row in enumerate(rows)])
+    wanted = rule.explain(rows)
+    assert bits(told.value["w"]) == bits(wanted.value)
+    np.testing.assert_array_equal(told.dropped, wanted.dropped)
+
+
+def test_the_states_of_a_model_with_batch_norm() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+    states = []
+    for i in range(5):
+        model(torch.full((3, 1, 4, 4), float(i)))
+        states.append({key: value.clone() for key, value in model.state_dict().items()})
+    states[4] = {key: torch.full_like(value, 10**6) for key, value in states[4].items()}
+    merged = phocas.Phocas(b=1)(states)
+    model.load_state_dict(merged)
+    assert merged["1.num_batches_tracked"] == 3
+    assert merged["1.running_mean"].abs().max() < 10
+
+
+@pytest.mark.parametrize("rule", EVERY, ids=str)
+def test_lists_of_arrays_give_the_bits_of_the_matrix(rule: Rule) -> None:
+    rows = hostile_rows()
+    wanted = bits(rule(rows))
+    shapes = ((20, 100), (0, 4), (2199,), ())
+    cuts = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
+    layers = [
+        [part.reshape(shape) for part, shape in zip(np.split(row, cuts), shapes, strict=True)]
+        for row in rows
+    ]
+    for form in (list, tuple):
+        got = rule([form(worker) for worker in layers])
+        assert type(got) is form
+        assert [part.shape for part in got] == list(shapes)
+        assert bits(np.concatenate([part.reshape(-1) for part in got])) == wanted
+    tensors = rule([[torch.from_numpy(part) for part in worker] for worker in layers])
+    assert bits(torch.cat([part.reshape(-1) for part in tensors])) == wanted
+    np.testing.assert_array_equal(rule.explain(layers).dropped, rule.explain(rows).dropped)
+
+
+@pytest.mark.parametrize(
+    ("strange", "error", "words"),
+    [
+        ([np.ones(2)], ValueError, "worker 3 has 1, worker 0 has 2"),
+        ([np.ones(2), np.ones((2, 2)), np.ones(1)], ValueError, "worker 3 has 3, worker 0 has 2"),
+        ([np.ones(3), np.ones((2, 2))], ValueError, r"worker 3, index 0 has \(3,\)"),
+        ([np.ones(2), np.ones((2, 2), "f4")], TypeError, "worker 3, index 1 is float32"),
+        ([np.ones(2), torch.ones(2, 2)], TypeError, "worker 3, index 1 is Tensor"),
+        ([np.ones(2), [[1.0, 1.0]] * 2], TypeError, "worker 3, index 1 must be .* got list"),
+        (np.ones(2), TypeError, "worker 3 must be a list of arrays .* got ndarray"),
+        ({"w": np.ones(2)}, TypeError, "worker 3 must be a list of arrays .* got dict"),
+    ],
+)
+def test_lists_that_differ_are_refused(strange: Any, error: type[Exception], words: str) -> None:
+    workers: list[Any] = [[np.ones(2), np.ones((2, 2))] for _ in range(5)]
+    workers[3] = strange
+    with pytest.raises(error, match=words):
+        phocas.Median()(workers)
+
+
 def test_vectors_may_have_any_shape() -> None:
     rows = np.random.default_rng(3).normal(size=(5, 2, 3, 4))
     got = phocas.Median()(list(rows))

@@ -199,8 +199,10 @@ def test_mappings_that_differ() -> None:
         (named(b=torch.ones(3)), TypeError, ["worker 3", "'b'", "Tensor"]),
         (named(b=[1, 2, 3]), TypeError, ["worker 3", "'b'", "got list"]),
         ([*named(), np.ones(3)], TypeError, ["worker 5", "mapping", "got ndarray"]),
-        ([{}, {}, {}], ValueError, ["at least one key"]),
-        ([{"n": np.ones(2, int)}] * 3, TypeError, ["'n'", "int64", "leave it out"]),
+        ([{}, {}, {}], ValueError, ["at least one array", "worker 0 has none"]),
+        ([{"n": np.ones(2, int)}] * 3, ValueError, ["floating-point", "none among 1"]),
+        ([{"n": np.ones(2, complex)}] * 3, TypeError, ["'n'", "complex128", "leave it out"]),
+        (named(b=np.ones(3, int)), TypeError, ["worker 3", "'b'", "int64", "float64"]),
     ]:
         with pytest.raises(error, match=says(*words)):
             Median()(workers)

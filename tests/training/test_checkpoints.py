@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    return load("synthetic:train=200,test=50,side=8")
+    made: Dataset = load("synthetic:train=200,test=50,side=8")
+    return made
 
 
 def normed(*_: object) -> nn.Module:

@@ -252,6 +252,123 @@ def test_any_loss_is_differentiated(case: str) -> None:
     torch.testing.assert_close(losses, expected_losses)
 
 
+def tokens_stack(**options: object) -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(9, 5, **options),  # type: ignore[arg-type]
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(20, 6),
+        nn.ReLU(),
+        nn.Linear(6, 4),
+    )
+
+
+class Tagger(nn.Module):
+    """Scores (n, t, 4) for tokens (n, t)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(9, 5)
+        self.last = nn.Linear(5, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.tokens(tokens)))  # type: ignore[no-any-return]
+
+
+def by_token(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def draw_tokens(shape: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(0, 9, (7, 6, 4), generator=generator)
+    return tokens, torch.randint(0, 4, (7, 6, *shape), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("build", "path"),
+    [
+        (tokens_stack, Merged),
+        (lambda: tokens_stack(padding_idx=2), Merged),
+        (lambda: tokens_stack(scale_grad_by_freq=True), Looped),
+        (lambda: nn.Sequential(nn.EmbeddingBag(9, 6), nn.Tanh(), nn.Linear(6, 4)), None),
+    ],
+)
+def test_tokens_take_their_path_and_agree_with_autograd(
+    build: Callable[[], nn.Module], path: type[WorkerGradients] | None
+) -> None:
+    model = build_model(lambda *_: build(), (4,), 4, seed=1)
+    inputs, targets = draw_tokens()
+    expected, expected_losses = plain_autograd(model, inputs, targets)
+    way, rows, losses = compute(model, inputs, targets)
+    assert path is None or type(way) is path
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(losses, expected_losses)
+
+
+@pytest.mark.parametrize("path", ["merged", "vectorised", "looped"])
+def test_forced_paths_agree_on_tokens(path: str) -> None:
+    stack = nn.Sequential(nn.Embedding(9, 5), nn.Flatten(), nn.Linear(20, 4))
+    model = build_model(lambda *_: stack, (4,), 4, seed=1)
+    inputs, targets = draw_tokens()
+    expected, _ = plain_autograd(model, inputs, targets)
+    _, rows, _ = compute(model, inputs, targets, path=path)
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["vectorised", "looped", None])
+def test_language_models_agree_with_autograd(path: str | None) -> None:
+    model = build_model(lambda *_: Tagger(), (4,), 4, seed=1)
+    inputs, targets = draw_tokens((4,))
+    expected, expected_losses = plain_autograd(model, inputs, targets, by_token)
+    _, rows, losses = compute(model, inputs, targets, loss=by_token, path=path)
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(losses, expected_losses)
+
+
+@pytest.mark.parametrize("path", ["merged", "vectorised", "looped"])
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_paths_agree_on_regression(path: str, shape: tuple[int, ...]) -> None:
+    model = build_model("mlp:hidden=9", (3, 4), 4, seed=2)
+    inputs, _ = draw((3, 4), 5, 8)
+    targets = torch.rand(5, 8, *shape, generator=torch.Generator().manual_seed(1))
+
+    def loss(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(outputs if shape else outputs[:, 0], wanted)
+
+    expected, _ = plain_autograd(model, inputs, targets, loss)
+    _, rows, _ = compute(model, inputs, targets, loss=loss, path=path)
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("no_amx")
+@pytest.mark.parametrize("path", ["merged", "vectorised", "looped", None])
+@pytest.mark.parametrize("kind", ["images", "tokens"])
+def test_paths_agree_in_bfloat16(path: str | None, kind: str) -> None:
+    stack = nn.Sequential(nn.Embedding(9, 5), nn.Flatten(), nn.Linear(20, 4))
+    model = build_model("mlp:hidden=9" if kind == "images" else lambda *_: stack, (4,), 4, seed=2)
+    inputs, targets = draw((4,), 5, 8) if kind == "images" else draw_tokens()
+    exact, _ = plain_autograd(model.bfloat16().float(), inputs, targets)
+    model = model.bfloat16()
+    flat = FlatParameters(model)
+    inputs = inputs.bfloat16() if kind == "images" else inputs
+    with Lanes(1) as lanes:
+        way = worker_gradients(
+            model, functional.cross_entropy, flat, lanes, sample=(inputs, targets), path=path
+        )
+        out = torch.empty(len(inputs), flat.size, dtype=torch.bfloat16)
+        losses = way(inputs, targets, out, SEED, ROUND)
+    assert losses.dtype == torch.float32
+    scale = float(exact.abs().max())
+    torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.02 * scale)
+
+
+@pytest.fixture
+def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep oneDNN from AMX, which a processor may announce and a sandbox forbid: SIGILL."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 def test_the_paper_models_agree_with_autograd() -> None:
     for model, shape in ((MLP(), (1, 28, 28)), (CNN(), (3, 32, 32))):
         module = build_model(model.layers, shape, 10, seed=4)
@@ -320,8 +437,11 @@ def test_flat_parameters_refuse_what_cannot_be_one_vector() -> None:
     with pytest.raises(ValueError, match="at least one parameter"):
         FlatParameters(nn.Flatten())
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(TypeError, match=r"float32.*float64"):
+    with pytest.raises(TypeError, match=r"float32.*float64.*bfloat16: got torch.float32, .*64"):
         FlatParameters(mixed)
+    half = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    with pytest.raises(TypeError, match=r"got torch.bfloat16, torch.float32"):
+        FlatParameters(half)
 
 
 def test_models_depend_on_the_seed_alone() -> None:

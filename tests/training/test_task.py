@@ -16,8 +16,8 @@ import phocas
 from phocas.attacks import Gambler, parse_attack
 from phocas.data import Dataset, Dirichlet, load
 from phocas.engines.local import LocalSettings
+from phocas.specs import imported_callable
 from phocas.training import Task, TaskSettings, Trainer
-from phocas.training.foreign import find_foreign
 from phocas.training.lanes import kernel_threads
 from phocas.training.models import build_model
 from phocas.training.schedules import Step
@@ -27,7 +27,8 @@ DATA = "synthetic:train=300,test=60,side=8,noise=20"
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    return load(DATA)
+    made: Dataset = load(DATA)
+    return made
 
 
 def make(data: Any, **options: Any) -> Task:
@@ -111,7 +112,7 @@ def test_what_is_missing_is_asked_for() -> None:
     with pytest.raises(TypeError, match=r"an engine is a name or has build\(task\): got 5"):
         Trainer("mlp", data=DATA, rule="mean", engine=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be callable: got module"):
-        find_foreign("torch:nn")
+        imported_callable("torch:nn")
 
 
 def test_none_is_the_default_of_every_setting(data: Dataset) -> None:

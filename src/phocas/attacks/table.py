@@ -40,12 +40,12 @@ ATTACKS: Table[Attack] = Table(
 def parse_attack(text: str, servers: int | None = None) -> Attack:
     """Read an attack from ``gambler:probability=0.0005,scale=-1e20``.
 
-    If the text does not say among how many servers the gambler is, he is among ``servers``.
+    An attack that asks how many servers there are is told, unless its text says so itself.
 
     >>> parse_attack("gambler", servers=4).servers
     4
     """
     attack = ATTACKS.parse(text)
-    if servers is not None and isinstance(attack, Gambler) and "servers=" not in text:
-        return dataclasses.replace(attack, servers=servers)
+    if servers is not None and hasattr(attack, "servers") and "servers=" not in text:
+        return dataclasses.replace(attack, servers=servers)  # type: ignore[type-var]  # every Spec is a dataclass
     return attack

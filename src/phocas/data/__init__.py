@@ -10,9 +10,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from phocas.data.dataset import Dataset, DataSpec
+from phocas.data.dataset import Dataset, DataSpec, OwnData
 from phocas.data.fetching import Fetched, fetch_published
 from phocas.data.picture import holdings, picture
 from phocas.data.published import CIFAR10, MNIST, FashionMNIST, Published
@@ -34,7 +34,7 @@ from phocas.specs import Table
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = [
     "CIFAR10",
@@ -50,6 +50,7 @@ __all__ = [
     "Dirichlet",
     "FashionMNIST",
     "Fetched",
+    "OwnData",
     "Partition",
     "Published",
     "Split",
@@ -64,20 +65,32 @@ __all__ = [
     "sample",
 ]
 
-DATASETS: Table[DataSpec] = Table("dataset", [MNIST, FashionMNIST, CIFAR10, Synthetic])
+DATASETS: Table[DataSpec] = Table(
+    "dataset",
+    [MNIST, FashionMNIST, CIFAR10, Synthetic],
+    base=DataSpec,
+    adapt=OwnData.of,
+)
 
 
 def load(
-    name: str | DataSpec, folder: str | os.PathLike[str] | None = None, download: bool = True
-) -> Dataset:
+    name: str | DataSpec | Callable[[], Any],
+    folder: str | os.PathLike[str] | None = None,
+    download: bool = True,
+) -> Any:
     """Return a data set by name (``mnist``, ``synthetic:train=2000``), fetching what is missing.
+
+    What is named here is a :class:`Dataset`; a function of your own may return whatever a trainer
+    takes.
 
     >>> load("mnits")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     ValueError: unknown dataset 'mnits'; did you mean 'mnist'? datasets: mnist, ...
     """
-    spec = DATASETS.parse(name) if isinstance(name, str) else name
+    if isinstance(name, str):
+        name = DATASETS.parse(name)
+    spec = name if isinstance(name, DataSpec) else OwnData(name)
     return spec.load(folder, download=download)
 
 

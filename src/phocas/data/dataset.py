@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import abc
+import ast
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +89,50 @@ class DataSpec(Spec, abc.ABC):
     """A data set that can be named: ``mnist``, ``synthetic:train=2000,seed=3``."""
 
     @abc.abstractmethod
-    def load(
-        self, folder: str | os.PathLike[str] | None = None, *, download: bool = True
-    ) -> Dataset:
+    def load(self, folder: str | os.PathLike[str] | None = None, *, download: bool = True) -> Any:
         """Return the data set, fetching what the folder lacks unless told not to."""
+
+
+@dataclass(frozen=True)
+class OwnData(DataSpec):
+    """What a function or class of the user's own makes when it is called.
+
+    That may be whatever a trainer takes: a :class:`Dataset`, a pair of arrays, a torch Dataset, a
+    list of these, one a worker, or a mapping with ``train`` and ``test``.
+
+    >>> OwnData.of(range, {"start": "3"})
+    OwnData(make=<class 'range'>, arguments=(('start', 3),))
+    """
+
+    name = "own"
+
+    make: Callable[..., Any]
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, make: Callable[..., Any], arguments: Mapping[str, str]) -> OwnData:
+        """Read the arguments of a call as Python writes numbers, True and None, or else as text."""
+        return cls(make, tuple((key, _literal(text)) for key, text in arguments.items()))
+
+    def __str__(self) -> str:
+        place = f"{self.make.__module__}:{self.make.__qualname__}"
+        return ":".join([place, *filter(None, [",".join(f"{k}={v}" for k, v in self.arguments)])])
+
+    def load(self, folder: str | os.PathLike[str] | None = None, *, download: bool = True) -> Any:
+        """Call it; the folder is not looked at."""
+        del folder, download
+        try:
+            inspect.signature(self.make).bind(**dict(self.arguments))
+        except TypeError as error:
+            raise ValueError(f"{self}: {error}") from None
+        made = self.make(**dict(self.arguments))
+        if made is None:
+            raise ValueError(f"{self} must return a data set: got None")
+        return made
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

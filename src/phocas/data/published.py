@@ -23,7 +23,7 @@ from phocas.data.rebuild import (
     idx_of_package,
     mnist_of_wheel,
 )
-from phocas.data.store import DataError, Kept, data_folder, map_file, problems, repair
+from phocas.data.store import DataError, StoredFile, data_folder, map_file, problems, repair
 
 if TYPE_CHECKING:
     import os
@@ -35,7 +35,7 @@ TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 class Published(DataSpec):
     """A data set of four idx files: train images, train labels, test images, test labels."""
 
-    files: ClassVar[tuple[Kept, Kept, Kept, Kept]]
+    files: ClassVar[tuple[StoredFile, StoredFile, StoredFile, StoredFile]]
     origins: ClassVar[tuple[Origin, ...]]
     classes: ClassVar[tuple[str, ...]]
     mean: ClassVar[tuple[float, ...]]
@@ -86,25 +86,25 @@ class MNIST(Published):
     mean = (0.1307,)
     std = (0.3081,)
     files = (
-        Kept(
+        StoredFile(
             TRAIN_IMAGES,
             (60000, 28, 28),
             "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
             "6bbc9ace898e44ae57da46a324031adb",
         ),
-        Kept(
+        StoredFile(
             TRAIN_LABELS,
             (60000,),
             "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
             "a25bea736e30d166cdddb491f175f624",
         ),
-        Kept(
+        StoredFile(
             TEST_IMAGES,
             (10000, 28, 28),
             "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
             "2646ac647ad5339dbf082846283269ea",
         ),
-        Kept(
+        StoredFile(
             TEST_LABELS,
             (10000,),
             "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
@@ -147,25 +147,25 @@ class FashionMNIST(Published):
     # Digests are published for the .gz files alone. Those below are of Debian's copy, whose streams
     # give the published ones with the original names and times (2017-08-31) in their gzip headers.
     files = (
-        Kept(
+        StoredFile(
             TRAIN_IMAGES,
             (60000, 28, 28),
             "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
             "f4a8712d7a061bf5bd6d2ca38dc4d50a",
         ),
-        Kept(
+        StoredFile(
             TRAIN_LABELS,
             (60000,),
             "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
             "9018921c3c673c538a1fc5bad174d6f9",
         ),
-        Kept(
+        StoredFile(
             TEST_IMAGES,
             (10000, 28, 28),
             "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
             "8181f5470baa50b63fa0f6fddb340f0a",
         ),
-        Kept(
+        StoredFile(
             TEST_LABELS,
             (10000,),
             "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
@@ -213,22 +213,22 @@ class CIFAR10(Published):
     # The published batches interleave labels and images in six files, which cannot be mapped as one
     # array: they are checked against their published digests, then kept joined, as idx files.
     files = (
-        Kept(
+        StoredFile(
             "train-images-idx4-ubyte",
             (50000, 3, 32, 32),
             "1086b65fb2d8719d99846dc8bc5d5a52141422760ff01eb1e06619041c1670f9",
         ),
-        Kept(
+        StoredFile(
             "train-labels-idx1-ubyte",
             (50000,),
             "1a4c5fb4e1cab2caa8eee134c093de84d620899e907756e71736fb7b0d4ab554",
         ),
-        Kept(
+        StoredFile(
             "test-images-idx4-ubyte",
             (10000, 3, 32, 32),
             "d4d62aa9f6b816a3be65053ddc66fdd27c1350e10d25345000fec0d9e2f9e2dd",
         ),
-        Kept(
+        StoredFile(
             "test-labels-idx1-ubyte",
             (10000,),
             "987e01129ceec0098f1e9d9404cff9fa82ad3d15383a61e8ec60ff20ffe6db40",

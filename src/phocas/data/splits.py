@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,9 @@ class Assignment(Sequence[Indices]):
 class Split(Spec, abc.ABC):
     """How the training samples are divided over the workers, written ``dirichlet:alpha=0.5``."""
 
+    needs_labels: ClassVar[bool] = True
+    """Whether ``parts`` looks at more of the labels than how many there are."""
+
     @abc.abstractmethod
     def parts(
         self, labels: Labels, num_workers: int, rng: np.random.Generator
@@ -120,6 +123,7 @@ class IID(Split):
     """Every worker draws from all samples, as in the paper."""
 
     name = "iid"
+    needs_labels = False
 
     def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> None:
         """Assign everything to everyone."""
@@ -130,6 +134,7 @@ class Partition(Split):
     """Every sample belongs to one worker; parts are equal and random."""
 
     name = "partition"
+    needs_labels = False
 
     def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> list[Indices]:
         """Shuffle and cut into m parts, whose sizes differ by at most one."""
@@ -212,7 +217,7 @@ class ByLabel(Split):
         return [np.concatenate([runs[run] for run in hand]) for hand in dealt]
 
 
-SPLITS: Table[Split] = Table("split", [IID, Partition, Dirichlet, ByLabel])
+SPLITS: Table[Split] = Table("split", [IID, Partition, Dirichlet, ByLabel], base=Split)
 
 
 def parse_split(text: str) -> Split:

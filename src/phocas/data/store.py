@@ -32,7 +32,7 @@ class DataError(ValueError):
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredFile:
     """One idx file of bytes in the folder: its name, its shape, and what its content must hash to.
 
     ``md5`` is the digest that is published, where one is; ``sha256`` is that of the same bytes.
@@ -90,29 +90,33 @@ def repair(name: str, folder: Path) -> str:
     )
 
 
-def problems(home: Path, files: Sequence[Kept], *, thorough: bool = False) -> dict[Kept, str]:
+def problems(
+    home: Path, files: Sequence[StoredFile], *, thorough: bool = False
+) -> dict[StoredFile, str]:
     """Say what is wrong with each file that cannot be used; an empty dictionary means all is well.
 
     Size and header are checked each time. The digest is checked once and remembered by the file's
     size and times, so that a changed file is checked again; ``thorough`` always checks it.
     """
     stamps = {} if thorough else _read_stamps(home)
-    found: dict[Kept, str] = {}
+    found: dict[StoredFile, str] = {}
     good: dict[str, list[object]] = {}
-    for kept in files:
+    for stored in files:
         try:
-            with (home / kept.name).open("rb") as file:
+            with (home / stored.name).open("rb") as file:
                 status = os.fstat(file.fileno())
-                stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, kept.sha256]
-                fault = _fault(kept, file, status.st_size, trusted=stamps.get(kept.name) == stamp)
+                stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, stored.sha256]
+                fault = _fault(
+                    stored, file, status.st_size, trusted=stamps.get(stored.name) == stamp
+                )
         except FileNotFoundError:
             fault = "is missing"
         except OSError as error:
             fault = f"cannot be read: {error.strerror}"
         if fault is None:
-            good[kept.name] = stamp
+            good[stored.name] = stamp
         else:
-            found[kept] = fault
+            found[stored] = fault
     if good and good != stamps:
         # A folder that may only be read is no error: the digests are then checked on every load.
         with contextlib.suppress(OSError):
@@ -120,9 +124,9 @@ def problems(home: Path, files: Sequence[Kept], *, thorough: bool = False) -> di
     return found
 
 
-def map_file(home: Path, kept: Kept) -> npt.NDArray[np.uint8]:
+def map_file(home: Path, stored: StoredFile) -> npt.NDArray[np.uint8]:
     """Map a checked file into memory, read-only, so that processes share its pages."""
-    mapped = np.memmap(home / kept.name, np.uint8, "r", len(kept.header), kept.shape)
+    mapped = np.memmap(home / stored.name, np.uint8, "r", len(stored.header), stored.shape)
     return mapped.view(np.ndarray)  # indexing an ndarray skips the subclass's hooks
 
 
@@ -144,16 +148,16 @@ def locked(home: Path) -> Iterator[None]:
         yield
 
 
-def _fault(kept: Kept, file: BufferedReader, size: int, *, trusted: bool) -> str | None:
-    if size != kept.size:
-        return f"has {size:,} bytes, expected {kept.size:,}"
-    if file.read(len(kept.header)) != kept.header:
-        return f"does not start with the idx header of {' x '.join(map(str, kept.shape))} bytes"
+def _fault(stored: StoredFile, file: BufferedReader, size: int, *, trusted: bool) -> str | None:
+    if size != stored.size:
+        return f"has {size:,} bytes, expected {stored.size:,}"
+    if file.read(len(stored.header)) != stored.header:
+        return f"does not start with the idx header of {' x '.join(map(str, stored.shape))} bytes"
     if not trusted:
         file.seek(0)
         got = hashlib.file_digest(file, "sha256").hexdigest()
-        if got != kept.sha256:
-            return f"has sha256 {got}, expected {kept.sha256}"
+        if got != stored.sha256:
+            return f"has sha256 {got}, expected {stored.sha256}"
     return None
 
 

@@ -77,10 +77,10 @@ class LocalCluster:
             return 0
         rng = self.task.attack_rng(round)
         if self._previous is None:
-            return attack.corrupt(rows.numpy(), rng=rng, round=round).count
+            return attack.corrupt(rows, rng=rng, round=round).count
         own = rows.clone()
-        previous = self._previous.numpy() if self._has_previous else None
-        touched = attack.corrupt(rows.numpy(), rng=rng, round=round, previous=previous)
+        previous = self._previous if self._has_previous else None
+        touched = attack.corrupt(rows, rng=rng, round=round, previous=previous)
         self._previous, self._has_previous = own, True
         return touched.count
 

@@ -20,16 +20,16 @@ from pydantic import (
     model_validator,
 )
 
-from phocas.attacks import parse_attack
-from phocas.data import DATASETS, parse_split
+from phocas.attacks import ATTACKS, Attack, parse_attack
+from phocas.data import DATASETS, SPLITS
 from phocas.engines.faults import FaultScript
-from phocas.rules import parse_rule
-from phocas.specs import unknown
+from phocas.rules import RULES, Rule
+from phocas.specs import Foreign, unknown
 from phocas.training.cluster import ENGINES, Engine, find_engine
 from phocas.training.models import check_model_text
 from phocas.training.optimizers import check_optimizer_text
 from phocas.training.schedules import SCHEDULES
-from phocas.training.task import TaskSettings, attack_among
+from phocas.training.task import TaskSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,10 +73,10 @@ def _declared(key: str, **instead: Any) -> Any:
 
 # How a key's text is read without running anybody's code, and how it is kept.
 _TEXTS: dict[str, Callable[[str], str]] = {
-    "rule": lambda text: str(parse_rule(text)),
-    "split": lambda text: str(parse_split(text)),
-    "schedule": lambda text: str(SCHEDULES.parse(text)),
-    "dataset": lambda text: str(DATASETS.parse(text)),
+    "rule": lambda text: str(RULES.read(text)),
+    "split": lambda text: str(SPLITS.read(text)),
+    "schedule": lambda text: str(SCHEDULES.read(text)),
+    "dataset": lambda text: str(DATASETS.read(text)),
     "model": check_model_text,
     "optimizer": check_optimizer_text,
 }
@@ -150,7 +150,12 @@ class RunConfig(BaseModel):
         if key in _TEXTS:
             return _TEXTS[key](value)
         if key == "attack":
-            return str(attack_among(value, info.data.get("servers", 20)))
+            attack = ATTACKS.read(value)
+            return str(
+                attack
+                if isinstance(attack, Foreign)
+                else parse_attack(value, info.data.get("servers", 20))
+            )
         if key == "engine" and value not in ENGINES:
             raise ValueError(unknown("engine", value, ENGINES))
         if key == "faults":
@@ -171,15 +176,18 @@ class RunConfig(BaseModel):
             FaultScript.parse(self.faults).check(self.workers, self.servers)
         except ValueError as error:
             problems.append(f"faults: {error}")
+        rule = RULES.read(self.rule)  # what is foreign is checked when it is loaded
+        attack = None if self.attack is None else ATTACKS.read(self.attack)
         try:
-            parse_rule(self.rule).check(self.workers)
+            if isinstance(rule, Rule):
+                rule.check(self.workers)
         except ValueError as error:
             problems.append(f"rule: {error}")
-        if self.attack is not None:
-            try:
-                parse_attack(self.attack).check(self.workers, servers=self.servers)
-            except ValueError as error:
-                problems.append(f"attack: {error}")
+        try:
+            if isinstance(attack, Attack):
+                attack.check(self.workers, servers=self.servers)
+        except ValueError as error:
+            problems.append(f"attack: {error}")
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from phocas.experiments.config import RunConfig
-    from phocas.training.trainer import Evaluation, Round
+    from phocas.training.evaluation import Metrics
+    from phocas.training.trainer import Round
 
 SCHEMA_VERSION = 2
 PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
@@ -310,7 +311,7 @@ class Results:
         self,
         run: int,
         rounds: Sequence[Round],
-        evaluations: Iterable[tuple[int, Evaluation]] = (),
+        evaluations: Iterable[tuple[int, Metrics]] = (),
         dropped: Iterable[tuple[int, Sequence[float]]] = (),
     ) -> None:
         """Add rounds, evaluations by round, and each worker's mean dropped share by round."""

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from phocas.data import Dataset
     from phocas.experiments.config import RunConfig
-    from phocas.training.trainer import Evaluation, Round
+    from phocas.training.evaluation import Metrics
+    from phocas.training.trainer import Round
 
 FLUSH_SECONDS = 0.5
 
@@ -55,7 +56,7 @@ def execute(
     config: RunConfig,
     *,
     restart: bool = False,
-    watch: Callable[[RunConfig, Round, Evaluation | None], None] | None = None,
+    watch: Callable[[RunConfig, Round, Metrics | None], None] | None = None,
     tell: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     model_file: Path | None = None,
@@ -148,7 +149,7 @@ class _Run:
         config: RunConfig,
         results: Results,
         trainer: Trainer,
-        watch: Callable[[RunConfig, Round, Evaluation | None], None] | None,
+        watch: Callable[[RunConfig, Round, Metrics | None], None] | None,
         tell: Callable[[str], None],
     ) -> None:
         self.config = config
@@ -160,7 +161,7 @@ class _Run:
         self._path = checkpoint_path(config.results, config.identity())
         self._before = previous_path(config.results, config.identity())
         self._rounds: list[Round] = []
-        self._evaluations: list[tuple[int, Evaluation]] = []
+        self._evaluations: list[tuple[int, Metrics]] = []
         self._dropped: list[tuple[int, list[float]]] = []
         self._window = np.zeros(
             config.workers + 1
@@ -257,7 +258,7 @@ class _Run:
         self._checkpoint()
         return "interrupted", f"interrupted after round {self.trainer.rounds_done}"
 
-    def _keep(self, done: Round, evaluation: Evaluation | None) -> None:
+    def _keep(self, done: Round, evaluation: Metrics | None) -> None:
         self._rounds.append(done)
         if evaluation is not None:
             self._evaluations.append((done.number, evaluation))

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from multiprocessing.synchronize import Event
 
-    from phocas.training.trainer import Evaluation, Round
+    from phocas.training.evaluation import Metrics
+    from phocas.training.trainer import Round
 
 NEWS_SECONDS = 0.2
 PATIENCE = 60.0  # a process whose sweep was killed finishes its round and lets go of its run
@@ -200,7 +201,7 @@ def _run_one(
     last = 0.0
     accuracy: float | None = None
 
-    def watch(_config: RunConfig, done: Round, evaluation: Evaluation | None) -> None:
+    def watch(_config: RunConfig, done: Round, evaluation: Metrics | None) -> None:
         nonlocal last, accuracy
         if evaluation is not None:
             accuracy = evaluation.top1

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from phocas.experiments.config import RunConfig
     from phocas.experiments.sweep import Message
-    from phocas.training.trainer import Evaluation, Round
+    from phocas.training.evaluation import Metrics
+    from phocas.training.trainer import Round
 
 PLAIN_LINES = 10
 _BAR = 10
@@ -54,7 +55,7 @@ class Progress:
         """Print a line beside the progress, and where no progress is shown too."""
         _say(self.console, line, always=True)
 
-    def show(self, _config: RunConfig, done: Round, evaluation: Evaluation | None) -> None:
+    def show(self, _config: RunConfig, done: Round, evaluation: Metrics | None) -> None:
         """Take the news of one round."""
         for line in done.news:
             _say(self.console, f"round {done.number}: {line}")

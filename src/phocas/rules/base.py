@@ -144,7 +144,11 @@ class Rule(Stage):
         return None
 
     def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
-        """Aggregate m rows: an array, a tensor, m vectors, or m mappings of names to them."""
+        """Aggregate m rows: an array, a tensor, m vectors, m mappings of names to them or m lists.
+
+        In mappings (state dicts) and lists, arrays of whole numbers become the lower median of the
+        workers' values and flags what more than half of the workers say; blame leaves them out.
+        """
         matrix = open_rows(rows)
         self.check(matrix.m)
         return matrix.apply(self.decide(matrix, as_generator(rng)), None)

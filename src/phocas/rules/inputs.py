@@ -2,6 +2,11 @@
 
 NumPy arrays and torch tensors on the CPU are read where they are; only rows whose values are not
 adjacent are copied, a block of columns at a time. Tensors elsewhere stay there.
+
+Workers that have several arrays each (state dicts, lists of layers) may have arrays of whole
+numbers and flags among them, such as batch norm's counter of batches. No rule applies to these:
+each becomes the lower median of the workers' values, in its own type, which for flags is what more
+than half of the workers say. They are not counted in anyone's blame.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from phocas.rules.algebra import Decision, Floats, Function, Matrix, Request, by
 COPIED_COLUMNS = 1 << 15
 ACCEPTED = (
     "an (m, d) array or tensor, a sequence of m vectors, or a sequence of m mappings of names to"
-    " arrays or tensors"
+    " arrays or tensors, or of m lists of them"
 )
 
 
@@ -194,6 +199,8 @@ def open_rows(rows: Any) -> Matrix:
         raise ValueError("there must be at least one row: got none")
     if isinstance(rows[0], Mapping):
         return _open_mappings(rows)
+    if isinstance(rows[0], list | tuple) and any(map(_is_array, rows[0])):
+        return _open_lists(rows)
     return _open_vectors(rows)
 
 
@@ -222,45 +229,93 @@ def _open_mappings(rows: Sequence[Any]) -> Matrix:
                 else f"has {min(extra, key=str)!r} too"
             )
             raise ValueError(f"all workers must have the same keys: worker {i} {what}")
-        for key in first:
-            _same(row[key], first[key], f"worker {i}, key {key!r}", f"worker 0, key {key!r}")
     keys = list(first)
-    on_device = [key for key in keys if _on_accelerator(first[key])]
-    if on_device and len(on_device) < len(keys):
-        other = next(key for key in keys if key not in on_device)
+    return _open_parts(
+        [[row[key] for key in keys] for row in rows],
+        [f"key {key!r}" for key in keys],
+        lambda answers: dict(zip(keys, answers, strict=True)),
+    )
+
+
+def _open_lists(rows: Sequence[Any]) -> Matrix:
+    first = rows[0]
+    for i, row in enumerate(rows):
+        if not isinstance(row, list | tuple):
+            raise TypeError(
+                f"worker {i} must be a list of arrays like worker 0: got {type(row).__name__}"
+            )
+        if len(row) != len(first):
+            raise ValueError(
+                f"all workers must have as many arrays: worker {i} has {len(row)},"
+                f" worker 0 has {len(first)}"
+            )
+    places = [f"index {index}" for index in range(len(first))]
+    return _open_parts(rows, places, list if isinstance(first, list) else tuple)
+
+
+def _open_parts(
+    rows: Sequence[Sequence[Any]],
+    places: Sequence[str],
+    rebuild: Callable[[Sequence[Any]], Any],
+) -> Matrix:
+    """Open workers that have several arrays each; ``rebuild`` gives the answers their form."""
+    first = rows[0]
+    for i, row in enumerate(rows):
+        for value, example, place in zip(row, first, places, strict=True):
+            _same(value, example, f"worker {i}, {place}", f"worker 0, {place}")
+    elsewhere = [_on_accelerator(value) for value in first]
+    if any(elsewhere) and not all(elsewhere):
+        there, here = places[elsewhere.index(True)], places[elsewhere.index(False)]
+        raise ValueError(f"all tensors must be on one device: {there} and {here} differ")
+    by_rule = [index for index, value in enumerate(first) if not _is_whole(value)]
+    if not by_rule:
         raise ValueError(
-            f"all tensors must be on one device: {on_device[0]!r} and {other!r} differ"
+            "each worker must have at least one array of floating-point values:"
+            f" worker 0 has none among {len(first)} arrays"
         )
-    if on_device:
-        shapes = [first[key].shape for key in keys]
-        stacked = [_stack([row[key] for row in rows]) for key in keys]
-        return _on_device(
-            stacked,
-            lambda answers: {
-                key: answer.reshape(shape)
-                for key, answer, shape in zip(keys, answers, shapes, strict=True)
-            },
-        )
+
+    medians = {
+        index: _middle([row[index] for row in rows], places[index])
+        for index in set(range(len(first))).difference(by_rule)
+    }
+
+    def join(answers: Sequence[Any]) -> Any:
+        found = medians | dict(zip(by_rule, answers, strict=True))
+        return rebuild([found[index].reshape(first[index].shape) for index in range(len(first))])
+
+    if any(elsewhere):
+        return _on_device([_stack([row[index] for row in rows]) for index in by_rule], join)
     pieces: list[Piece] = []
     start = 0
-    for key in keys:
-        piece = _piece(start, [row[key] for row in rows], f"key {key!r}")
+    for index in by_rule:
+        piece = _piece(start, [row[index] for row in rows], places[index])
         if pieces and piece.element != pieces[0].element:
             raise TypeError(
-                f"all tensors must have one dtype: key {keys[0]!r} is {pieces[0].element} and"
-                f" key {key!r} is {piece.element}"
+                f"all floating-point values must have one dtype: {places[by_rule[0]]} is"
+                f" {pieces[0].element} and {places[index]} is {piece.element}"
             )
         pieces.append(piece)
         start += piece.columns
-    if not pieces:
-        raise ValueError("mappings must have at least one key: worker 0 has none")
     return HostMatrix(
         pieces,
-        lambda answers: {
-            key: _like(first[key], answer).reshape(first[key].shape)
-            for key, answer in zip(keys, answers, strict=True)
-        },
+        lambda answers: join(
+            [_like(first[index], answer) for index, answer in zip(by_rule, answers, strict=True)]
+        ),
     )
+
+
+def _is_whole(value: Any) -> bool:
+    """Tell counters, indices and flags from floating-point values."""
+    return _element(value.dtype).startswith(("int", "uint", "bool"))
+
+
+def _middle(rows: Sequence[Any], place: str) -> Any:
+    """Return the lower median of whole numbers, exact in their own type; of flags, the majority."""
+    middle = (len(rows) - 1) // 2
+    if _on_accelerator(rows[0]):
+        return _stack(rows).sort(dim=0).values[middle]
+    values = np.stack([_on_host(row, place).reshape(-1) for row in rows])
+    return _like(rows[0], np.sort(values, axis=0)[middle])
 
 
 def _piece(start: int, rows: Sequence[Any], place: str) -> Piece:
@@ -279,8 +334,11 @@ def _unmasked(values: Any, place: str) -> None:
 
 def _same(row: Any, first: Any, place: str, other: str) -> None:
     """Refuse a row that differs from the first in kind, shape, type or device."""
+    plain = type(row) is np.ndarray and type(first) is np.ndarray
+    if plain and row.shape == first.shape and row.dtype == first.dtype:
+        return
     _unmasked(row, place)
-    if not (isinstance(row, np.ndarray) or is_tensor(row)):
+    if not _is_array(row):
         raise TypeError(
             f"{place} must be a NumPy array or a torch tensor: got {type(row).__name__}"
         )
@@ -303,6 +361,10 @@ def _same(row: Any, first: Any, place: str, other: str) -> None:
             f"all rows must be on the same device: {place} is on {row.device},"
             f" {other} on {first.device}"
         )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or is_tensor(value)
 
 
 def is_tensor(value: Any) -> bool:
@@ -329,15 +391,22 @@ def _array(value: Any, place: str) -> tuple[NDArray[Any], str]:
             f"values must be {', '.join(FORMATS)}: {place} is {name};"
             " convert it, or leave it out of the mapping"
         )
+    array = _on_host(value, place)
+    return (array.view(np.uint16) if name == "bfloat16" else array), name
+
+
+def _on_host(value: Any, place: str) -> NDArray[Any]:
+    """Return an array that shares the memory of the values; of bfloat16 tensors, the bits."""
     if isinstance(value, np.ndarray):
-        raw = value.view(np.uint16) if name == "bfloat16" else value
-        return np.asarray(raw), name
-    if value.layout is not sys.modules["torch"].strided:
+        return np.asarray(value)
+    torch = sys.modules["torch"]
+    if value.layout is not torch.strided:
         raise TypeError(f"tensors must be dense: {place} is {value.layout}")
     detached = (value.detach() if value.requires_grad else value).resolve_neg()
-    if name == "bfloat16":
-        return detached.view(sys.modules["torch"].uint16).numpy(), name
-    return detached.numpy(), name
+    if value.dtype == torch.bfloat16:
+        detached = detached.view(torch.uint16)
+    array: NDArray[Any] = detached.numpy()
+    return array
 
 
 def _like(example: Any, answer: NDArray[Any]) -> Any:

@@ -17,8 +17,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from phocas.specs import Spec, Table, count, normalise, unknown
-from phocas.training.foreign import find_foreign, is_foreign
+from phocas.specs import Spec, Table, count, imported_callable, is_place, normalise, unknown
 
 
 class ModelSpec(Spec):
@@ -151,7 +150,7 @@ def check_model_text(text: str) -> str:
     name = text.strip().partition(":")[0]
     if name in MODELS:
         return str(MODELS.parse(text))
-    if not is_foreign(text):
+    if not is_place(text):
         raise ValueError(unknown("model", name, MODELS) + ", or module:callable of your own")
     return text.strip()
 
@@ -164,7 +163,7 @@ def parse_model(text: str) -> Builder:
     """
     if text.strip().partition(":")[0] in MODELS:
         return MODELS.parse(text).layers
-    target = find_foreign(check_model_text(text))
+    target = imported_callable(check_model_text(text))
     takes = inspect.signature(target).parameters
 
     def build(input_shape: Sequence[int], num_classes: int) -> nn.Module:

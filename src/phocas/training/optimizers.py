@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from phocas.specs import unknown
-from phocas.training.foreign import find_foreign, is_foreign
+from phocas.specs import imported_callable, is_place, unknown
 
 Optimizers = Callable[..., torch.optim.Optimizer]
 """What makes an optimiser of parameters, a learning rate and options: a class of torch.optim."""
@@ -25,7 +24,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
 
 def check_optimizer_text(text: str) -> str:
     """Return the text of an optimiser if it can be read; nothing is imported."""
-    if text.strip().lower() not in OPTIMIZERS and not is_foreign(text):
+    if text.strip().lower() not in OPTIMIZERS and not is_place(text):
         raise ValueError(unknown("optimizer", text.strip(), OPTIMIZERS) + ", or module:callable")
     return text
 
@@ -37,4 +36,4 @@ def parse_optimizer(text: str) -> Optimizers:
     'Adam'
     """
     name = check_optimizer_text(text).strip().lower()
-    return OPTIMIZERS[name] if name in OPTIMIZERS else find_foreign(text)
+    return OPTIMIZERS[name] if name in OPTIMIZERS else imported_callable(text)

@@ -32,9 +32,9 @@ class FlatParameters:
                 "a model needs at least one parameter that requires a gradient: got none"
             )
         dtypes = {tensor.dtype for tensor in self.tensors}
-        if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+        if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64, torch.bfloat16}:
             raise TypeError(
-                "a model's parameters must all be float32 or all float64:"
+                "a model's parameters must all be float32, all float64 or all bfloat16:"
                 f" got {', '.join(sorted(map(str, dtypes)))}"
             )
         self.shapes = [tensor.shape for tensor in self.tensors]

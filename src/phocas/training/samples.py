@@ -1,115 +1,152 @@
-"""What workers learn from: batches of a data set, or of arrays of the user's own."""
+"""What workers learn from and are judged by, as tensors of the model's type."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from phocas.data import Dataset
-
-Pair = tuple[Any, Any]
+from phocas.data import IID, Assignment, Dataset, Split
+from phocas.training.sources import KINDS, Joined, Numbers, SampleSource, open_source
 
 
 class Samples:
-    """Inputs and targets to train on and to be judged by; a :class:`Dataset` or arrays.
+    """Inputs and targets to train on and to be judged by.
 
-    Data sets stay bytes until a batch is drawn, so that a mapped file is shared by all processes.
+    Floating-point inputs and targets get the model's type. Whole numbers stay whole (int64), as
+    embeddings and classes need them; the bytes of a :class:`Dataset` become numbers from 0 to 1.
+
+    >>> samples = Samples((np.arange(6.0).reshape(3, 2), np.array([0, 1, 1])))
+    >>> samples.draw(np.array([[2, 0]]))
+    (tensor([[[4., 5.],
+             [0., 1.]]]), tensor([[1, 0]]))
+
+    Args:
+        data: a :class:`Dataset`; a pair (inputs, targets) of arrays or tensors; a torch Dataset
+            (not an iterable one) or DataLoader; a list of these, one a worker; or a mapping with
+            the keys ``train`` and ``test``.
+        test: the same kinds; a :class:`Dataset` brings its own.
+        standardise: subtract a Dataset's mean and divide by its deviation.
+        dtype: the model's type.
     """
 
     def __init__(
         self,
-        data: Dataset | Pair,
-        test: Pair | None = None,
+        data: Any,
+        test: Any = None,
         *,
         standardise: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.dataset = data if isinstance(data, Dataset) else None
-        self.standardise = standardise
-        self._batch: torch.Tensor | None = None  # new pages every round would cost 0.2 ms
+        if isinstance(data, Mapping):
+            if set(data) != {"train", "test"}:
+                raise ValueError(
+                    "a mapping of data must have the keys 'train' and 'test' and no other:"
+                    f" got {', '.join(map(repr, data)) or 'none'}"
+                )
+            if test is not None:
+                raise ValueError("test samples are given twice: in data['test'] and by test=")
+            data, test = data["train"], data["test"]
+        if data is None:
+            raise TypeError(f"data must be {KINDS}: got None")
         self.dtype = dtype
-        if isinstance(data, Dataset):
-            self.inputs, self.targets = data.train_images, data.train_labels
-            self.test: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = (
-                data.test_images,
-                data.test_labels,
-            )
-        else:
-            self.inputs, self.targets = _pair(data, "data")
-            self.test = None
-        if test is not None:
-            self.test = _pair(test, "test")
-        whole = np.issubdtype(self.targets.dtype, np.integer)
-        self.num_classes = (
-            data.num_classes
-            if isinstance(data, Dataset)
-            else int(self.targets.max()) + 1
-            if whole
-            else 0
-        )
+        self.train = open_source(data, "data", standardise=standardise)
+        judged = data if test is None and isinstance(data, Dataset) else test
+        self.test: SampleSource | None = None
+        if judged is not None:
+            self.test = open_source(judged, "test", standardise=standardise, test=True)
+            self._check_kinds()
+        sets = data if isinstance(data, list) else [data]
+        known = [each.num_classes for each in sets if isinstance(each, Dataset)]
+        self._known_classes = max(known) if len(known) == len(sets) else None
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.train)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one input."""
-        return self.inputs.shape[1:]
+        return tuple(self.draw(np.zeros((1, 1), np.int64))[0].shape[2:])
 
-    def classes(self) -> npt.NDArray[np.integer]:
-        """Return a label for each sample to split by; all 0 where targets are no classes."""
-        if self.num_classes and self.targets.ndim == 1:
-            return self.targets
-        return np.zeros(len(self), np.int64)
+    @property
+    def nbytes(self) -> int:
+        """What the training inputs take in memory; nothing where they are read on demand."""
+        return self.train.nbytes
 
-    def draw(self, indices: npt.NDArray[np.integer]) -> tuple[torch.Tensor, torch.Tensor]:
+    @functools.cached_property
+    def num_classes(self) -> int:
+        """The number of classes, or 0 where targets are not whole numbers; may read all targets."""
+        if self._known_classes is not None:
+            return self._known_classes
+        labels = self.train.labels()
+        return int(labels.max()) + 1 if np.issubdtype(labels.dtype, np.integer) else 0
+
+    def assign(self, split: Split | None, num_workers: int, rng: np.random.Generator) -> Assignment:
+        """Say who may draw what: by the split, or as one data set a worker says already."""
+        if isinstance(self.train, Joined):
+            if split is not None and not isinstance(split, IID):
+                raise ValueError(
+                    f"one data set a worker is a split already: leave split={str(split)!r} out, or"
+                    " give one data set for all"
+                )
+            sizes = self.train.sizes
+            if len(sizes) != num_workers:
+                raise ValueError(
+                    f"data needs one data set for each of the {num_workers} workers:"
+                    f" got {len(sizes)}"
+                )
+            return Assignment(np.split(np.arange(len(self)), np.cumsum(sizes)[:-1]))
+        split = split or IID()
+        labels = self.train.labels() if split.needs_labels else np.zeros(len(self), np.int64)
+        return split.assign(labels, num_workers, rng)
+
+    def draw(self, indices: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs (m, n, ...) and targets of indices (m, n), good until the next draw."""
-        flat = indices.reshape(-1)
-        size = flat.size * math.prod(self.shape)
-        if self._batch is None or self._batch.numel() != size:
-            self._batch = torch.empty(size)
-        values = np.take(self.inputs, flat, axis=0)
-        inputs = self._tensor(values, self._batch).view(*indices.shape, *self.shape)
-        targets = self._targets(self.targets[flat])
-        return inputs, targets.view(*indices.shape, *targets.shape[1:])
-
-    def test_parts(self, size: int) -> list[slice]:
-        """Return the test samples in order, so many at a time, to be read by ``test_batch``."""
-        if self.test is None:
-            raise ValueError("evaluation needs test samples: pass test=(inputs, targets)")
-        return [slice(start, start + size) for start in range(0, len(self.test[1]), size)]
-
-    def test_batch(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some of the test samples."""
-        assert self.test is not None
-        inputs, targets = self.test
-        return self._tensor(np.array(inputs[part])), self._targets(targets[part])
-
-    def _tensor(self, values: npt.NDArray[Any], out: torch.Tensor | None = None) -> torch.Tensor:
-        if self.dataset is not None and self.standardise:
-            values = self.dataset.floats(values, standardise=True)
-        elif self.dataset is not None and values.dtype == np.uint8:
-            # The bits of Dataset.floats in a third of its time: 0.1 ms for the paper's 640 images.
-            bytes_ = torch.from_numpy(np.asarray(values, order="C"))
-            floats = torch.empty(bytes_.shape) if out is None else out.view(bytes_.shape)
-            return floats.copy_(bytes_).mul_(self.dataset.scale).to(self.dtype)
-        return torch.from_numpy(np.array(values, order="C")).to(self.dtype)
-
-    def _targets(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        whole = np.issubdtype(values.dtype, np.integer)
-        tensor = torch.from_numpy(np.array(values))
-        return tensor.to(torch.int64 if whole else self.dtype)
-
-
-def _pair(pair: Pair, name: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    inputs, targets = (np.asarray(part) for part in pair)
-    if len(inputs) != len(targets) or len(targets) == 0:
-        raise ValueError(
-            f"{name} needs one target for each input, and at least one of them:"
-            f" got {len(inputs)} inputs and {len(targets)} targets"
+        inputs, targets = map(self._typed, self.train.take(indices))
+        return (
+            inputs.reshape(*indices.shape, *inputs.shape[1:]),
+            targets.reshape(*indices.shape, *targets.shape[1:]),
         )
-    return inputs, targets
+
+    def test_parts(self, size: int) -> list[npt.NDArray[np.int64]]:
+        """Return the numbers of the test samples in order, so many at a time."""
+        numbers = np.arange(len(self._judged()))
+        return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+    def test_batch(self, part: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some of the test samples."""
+        inputs, targets = map(self._typed, self._judged().take(part[None]))
+        return inputs, targets
+
+    def _check_kinds(self) -> None:
+        trained = self.draw(np.zeros((1, 1), np.int64))
+        judged = self.test_batch(np.zeros(1, np.int64))
+        for part, first, second in zip(("inputs", "targets"), trained, judged, strict=True):
+            if first.dtype != second.dtype:
+                raise TypeError(
+                    f"test must have {part} of the kind that data has: got {second.dtype} for"
+                    f" {first.dtype}; bytes are made floats only in a phocas Dataset"
+                )
+
+    def _judged(self) -> SampleSource:
+        if self.test is None:
+            raise ValueError(
+                "evaluation needs test samples: pass test=, of any kind that data may have"
+            )
+        return self.test
+
+    def without_test(self) -> Self:
+        """Return the samples without those to be judged by, which workers have no use for."""
+        lean = copy.copy(self)
+        lean.test = None
+        return lean
+
+    def _typed(self, values: torch.Tensor) -> torch.Tensor:
+        if values.is_floating_point() or values.dtype == torch.bool:
+            return values.to(self.dtype)
+        return values if values.is_complex() else values.to(torch.int64)

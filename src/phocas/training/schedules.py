@@ -101,4 +101,4 @@ class Inverse(Schedule):
         return float((1 + round / self.scale) ** -self.power)
 
 
-SCHEDULES: Table[Schedule] = Table("schedule", [Constant, Step, Cosine, Inverse])
+SCHEDULES: Table[Schedule] = Table("schedule", [Constant, Step, Cosine, Inverse], base=Schedule)

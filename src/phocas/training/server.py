@@ -133,11 +133,11 @@ class ParameterServer:
         if self._arrived is not None:
             for worker in set(range(self.num_workers)) - self._arrived:
                 self.rows[worker].fill_(float("nan"))
-        rows = self.rows.numpy()
+        rows = self.rows
         s = self.num_servers
         if by_server and s > 1 and self.rule.columnwise:
             parts = [self.rule.explain(rows[:, bounds]) for bounds in self.bounds]
-            value = np.concatenate([part.value for part in parts])
+            value = torch.cat([part.value for part in parts])
             shares = np.stack([part.dropped for part in parts])
             widths = np.array([bounds.stop - bounds.start for bounds in self.bounds])
             dropped = widths @ shares / widths.sum()
@@ -146,8 +146,7 @@ class ParameterServer:
             whole = self.rule.explain(rows, rng=rng)
             value, dropped, expected = whole.value, whole.dropped, whole.expected
             shares = np.broadcast_to(dropped, (s, self.num_workers))
-        gradient = torch.from_numpy(value)
-        return Aggregate(gradient, dropped, float(expected), shares, bool(np.isfinite(value).all()))
+        return Aggregate(value, dropped, float(expected), shares, bool(value.isfinite().all()))
 
     def verdict(self, aggregate: Aggregate) -> Action:
         """Say what the policy does with an aggregate."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -16,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from phocas.attacks import Attack, attack_rng, parse_attack
-from phocas.data import Assignment, Dataset, DataSpec, Split, batch_indices, load, parse_split
-from phocas.rules import Rule, parse_rule
+from phocas.data import SPLITS, Assignment, DataSpec, Split, batch_indices, load
+from phocas.rules import RULES, Rule
 from phocas.seeds import Stream, generator
 from phocas.settings import Settings, at_least, below_one, nonnegative, setting, word
 from phocas.specs import Spec, count, positive, unknown
@@ -27,7 +25,7 @@ from phocas.training.lanes import Lanes
 from phocas.training.models import Builder, build_model
 from phocas.training.optimizers import Optimizers, parse_optimizer
 from phocas.training.parameters import FlatParameters
-from phocas.training.samples import Pair, Samples
+from phocas.training.samples import Samples
 from phocas.training.schedules import SCHEDULES, Constant
 from phocas.training.server import OnNonfinite, ParameterServer
 
@@ -150,9 +148,9 @@ class Task(ServerTask):
         cls,
         model: nn.Module | Builder | str,
         loss: Loss = functional.cross_entropy,
-        data: Dataset | DataSpec | Pair | str | None = None,
+        data: Any = None,
         *,
-        test: Pair | None = None,
+        test: Any = None,
         **settings: Any,
     ) -> Task:
         """Make a task of what users give; see :class:`TaskSettings` for the settings.
@@ -160,17 +158,17 @@ class Task(ServerTask):
         Args:
             model: any module, or a model's spelling, whose weights then come from the seed.
             loss: ``loss(outputs, targets)``, the mean over a batch.
-            data: a :class:`phocas.data.Dataset`, its spelling, or a pair of arrays.
-            test: a pair of arrays to evaluate on, if ``data`` has none of its own.
+            data: a :class:`phocas.data.Dataset`, its spelling, or what :class:`Samples` takes.
+            test: what to evaluate on, if ``data`` has none of its own.
             settings: those of :class:`TaskSettings`.
         """
-        if data is None:
-            raise TypeError("Trainer needs data: a Dataset or a pair of arrays (inputs, targets)")
         asked = _asked(settings)
-        rule = _value(parse_rule, asked.rule)
+        rule = RULES.of(asked.rule, "Trainer")
         rule.check(asked.num_workers)
-        attack = attack_among(asked.attack, asked.num_servers)
-        split = _value(parse_split, asked.split)
+        attack = asked.attack
+        if isinstance(attack, str):
+            attack = parse_attack(attack, asked.num_servers)
+        split = SPLITS.of(asked.split, "Trainer")
         decay = {"weight_decay": asked.weight_decay} if asked.weight_decay else {}
         made: dict[str, Any] = {
             "loss": loss,
@@ -196,7 +194,7 @@ class Task(ServerTask):
             dtype = str(_dtype(module)).removeprefix("torch.")
             attack.check(asked.num_workers, d, dtype, asked.num_servers)
         rng = generator(Stream.SPLIT, asked.seed)
-        assignment = split.assign(samples.classes(), asked.num_workers, rng)
+        assignment = samples.assign(split, asked.num_workers, rng)
         made |= {"model": module, "samples": samples, "assignment": assignment}
         left = {declared.name for declared in fields(cls)} - made.keys()
         return cls(**made, **{name: getattr(asked, name) for name in left})
@@ -210,7 +208,7 @@ class Task(ServerTask):
         """Return what a worker process is told: no test samples, and how gradients are computed."""
         return replace(
             self,
-            samples=_without_test(self.samples),
+            samples=self.samples.without_test(),
             schedule=Constant(),
             threads=1,
             gradient_path=gradient_path,
@@ -262,20 +260,6 @@ class Task(ServerTask):
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def attack_among(attack: Attack | str | None, num_servers: int) -> Attack | None:
-    """Return an attack; one that asks how many servers there are is told, unless its text does.
-
-    >>> print(attack_among("gambler", 4))
-    gambler:servers=4
-    """
-    if not isinstance(attack, str):
-        return attack
-    found = parse_attack(attack)
-    if hasattr(found, "servers") and "servers=" not in attack.replace(" ", ""):
-        return dataclasses.replace(found, servers=num_servers)  # type: ignore[type-var]  # every Spec is a dataclass
-    return found
-
-
 def _asked(settings: Mapping[str, Any]) -> TaskSettings:
     """Take what was given and is not None, which stands for the default."""
     known = [declared.name for declared in fields(TaskSettings)]
@@ -295,15 +279,6 @@ def _value(parse: Callable[[str], T], given: T | str) -> T:
 def _dtype(model: object) -> torch.dtype:
     tensors = model.parameters() if isinstance(model, nn.Module) else iter(())
     return next((tensor.dtype for tensor in tensors if tensor.requires_grad), torch.float32)
-
-
-def _without_test(samples: Samples) -> Samples:
-    lean = copy.copy(samples)
-    lean.test = None
-    if lean.dataset is not None:
-        none = lean.dataset.test_images[:1], lean.dataset.test_labels[:1]
-        lean.dataset = replace(lean.dataset, test_images=none[0], test_labels=none[1])
-    return lean
 
 
 def _written(value: object) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from phocas.rules.suspicion import Suspicion
 from phocas.specs import count
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
 from phocas.training.cluster import find_engine
+from phocas.training.evaluation import Metrics, evaluate
 from phocas.training.lanes import one_torch_thread
 from phocas.training.task import Task
 
@@ -26,26 +26,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from phocas.data import Dataset, DataSpec
     from phocas.training.cluster import Cluster, Engine
     from phocas.training.gradients.base import Loss
     from phocas.training.models import Builder
-    from phocas.training.samples import Pair
     from phocas.training.server import Action, ParameterServer
-
-# Fixed, so that an evaluation does not depend on the threads.
-_TEST_BATCH = 1000
-_TEST_IMAGES = 100  # convolutions of so many, channels-last, stay in cache: 0.4 ms for 1.3 an image
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How the model does on the test samples."""
-
-    loss: float
-    top1: float
-    top3: float
-    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +81,10 @@ class Trainer:
         model: any module; its parameters become views of one vector and are trained in place. Or a
             model's spelling, ``"mlp:hidden=64"``.
         loss: ``loss(outputs, targets)``, the mean over a batch.
-        data: a :class:`phocas.data.Dataset`, its spelling, or a pair of arrays (inputs, targets).
-        test: a pair of arrays to evaluate on, if ``data`` has none of its own.
+        data: a :class:`phocas.data.Dataset` or its spelling, a pair of arrays (inputs, targets), a
+            torch Dataset or DataLoader, or a list of these, one a worker; see
+            :class:`phocas.training.samples.Samples`.
+        test: what to evaluate on, if ``data`` has none of its own; the same kinds.
         engine: where rounds run: ``"local"``, ``"ray"``, or an engine with settings of its own,
             ``phocas.engines.ray.RaySettings(deadline=5)``.
         settings: ``rule`` and any other of :class:`phocas.training.task.TaskSettings`. Rules,
@@ -109,9 +95,9 @@ class Trainer:
         self,
         model: nn.Module | Builder | str,
         loss: Loss = functional.cross_entropy,
-        data: Dataset | DataSpec | Pair | str | None = None,
+        data: Any = None,
         *,
-        test: Pair | None = None,
+        test: Any = None,
         engine: Engine | str = "local",
         **settings: Any,
     ) -> None:
@@ -188,39 +174,15 @@ class Trainer:
             news=seen.news,
         )
 
-    def evaluate(self) -> Evaluation:
-        """Return the loss and the top-1 and top-3 accuracy on the test samples."""
-        start = time.perf_counter()
-        mode = self.model.training
-        self.model.eval()
-        samples, loss_of = self.task.samples, self.task.loss
+    def evaluate(self) -> Metrics:
+        """Return the loss and, where targets are classes, the accuracy on the test samples."""
         gradients = self.cluster.gradients
-        images = gradients.channels_last
-
-        def judge(part: slice) -> tuple[float, int, int, int]:
-            inputs, targets = samples.test_batch(part)
-            if images and inputs.dim() == 4:
-                inputs = inputs.contiguous(memory_format=torch.channels_last)
-            with torch.no_grad():
-                outputs = self.model(inputs)
-                loss = float(loss_of(outputs, targets)) * len(targets)
-                if targets.dtype != torch.int64 or outputs.dim() != 2:
-                    return loss, 0, 0, len(targets)
-                best = outputs.topk(min(3, outputs.shape[1]), dim=1).indices == targets[:, None]
-            return loss, int(best[:, 0].sum()), int(best.sum()), len(targets)
-
-        try:
-            size = _TEST_IMAGES if images else _TEST_BATCH
-            results = gradients.lanes.map(judge, samples.test_parts(size))
-        finally:
-            self.model.train(mode)
-        losses, top1, top3, sizes = zip(*results, strict=True)
-        total = sum(sizes)
-        return Evaluation(
-            math.fsum(losses) / total if all(map(math.isfinite, losses)) else math.nan,
-            sum(top1) / total,
-            sum(top3) / total,
-            time.perf_counter() - start,
+        return evaluate(
+            self.model,
+            self.task.loss,
+            self.task.samples,
+            gradients.lanes,
+            channels_last=gradients.channels_last,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -63,7 +63,7 @@ class RayCluster:
         self.session = Session(
             settings.address,
             cores=task.threads or available_cores(),
-            store_bytes=max(_LEAST_STORE, 3 * matrix + task.samples.inputs.nbytes),
+            store_bytes=max(_LEAST_STORE, 3 * matrix + task.samples.nbytes),
         )
         try:
             self._start(settings)

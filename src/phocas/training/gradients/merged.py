@@ -10,7 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from phocas.training.dropout import worker_generator
-from phocas.training.gradients.base import SAMPLES_A_BLOCK, Loss, Reduction, WorkerGradients
+from phocas.training.gradients.base import (
+    SAMPLES_A_BLOCK,
+    Loss,
+    Reduction,
+    WorkerGradients,
+    empty_losses,
+)
 
 if TYPE_CHECKING:
     from phocas.training.lanes import Lanes
@@ -48,7 +54,7 @@ class Merged(WorkerGradients):
         """Run blocks of workers side by side; a block's size depends on the batch size alone."""
         num_workers, batch_size = targets.shape[:2]
         step = math.ceil(SAMPLES_A_BLOCK / batch_size)
-        losses = torch.empty(num_workers, dtype=out.dtype)
+        losses = empty_losses(num_workers, out)
         random = any(isinstance(layer, nn.Dropout) and layer.p for layer in self.layers)
 
         def block(start: int) -> None:
@@ -85,6 +91,9 @@ class Merged(WorkerGradients):
             if isinstance(layer, nn.Linear):
                 tape.append((layer, values))
                 values = functional.linear(values, layer.weight, layer.bias)
+            elif isinstance(layer, nn.Embedding):
+                tape.append((layer, values))
+                values = functional.embedding(values, layer.weight).flatten(1)
             elif isinstance(layer, nn.ReLU):
                 values = values.relu()
                 tape.append((layer, values))
@@ -96,7 +105,9 @@ class Merged(WorkerGradients):
                 tape.append((layer, mask))
         delta = self._loss(values, targets, losses)
         lowest = next(
-            place for place, (layer, _) in enumerate(tape) if isinstance(layer, nn.Linear)
+            place
+            for place, (layer, _) in enumerate(tape)
+            if isinstance(layer, nn.Linear | nn.Embedding)
         )
         for place in range(len(tape) - 1, lowest - 1, -1):
             layer, saved = tape[place]
@@ -106,6 +117,8 @@ class Merged(WorkerGradients):
                 self._write(layer, delta.view(k, n, -1), saved.view(k, n, -1), out)
                 if place > lowest:
                     delta = delta @ layer.weight
+            elif isinstance(layer, nn.Embedding):
+                self._write_embedding(layer, delta.view(k, -1, layer.embedding_dim), saved, out)
             else:
                 delta = delta * saved
 
@@ -119,6 +132,16 @@ class Merged(WorkerGradients):
             start = self._starts[id(layer.bias)]
             torch.sum(delta, 1, out=out[:, start : start + layer.bias.numel()])
 
+    def _write_embedding(
+        self, layer: nn.Embedding, delta: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        start = self._starts[id(layer.weight)]
+        rows = out[:, start : start + layer.weight.numel()].view(-1, *layer.weight.shape).zero_()
+        for row, part, chosen in zip(rows, delta, tokens.view(len(delta), -1), strict=True):
+            row.index_add_(0, chosen, part)
+            if layer.padding_idx is not None:
+                row[layer.padding_idx] = 0
+
     def _loss(
         self, outputs: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
     ) -> torch.Tensor:
@@ -128,7 +151,7 @@ class Merged(WorkerGradients):
         if self.plain_cross_entropy and targets.dtype == torch.int64:
             logs = functional.log_softmax(outputs, 1)
             chosen = targets.reshape(-1, 1)
-            torch.mean(logs.gather(1, chosen).view(k, n), 1, out=losses).neg_()
+            torch.mean(logs.gather(1, chosen).view(k, n), 1, dtype=losses.dtype, out=losses).neg_()
             delta = logs.exp_()
             return delta.scatter_add_(1, chosen, delta.new_full((k * n, 1), -1.0)).mul_(scale / n)
         with torch.enable_grad():
@@ -143,16 +166,23 @@ class Merged(WorkerGradients):
         return delta
 
 
-def is_dense(model: nn.Module, input_dims: int) -> bool:
-    """Say whether a model is a plain stack of linear layers, ReLU, flatten and dropout."""
+def is_dense(model: nn.Module, input_dims: int, *, whole: bool = False) -> bool:
+    """Say whether a model is a plain stack of linear layers, ReLU, flatten and dropout.
+
+    For inputs that are whole numbers, an embedding must come first.
+    """
     layers = _dense_layers(model)
     if not layers or not isinstance(layers[-1], nn.Linear):
         return False
     flattened = input_dims == 1
-    for layer in layers:
+    if whole:
+        if not _is_plain_embedding(layers[0]):
+            return False
+        flattened = input_dims == 0  # an embedding adds an axis
+    for layer in layers[whole:]:
         if type(layer) not in (nn.Linear, nn.ReLU, nn.Flatten, nn.Dropout, nn.Identity):
             return False
-        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:  # noqa: SLF001
+        if _is_hooked(layer):
             return False
         if isinstance(layer, nn.Flatten):
             if (layer.start_dim, layer.end_dim) != (1, -1):
@@ -164,6 +194,20 @@ def is_dense(model: nn.Module, input_dims: int) -> bool:
     return len({id(tensor) for tensor in tensors}) == len(tensors) and all(
         tensor.requires_grad for tensor in tensors
     )
+
+
+def _is_plain_embedding(layer: nn.Module) -> bool:
+    return (
+        type(layer) is nn.Embedding
+        and layer.max_norm is None
+        and not layer.scale_grad_by_freq
+        and not layer.sparse
+        and not _is_hooked(layer)
+    )
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)  # noqa: SLF001
 
 
 def is_cross_entropy(loss: Loss) -> bool:
