@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ OWN = "## Data of your own"
 
 def test_data_of_your_own() -> None:
     before = torch.get_rng_state()
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE[PAGE.index(OWN) :], re.DOTALL)
     assert len(blocks) == 4
     for block in blocks:
@@ -24,6 +25,6 @@ def test_data_of_your_own() -> None:
 
 def test_batches_of_a_split() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", PAGE[: PAGE.index(OWN)], re.DOTALL)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(compile(block.replace('"mnist"', '"synthetic:train=500"'), "docs/data.md", "exec"), names)
     assert np.shape(names["images"]) == (20, 32, 1, 28, 28)

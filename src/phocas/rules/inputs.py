@@ -207,7 +207,8 @@ def open_rows(rows: Any) -> Matrix:
 def _open_vectors(rows: Sequence[Any]) -> Matrix:
     first = rows[0]
     for i, row in enumerate(rows):
-        _same(row, first, f"row {i}", "row 0")
+        if not _alike(row, first):
+            _same(row, first, f"row {i}", "row 0")
     if _on_accelerator(first):
         shape = first.shape
         stacked = _stack(rows)
@@ -262,7 +263,8 @@ def _open_parts(
     first = rows[0]
     for i, row in enumerate(rows):
         for value, example, place in zip(row, first, places, strict=True):
-            _same(value, example, f"worker {i}, {place}", f"worker 0, {place}")
+            if not _alike(value, example):  # names take longer to write than to compare types
+                _same(value, example, f"worker {i}, {place}", f"worker 0, {place}")
     elsewhere = [_on_accelerator(value) for value in first]
     if any(elsewhere) and not all(elsewhere):
         there, here = places[elsewhere.index(True)], places[elsewhere.index(False)]
@@ -332,11 +334,18 @@ def _unmasked(values: Any, place: str) -> None:
         raise TypeError(f"{place} must not be masked: a mask would be ignored, so fill it with NaN")
 
 
+def _alike(row: Any, first: Any) -> bool:
+    """Tell two plain arrays of one shape and type, the common case."""
+    return (
+        type(row) is np.ndarray
+        and type(first) is np.ndarray
+        and row.shape == first.shape
+        and row.dtype == first.dtype
+    )
+
+
 def _same(row: Any, first: Any, place: str, other: str) -> None:
     """Refuse a row that differs from the first in kind, shape, type or device."""
-    plain = type(row) is np.ndarray and type(first) is np.ndarray
-    if plain and row.shape == first.shape and row.dtype == first.dtype:
-        return
     _unmasked(row, place)
     if not _is_array(row):
         raise TypeError(
