@@ -46,6 +46,10 @@ def parse_attack(text: str, servers: int | None = None) -> Attack:
     4
     """
     attack = ATTACKS.parse(text)
-    if servers is not None and hasattr(attack, "servers") and "servers=" not in text:
+    if (
+        servers is not None
+        and hasattr(attack, "servers")
+        and "servers=" not in text.replace(" ", "")
+    ):
         return dataclasses.replace(attack, servers=servers)  # type: ignore[type-var]  # every Spec is a dataclass
     return attack
