@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused_in_words(
 
 
 def test_what_is_missing_is_asked_for() -> None:
-    with pytest.raises(TypeError, match="data must be a phocas Dataset, .*: got None"):
+    with pytest.raises(TypeError, match=r"data must be a phocas Dataset, .*: got None"):
         Trainer("mlp", rule="mean")
     with pytest.raises(TypeError, match="needs a rule"):
         Trainer("mlp", data=DATA)
