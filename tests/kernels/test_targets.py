@@ -125,8 +125,17 @@ def test_lesser_processors_measure_the_same(target: Target) -> None:
         out = np.zeros(blocks * (blocks + 1) // 2 * side * side)
         local = np.zeros(distances.scratch_words(machine, 8) + 8, np.uint64)
         local = local[-local.ctypes.data % 64 // 8 :]
-        words = [addresses.ctypes.data, out.ctypes.data, blocks, 0, 1024, 128]
-        _run(machine, distances.pairs_module(machine, ELEMENTS["float32"]), words, local, 1)
+        panels = distances.panel_pairs(8)
+        words = distances.Arguments(
+            rows=addresses.ctypes.data,
+            out=out.ctypes.data,
+            blocks=blocks,
+            columns=1024,
+            granule=1024,
+            tile=128,
+            pairs=panels.ctypes.data,
+        )
+        _run(machine, distances.pairs_module(machine, ELEMENTS["float32"]), [*words], local, 1)
         pairs = {}
         place = iter(out.reshape(-1, side, side))
         for left in range(blocks):

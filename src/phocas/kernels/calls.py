@@ -160,9 +160,12 @@ def mix_reduce(
     out: NDArray[np.floating],
     counts: NDArray[np.int64] | None = None,
 ) -> None:
-    """Mix the rows and average a window of every column, a tile at a time."""
+    """Mix the rows and average a window of every column, a tile at a time.
+
+    ``out`` is an array of computed values or of doubles.
+    """
     m, k, g = len(rows), len(mix), len(mix.centres)
-    kind = compute_dtype(rows.element)
+    kind = out.dtype
     step = mixing.LARGEST_STEP
     tile = max(step, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // step * step)
     inner = _column_kernel(k, kind.name, window, counts is not None)
@@ -193,59 +196,78 @@ def mix_reduce(
             for table, tally in zip(tables_, tallies, strict=True)
         ]
     )
-    POOL.run(_compiled("fused", rows.element), words, local, rows.columns, CHUNK_COLUMNS)
+    work = _compiled("fused", rows.element, kind == np.float64)
+    POOL.run(work, words, local, rows.columns, CHUNK_COLUMNS)
     if counts is not None:
         counts += tallies.sum(axis=0)
 
 
 def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
-    """Return the sums of squared differences of whole granules: (granules, padded pairs)."""
-    m = len(rows)
+    """Return the sums of squared differences of granules: (granules, padded pairs).
+
+    The last granule may be cut short, after a whole number of vectors.
+    """
+    blocks = _blocks(len(rows))
     side = distances.block_rows(host())
-    blocks = -(-m // side)
+    pairs = distances.panel_pairs(len(rows))
     width = blocks * (blocks + 1) // 2 * side * side
-    return _granule_sums(rows, granule, "pairs", wide, width)
+    return _granule_sums(rows, granule, "pairs", wide, width, pairs)
 
 
 def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
-    """Return the sums of squares of whole granules: (granules, padded rows)."""
-    side = distances.block_rows(host())
-    return _granule_sums(rows, granule, "norms", True, -(-len(rows) // side) * side)
+    """Return the sums of squares of granules: (granules, padded rows)."""
+    width = _blocks(len(rows)) * distances.block_rows(host())
+    return _granule_sums(rows, granule, "norms", True, width, None)
 
 
 def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
     """Return the symmetric m x m matrix that a vector of padded pairs stands for."""
-    matrix = sums[_pair_places(m)]
-    matrix[np.arange(m), np.arange(m)] = 0.0
-    return matrix
+    side, blocks = distances.block_rows(host()), _blocks(m)
+    above = np.zeros((blocks, side, blocks, side))
+    lefts, rights = _block_pairs(blocks)
+    above[lefts, :, rights] = sums.reshape(-1, side, side)
+    matrix = above.reshape(blocks * side, blocks * side)[:m, :m]
+    return matrix + matrix.T
+
+
+def _blocks(m: int) -> int:
+    return -(-m // distances.block_rows(host()))
 
 
 @lru_cache(maxsize=64)
-def _pair_places(m: int) -> NDArray[np.int64]:
-    """Return where the sum of rows i and j stands among the padded pairs."""
-    side = distances.block_rows(host())
-    blocks = -(-m // side)
-    i, j = np.minimum(*np.indices((m, m))), np.maximum(*np.indices((m, m)))
-    left, right = i // side, j // side
-    block = left * blocks - left * (left - 1) // 2 + right - left
-    return np.asarray((block * side + i % side) * side + j % side, np.int64)
+def _block_pairs(blocks: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the pairs of blocks I <= J in their order."""
+    return np.triu_indices(blocks)
 
 
 def _granule_sums(
-    rows: Rows, granule: int, name: str, wide: bool, width: int
+    rows: Rows,
+    granule: int,
+    name: str,
+    wide: bool,
+    width: int,
+    pairs: NDArray[np.int64] | None,
 ) -> NDArray[np.float64]:
     m = len(rows)
-    side = distances.block_rows(host())
-    blocks = -(-m // side)
-    number = rows.columns // granule
+    blocks = _blocks(m)
+    padded = blocks * distances.block_rows(host())
+    granules = -(-rows.columns // granule)
     addresses = rows.addresses
-    if m < blocks * side:
-        addresses = np.resize(addresses, blocks * side)  # the padding repeats rows
-    out = np.empty((number, width))
-    tile = distances.tile_columns(m)
-    words = _words(address(addresses), address(out), blocks, 0, granule, tile)
+    if m < padded:
+        addresses = np.resize(addresses, padded)  # the padding repeats rows
+    out = np.empty((granules, width))
+    words = distances.Arguments(
+        rows=address(addresses),
+        out=address(out),
+        blocks=blocks,
+        columns=rows.columns,
+        granule=granule,
+        tile=distances.tile_columns(m),
+        pairs=0 if pairs is None else address(pairs),
+        number=1 if pairs is None else len(pairs),
+    )
     local = aligned((POOL.size(), distances.scratch_words(host(), m)), np.dtype(np.uint64))
-    POOL.run(_compiled(name, rows.element, wide), words, local, number, 1)
+    POOL.run(_compiled(name, rows.element, wide), _words(*words), local, granules * words.number, 1)
     return out
 
 

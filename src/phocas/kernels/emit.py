@@ -174,6 +174,10 @@ class Function:
         slot = self.op(f"getelementptr ptr, ptr {table}, i64 {index}")
         return self.op(f"load ptr, ptr {slot}")
 
+    def named(self, names: tuple[str, ...], table: str = "%args") -> Words:
+        """Read a table of 64-bit words by their names."""
+        return Words(self, names, table)
+
     def integer(self, table: str, index: int) -> str:
         """Load the 64-bit integer at an index of a table."""
         return self.op(f"load i64, ptr {self.at(table, str(index), 'i64')}")
@@ -248,6 +252,23 @@ class Function:
         chosen = self.op(f"select {self.mask} {nan}, {words} {quiet}, {words} {rounded}")
         short = self.op(f"lshr {words} {chosen}, splat (i32 16)")
         return self.op(f"trunc {words} {short} to <{self.lanes} x i16>")
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Words in memory, named by the fields of the NamedTuple that the caller packs."""
+
+    function: Function
+    names: tuple[str, ...]
+    table: str
+
+    def pointer(self, name: str) -> str:
+        """Load a word as a pointer."""
+        return self.function.pointer(self.table, self.names.index(name))
+
+    def integer(self, name: str) -> str:
+        """Load a word as an integer."""
+        return self.function.integer(self.table, self.names.index(name))
 
 
 class Loop:
