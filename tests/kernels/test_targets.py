@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llvmlite import binding as llvm
 
-from phocas.kernels import Window, columns, distances, jit, mixing, programs
+from phocas.kernels import Window, columns, distances, jit, means, mixing, programs
 from phocas.kernels.emit import ELEMENTS, Element
 from phocas.kernels.target import ALL_TARGETS, ARM64, X86_AVX2, X86_BASELINE, Target, host
 from phocas.kernels.threads import write_threads
@@ -28,6 +28,8 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     "combine": mixing.combine_module,
     "combine wide": lambda t, e: mixing.combine_module(t, e.wide()),
     "fused": mixing.fused_module,
+    "fused wide": lambda t, e: mixing.fused_module(t, e.wide()),
+    "mean of many": means.mean_module,
     "pairs": distances.pairs_module,
     "pairs wide": lambda t, e: distances.pairs_module(t, e.wide()),
     "norms": distances.norms_module,
