@@ -128,12 +128,63 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jit.cache_folder() == Path.home() / ".cache/phocas/kernels"
 
 
-def test_a_digest_precedes_the_code(tmp_path: Path) -> None:
+def test_code_is_bound_to_its_name(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
     file = tmp_path / "x.o"
     jit._write(file, b"code")
-    assert file.read_bytes() == hashlib.sha256(b"code").digest() + b"code"
+    assert file.read_bytes() == hashlib.sha256(b"x.o" + b"code").digest() + b"code"
     assert jit._read(file) == b"code"
     assert jit._read(tmp_path / "missing") is None
+    assert jit._read(file.rename(tmp_path / "y.o")) is None
+
+
+def test_a_kernel_under_the_name_of_another_is_compiled_again(tmp_path: Path) -> None:
+    script = SCRIPT.replace("nnm:b=6|phocas:b=6", "{rule}")
+    median = run(tmp_path, script.replace("{rule}", "median"))
+    known = set((tmp_path / "kernels").iterdir())
+    mean = run(tmp_path, script.replace("{rule}", "mean"))
+    (added,) = set((tmp_path / "kernels").iterdir()) - known
+    assert mean[2] != median[2]
+    for file in known:
+        file.write_bytes(added.read_bytes())
+    again = run(tmp_path, script.replace("{rule}", "median"))
+    assert int(again[0]) == len(known)
+    assert again[2] == median[2]
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="folders have no owner here")
+@pytest.mark.parametrize("mode", [0o770, 0o1777])
+def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path, mode: int) -> None:
+    first = run(tmp_path)
+    folder = tmp_path / "kernels"
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    folder.chmod(mode)
+    again = run(tmp_path)
+    assert again[0] == first[0]
+    assert again[2] == first[2]
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    folder = tmp_path / "kernels"
+    # A file that leads elsewhere, though what is there is good.
+    file = min(folder.iterdir())
+    file.symlink_to(file.rename(tmp_path / "elsewhere"))
+    assert jit._read(file) is None
+    assert int(run(tmp_path)[0]) == 1
+    assert not file.is_symlink()
+    # A folder that leads elsewhere.
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "kernels").symlink_to(folder)
+    assert run(other)[0] == first[0]
+    # A name for writing that leads elsewhere is not written through.
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (folder / f"z.o.{os.getpid()}.tmp").symlink_to(victim)
+    jit._write(folder / "z.o", b"code")
+    assert victim.read_text() == "mine"
 
 
 @pytest.mark.parametrize(("m", "seconds"), [(20, 0.3), (128, 2.0)])

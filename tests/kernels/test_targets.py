@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llvmlite import binding as llvm
 
-from phocas.kernels import Window, columns, distances, jit, mixing, programs
+from phocas.kernels import Window, columns, distances, jit, means, mixing, programs
 from phocas.kernels.emit import ELEMENTS, Element
 from phocas.kernels.target import ALL_TARGETS, ARM64, X86_AVX2, X86_BASELINE, Target, host
 from phocas.kernels.threads import write_threads
@@ -28,6 +28,8 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     "combine": mixing.combine_module,
     "combine wide": lambda t, e: mixing.combine_module(t, e.wide()),
     "fused": mixing.fused_module,
+    "fused wide": lambda t, e: mixing.fused_module(t, e.wide()),
+    "mean of many": means.mean_module,
     "pairs": distances.pairs_module,
     "pairs wide": lambda t, e: distances.pairs_module(t, e.wide()),
     "norms": distances.norms_module,
@@ -125,8 +127,17 @@ def test_lesser_processors_measure_the_same(target: Target) -> None:
         out = np.zeros(blocks * (blocks + 1) // 2 * side * side)
         local = np.zeros(distances.scratch_words(machine, 8) + 8, np.uint64)
         local = local[-local.ctypes.data % 64 // 8 :]
-        words = [addresses.ctypes.data, out.ctypes.data, blocks, 0, 1024, 128]
-        _run(machine, distances.pairs_module(machine, ELEMENTS["float32"]), words, local, 1)
+        panels = distances.panel_pairs(8)
+        words = distances.Arguments(
+            rows=addresses.ctypes.data,
+            out=out.ctypes.data,
+            blocks=blocks,
+            columns=1024,
+            granule=1024,
+            tile=128,
+            pairs=panels.ctypes.data,
+        )
+        _run(machine, distances.pairs_module(machine, ELEMENTS["float32"]), [*words], local, 1)
         pairs = {}
         place = iter(out.reshape(-1, side, side))
         for left in range(blocks):

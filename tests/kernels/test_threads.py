@@ -132,8 +132,54 @@ def test_ctrl_c_during_the_work_leaves_the_pool_in_use() -> None:
             except KeyboardInterrupt:
                 interrupted += 1
             timer.join()
-            assert not threads.POOL._busy.locked()
+            assert not threads.POOL.busy()
         assert bits(rule(rows)) == wanted
+
+
+def test_no_interruption_leaves_the_pool_to_nobody() -> None:
+    """Between any two instructions of a call, the exception of a signal may come."""
+    rows = rows_for(0)[:, :5000]
+    rule = phocas.Phocas(b=3)
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    rng = np.random.default_rng(0)
+    try:
+        with num_threads(2):
+            wanted = bits(rule(rows))
+            for delay in rng.uniform(2e-5, 4e-4, size=3000):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, delay)
+                    while True:
+                        rule(rows)
+                except TimeoutError:
+                    assert not threads.POOL.busy()
+            assert bits(rule(rows)) == wanted
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interruption_as_the_helpers_are_taken(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exception comes just before, or just after: it is known either way whose they are."""
+
+    class Interrupting(dict[str, bytes]):
+        def setdefault(self, key: str, default: bytes) -> bytes:
+            if late:
+                super().setdefault(key, default)
+            raise KeyboardInterrupt
+
+    rows = rows_for(0)
+    with num_threads(2):
+        monkeypatch.setattr(threads.POOL, "_leading", Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            phocas.Phocas(b=3)(rows)
+        assert not threads.POOL.busy()
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -162,7 +208,7 @@ def test_an_interruption_leaves_no_helper_at_work(
         states = threads.POOL.states()
         assert threads.POSTED not in states
         assert threads.RUNNING not in states
-        assert not threads.POOL._busy.locked()
+        assert not threads.POOL.busy()
         assert bits(rule(rows)) == wanted
         _let_helpers_sleep()  # none is lost
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels import columns, distances, jit, mixing, programs
+from phocas.kernels import columns, distances, jit, means, mixing, programs
 from phocas.kernels.columns import Window
-from phocas.kernels.emit import ELEMENTS
+from phocas.kernels.emit import ELEMENTS, ColumnArguments
 from phocas.kernels.target import Target, host
 from phocas.kernels.threads import POOL, address
 
@@ -120,7 +120,7 @@ def reduce(rows: Rows, window: Window, out: int, counts: NDArray[np.int64] | Non
     """Average a window of every column into ``out``; add dropped values to ``counts``."""
     m = len(rows)
     kernel = _column_kernel(m, rows.element, window, counts is not None)
-    words = _words(address(rows.addresses), out, *kernel.words)
+    words = _words(address(rows.addresses), out, *kernel.rest)
     local = None if counts is None else _tallies(POOL.size(), m)
     POOL.run(kernel.work, words, local, rows.columns, CHUNK_COLUMNS)
     if counts is not None and local is not None:
@@ -132,18 +132,18 @@ def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
     weights = mix.weights.astype(out.dtype)
     table = row_table(out)
     centres = rows.addresses[mix.centres[mix.groups[len(rows) :]]]
-    words = _words(
-        address(rows.addresses),
-        address(table),
-        len(mix),
-        address(mix.starts),
-        address(mix.indices),
-        address(weights),
-        mix.mode,
-        address(centres),
+    words = mixing.CombineArguments(
+        rows=address(rows.addresses),
+        out=address(table),
+        k=len(mix),
+        starts=address(mix.starts),
+        indices=address(mix.indices),
+        weights=address(weights),
+        mode=mix.mode,
+        centres=address(centres),
     )
     work = _compiled("combine", rows.element, out.dtype == np.float64)
-    POOL.run(work, words, None, rows.columns, CHUNK_COLUMNS)
+    POOL.run(work, _words(*words), None, rows.columns, CHUNK_COLUMNS)
 
 
 def values(rows: Rows) -> NDArray[np.floating]:
@@ -160,28 +160,38 @@ def mix_reduce(
     out: NDArray[np.floating],
     counts: NDArray[np.int64] | None = None,
 ) -> None:
-    """Mix the rows and average a window of every column, a tile at a time."""
+    """Mix the rows and average a window of every column, a tile at a time.
+
+    ``out`` is an array of computed values or of doubles.
+    """
     m, k, g = len(rows), len(mix), len(mix.centres)
-    kind = compute_dtype(rows.element)
+    kind = out.dtype
     step = mixing.LARGEST_STEP
     tile = max(step, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // step * step)
     inner = _column_kernel(k, kind.name, window, counts is not None)
     centres, scales = rows.addresses[mix.centres], np.array(mix.scales(), kind)
-    rule = bytearray(
-        struct.pack("Q", inner.work)
-        + _words(0, 0, *inner.words)
-        + _words(address(centres), m, tile, address(mix.groups), g, address(scales))
+    arguments = bytearray(_words(0, 0, *inner.rest))
+    rule = mixing.RuleWords(
+        work=inner.work,
+        arguments=address(arguments),
+        centres=address(centres),
+        m=m,
+        tile=tile,
+        groups=address(mix.groups),
+        g=g,
+        scales=address(scales),
     )
+    packed = bytearray(_words(*rule))
     weights = mix.weights.astype(kind)
-    words = _words(
-        address(rows.addresses),
-        address(out),
-        k,
-        address(mix.starts),
-        address(mix.indices),
-        address(weights),
-        mix.mode,
-        address(rule),
+    words = mixing.FusedArguments(
+        rows=address(rows.addresses),
+        out=address(out),
+        k=k,
+        starts=address(mix.starts),
+        indices=address(mix.indices),
+        weights=address(weights),
+        mode=mix.mode,
+        rule=address(packed),
     )
     threads = POOL.size()
     scratch = aligned((threads, m + g + k, tile), kind)
@@ -189,63 +199,87 @@ def mix_reduce(
     tallies = _tallies(threads, k)
     local = np.stack(
         [
-            np.array([address(table), address(table[m + g :]), address(tally)], np.uint64)
+            np.array(
+                mixing.ThreadWords(
+                    centred=address(table), mixed=address(table[m + g :]), counts=address(tally)
+                ),
+                np.uint64,
+            )
             for table, tally in zip(tables_, tallies, strict=True)
         ]
     )
-    POOL.run(_compiled("fused", rows.element), words, local, rows.columns, CHUNK_COLUMNS)
+    work = _compiled("fused", rows.element, kind == np.float64)
+    POOL.run(work, _words(*words), local, rows.columns, CHUNK_COLUMNS)
     if counts is not None:
         counts += tallies.sum(axis=0)
 
 
 def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
-    """Return the sums of squared differences of whole granules: (granules, padded pairs)."""
-    m = len(rows)
+    """Return the sums of squared differences of granules: (granules, padded pairs).
+
+    The last granule may be cut short, after a whole number of vectors.
+    """
+    blocks = _blocks(len(rows))
     side = distances.block_rows(host())
-    blocks = -(-m // side)
+    pairs = distances.panel_pairs(len(rows))
     width = blocks * (blocks + 1) // 2 * side * side
-    return _granule_sums(rows, granule, "pairs", wide, width)
+    return _granule_sums(rows, granule, "pairs", wide, width, pairs)
 
 
 def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
-    """Return the sums of squares of whole granules: (granules, padded rows)."""
-    side = distances.block_rows(host())
-    return _granule_sums(rows, granule, "norms", True, -(-len(rows) // side) * side)
+    """Return the sums of squares of granules: (granules, padded rows)."""
+    width = _blocks(len(rows)) * distances.block_rows(host())
+    return _granule_sums(rows, granule, "norms", True, width, None)
 
 
 def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
     """Return the symmetric m x m matrix that a vector of padded pairs stands for."""
-    matrix = sums[_pair_places(m)]
-    matrix[np.arange(m), np.arange(m)] = 0.0
-    return matrix
+    side, blocks = distances.block_rows(host()), _blocks(m)
+    above = np.zeros((blocks, side, blocks, side))
+    lefts, rights = _block_pairs(blocks)
+    above[lefts, :, rights] = sums.reshape(-1, side, side)
+    matrix = above.reshape(blocks * side, blocks * side)[:m, :m]
+    return matrix + matrix.T
+
+
+def _blocks(m: int) -> int:
+    return -(-m // distances.block_rows(host()))
 
 
 @lru_cache(maxsize=64)
-def _pair_places(m: int) -> NDArray[np.int64]:
-    """Return where the sum of rows i and j stands among the padded pairs."""
-    side = distances.block_rows(host())
-    blocks = -(-m // side)
-    i, j = np.minimum(*np.indices((m, m))), np.maximum(*np.indices((m, m)))
-    left, right = i // side, j // side
-    block = left * blocks - left * (left - 1) // 2 + right - left
-    return np.asarray((block * side + i % side) * side + j % side, np.int64)
+def _block_pairs(blocks: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the pairs of blocks I <= J in their order."""
+    return np.triu_indices(blocks)
 
 
 def _granule_sums(
-    rows: Rows, granule: int, name: str, wide: bool, width: int
+    rows: Rows,
+    granule: int,
+    name: str,
+    wide: bool,
+    width: int,
+    pairs: NDArray[np.int64] | None,
 ) -> NDArray[np.float64]:
     m = len(rows)
-    side = distances.block_rows(host())
-    blocks = -(-m // side)
-    number = rows.columns // granule
+    blocks = _blocks(m)
+    padded = blocks * distances.block_rows(host())
+    granules = -(-rows.columns // granule)
     addresses = rows.addresses
-    if m < blocks * side:
-        addresses = np.resize(addresses, blocks * side)  # the padding repeats rows
-    out = np.empty((number, width))
-    tile = distances.tile_columns(m)
-    words = _words(address(addresses), address(out), blocks, 0, granule, tile)
+    if m < padded:
+        addresses = np.resize(addresses, padded)  # the padding repeats rows
+    out = np.empty((granules, width))
+    words = distances.Arguments(
+        rows=address(addresses),
+        out=address(out),
+        blocks=blocks,
+        columns=rows.columns,
+        granule=granule,
+        tile=distances.tile_columns(m),
+        pairs=0 if pairs is None else address(pairs),
+        number=1 if pairs is None else len(pairs),
+    )
     local = aligned((POOL.size(), distances.scratch_words(host(), m)), np.dtype(np.uint64))
-    POOL.run(_compiled(name, rows.element, wide), words, local, number, 1)
+    POOL.run(_compiled(name, rows.element, wide), _words(*words), local, granules * words.number, 1)
     return out
 
 
@@ -299,15 +333,15 @@ def _write(writer: object, kind: object, target: Target) -> str:
 
 
 class ColumnKernel(NamedTuple):
-    """A kernel, its args after rows and output, and what they point to."""
+    """A kernel, its arguments after rows and output, and what they point to."""
 
     work: int
-    words: tuple[int, ...]
+    rest: tuple[int, ...]
     alive: object = None
 
 
 def _column_kernel(m: int, element: str, window: Window, blame: bool) -> ColumnKernel:
-    straight = m <= STRAIGHT_LINE_ROWS or window.plain
+    straight = m <= STRAIGHT_LINE_ROWS
     return _chosen_kernel(m, element, window, blame and not window.plain, straight)
 
 
@@ -321,7 +355,11 @@ def _chosen_kernel(
         work = jit.address(
             key, lambda target: columns.straight_module(target, kind, m, window, blame)
         )
-        return ColumnKernel(work, (m,))
+        return _column_arguments(work, m=m)
+    if window.plain:
+        work = jit.address(("mean", element), lambda target: means.mean_module(target, kind))
+        numbers = means.constants(m, compute_dtype(element).type)
+        return _column_arguments(work, numbers, m=m, constants=address(numbers))
     drop = bool(window.drop)
     work = jit.address(
         ("table", element, drop, blame),
@@ -329,5 +367,18 @@ def _chosen_kernel(
     )
     steps = programs.program(m)
     numbers = programs.constants(window, m, compute_dtype(element).type)
-    words = (m, address(steps), len(steps), window.trim, window.drop or 0, address(numbers))
-    return ColumnKernel(work, words, (steps, numbers))
+    return _column_arguments(
+        work,
+        steps,
+        numbers,
+        m=m,
+        program=address(steps),
+        steps=len(steps),
+        trim=window.trim,
+        drop=window.drop or 0,
+        constants=address(numbers),
+    )
+
+
+def _column_arguments(work: int, *alive: NDArray[Any], **words: int) -> ColumnKernel:
+    return ColumnKernel(work, ColumnArguments(rows=0, out=0, **words)[2:], alive)

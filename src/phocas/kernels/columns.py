@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from phocas.kernels.emit import Element, Function, module_text
+from phocas.kernels.emit import ColumnArguments, Element, Function, module_text
 from phocas.kernels.networks import prune, sorting_network
 from phocas.kernels.target import Target
 
@@ -67,6 +67,11 @@ def scale_for(values: int) -> float:
     return 0.5 ** math.ceil(math.log2(2 * values))
 
 
+def plain_scale(values: int) -> float:
+    """Return a power of two such that so many scaled values add up without overflow."""
+    return 0.5 ** math.ceil(math.log2(values))
+
+
 def prefetch_bytes(m: int) -> int:
     """Return how far ahead to fetch: the more rows, the longer one turn of the loop takes.
 
@@ -77,9 +82,10 @@ def prefetch_bytes(m: int) -> int:
 
 
 def straight_module(target: Target, element: Element, m: int, window: Window, blame: bool) -> str:
-    """Write a kernel whose network is straight-line code: args are (rows, out, m)."""
+    """Write a kernel whose network is straight-line code."""
     f = Function(target, element)
-    rows_table, out = f.pointer("%args", 0), f.pointer("%args", 1)
+    args = f.named(ColumnArguments._fields)
+    rows_table, out = args.pointer("rows"), args.pointer("out")
     with f.loop("%start", "%stop", f.lanes) as loop:
         addresses = [f.at(f.pointer(rows_table, i), loop.index) for i in range(m)]
         rows = [f.load(address) for address in addresses]
@@ -237,7 +243,7 @@ def _mean_from(f: Function, pivot: str, others: list[str]) -> str:
 
 
 def _plain_mean(f: Function, values: list[str]) -> str:
-    scale = 0.5 ** math.ceil(math.log2(len(values)))
+    scale = plain_scale(len(values))
     total = f.mul(values[0], f.splat(scale))
     for value in values[1:]:
         total = f.scaled_add(value, scale, total)

@@ -14,11 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
 
-from phocas.kernels.emit import SIGNATURE, Element, Function, constant, declarations
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.kernels.emit import SIGNATURE, Element, Function, Words, constant, declarations
 from phocas.kernels.target import Target
 
 LANES = {"float": 16, "double": 8}  # fixed, so that every host adds in the same order
+PANEL_ROWS = 64
 
 
 def block_rows(target: Target) -> int:
@@ -32,86 +38,179 @@ def granule_columns(m: int) -> int:
 
 
 def tile_columns(m: int) -> int:
-    """Return the columns worked on at a time: m rows and their accumulators stay in L1 or L2."""
-    return 128 if m <= 32 else 256 if m <= 64 else 1024
+    """Return the columns worked on at a time: two panels of rows and their sums stay in cache."""
+    return 128 if m <= 32 else 256 if m <= 64 else 512
 
 
 def scratch_words(target: Target, m: int) -> int:
-    """Return a thread's memory in words: a vector for every pair of padded rows."""
+    """Return a thread's memory in words: a vector for every pair of rows of two panels."""
     side = block_rows(target)
-    blocks = -(-m // side)
-    return blocks * (blocks + 1) // 2 * side * side * 8
+    rows = min(PANEL_ROWS, -(-m // side) * side)
+    return rows * rows * 8
+
+
+@lru_cache(maxsize=64)
+def panel_pairs(m: int) -> NDArray[np.int64]:
+    """Return the pairs of panels (I, J), I <= J, that m rows fall into."""
+    return np.stack(np.triu_indices(-(-m // PANEL_ROWS)), axis=1).astype(np.int64)
+
+
+class Arguments(NamedTuple):
+    """What the kernels take: ``rows`` is padded to whole blocks, columns to whole vectors."""
+
+    rows: int
+    out: int
+    blocks: int
+    columns: int
+    granule: int
+    tile: int
+    pairs: int = 0
+    number: int = 1  # of pairs of panels
 
 
 def pairs_module(target: Target, element: Element) -> str:
-    """Write the kernel of pairwise sums over a range of granules.
+    """Write the kernel of pairwise sums; its range is over pairs of panels, granule by granule.
 
-    args are (rows, out, blocks, first column, granule columns, tile columns). ``rows`` is padded to
-    whole blocks. ``out`` gets, as doubles, for each granule and each pair of blocks I <= J, the
-    sums of block I's rows against block J's; of a block with itself, those of rows i < j.
+    ``out`` gets, as doubles, for each granule and each pair of blocks I <= J, the sums of block
+    I's rows against block J's; of a block with itself, those of rows i < j. Blocks are worked on
+    in panels: 64 rows against 64 are read once from memory and meet in cache.
     """
     side = block_rows(target)
     f = Function(target, element, LANES[element.compute])
-    rows, out, blocks = f.pointer("%args", 0), f.pointer("%args", 1), f.integer("%args", 2)
-    above = f.op(f"add i64 {blocks}, 1")
-    pairs = f.op(f"lshr i64 {f.op(f'mul i64 {blocks}, {above}')}, 1")
+    args = f.named(Arguments._fields)
+    rows, blocks, number = args.pointer("rows"), args.integer("blocks"), args.integer("number")
     square = [(i, j) for i in range(side) for j in range(side)]
-    height = f.op(f"mul i64 {blocks}, {side}")
-    with _tiles(f, pairs, len(square), out) as (begin, end), f.loop("0", blocks) as row:
-        # The pair (I, J) is number I * blocks - I * (I - 1) / 2 + J - I.
-        skipped = f.op(f"mul i64 {row.index}, {f.op(f'sub i64 {row.index}, 1')}")
-        skipped = f.op(f"lshr i64 {skipped}, 1")
-        base = f.op(f"sub i64 {f.op(f'mul i64 {row.index}, {blocks}')}, {skipped}")
-        lefts = _block(f, rows, row.index, side)
-        diagonal = [(i, j) for i, j in square if i < j]
-        _accumulate(f, lefts, lefts, begin, end, diagonal, base)
-        with f.loop(f.op(f"add i64 {row.index}, 1"), blocks) as column:
-            rights = _block(f, rows, column.index, side)
-            number = f.op(f"add i64 {base}, {f.op(f'sub i64 {column.index}, {row.index}')}")
-            # Off the diagonal, this is number (number - I - 1): two rows each of the next tile.
-            following = f.op(f"sub i64 {number}, {f.op(f'add i64 {row.index}, 1')}")
-            place = f.op(f"urem i64 {f.op(f'mul i64 {following}, 2')}, {height}")
-            later = [f.pointer(rows, f.op(f"add i64 {place}, {i}")) for i in range(2)]
-            _accumulate(f, lefts, rights, begin, end, square, number, later)
+    with f.loop("%start", "%stop") as item:
+        granule = f.op(f"udiv i64 {item.index}, {number}")
+        place = f.op(f"shl i64 {f.op(f'urem i64 {item.index}, {number}')}, 1")
+        pair = f.at(args.pointer("pairs"), place, "i64")
+        (top, bottom), (left, right) = (_panel(f, pair, i, blocks, side) for i in range(2))
+        height, width = f.op(f"sub i64 {bottom}, {top}"), f.op(f"sub i64 {right}, {left}")
+        same = f.op(f"icmp eq i64 {top}, {left}")
+        _clear(f, f.op(f"mul i64 {height}, {width}"), len(square))
+        with _tiles(f, args, granule) as (begin, end), f.loop(top, bottom) as row:
+            i = f.op(f"sub i64 {row.index}, {top}")
+            line = f.op(f"sub i64 {f.op(f'mul i64 {i}, {width}')}, {left}")
+            lefts = _block(f, rows, row.index, side)
+            following = f.op(f"add i64 {row.index}, 1")
+            with f.loop(row.index, f.op(f"select i1 {same}, i64 {following}, i64 {row.index}")):
+                diagonal = [(i, j) for i, j in square if i < j]
+                slot = f.op(f"add i64 {line}, {row.index}")
+                _accumulate(f, lefts, lefts, begin, end, diagonal, slot)
+            first = f.op(f"select i1 {same}, i64 {following}, i64 {left}")
+            with f.loop(first, right) as column:
+                rights = _block(f, rows, column.index, side)
+                slot = f.op(f"add i64 {line}, {column.index}")
+                later = _later(f, rows, (top, height), (left, width), slot, i, same, side)
+                _accumulate(f, lefts, rights, begin, end, square, slot, later)
+        total = _triangle(f, blocks, blocks)
+        sums = _sums_at(f, args.pointer("out"), f.op(f"mul i64 {granule}, {total}"), len(square))
+        with f.loop(top, bottom) as row:
+            i = f.op(f"sub i64 {row.index}, {top}")
+            line = f.op(f"sub i64 {f.op(f'mul i64 {i}, {width}')}, {left}")
+            base = f.op(f"sub i64 {_triangle(f, row.index, blocks)}, {row.index}")
+            first = f.op(f"select i1 {same}, i64 {row.index}, i64 {left}")
+            with f.loop(first, right) as column:
+                slot, to = (f.op(f"add i64 {start}, {column.index}") for start in (line, base))
+                _store_sums(f, slot, len(square), _sums_at(f, sums, to, len(square)))
     return _finish(f)
 
 
 def norms_module(target: Target, element: Element) -> str:
-    """Write the kernel of sums of squares: args as above, out gets one sum for each row."""
+    """Write the kernel of sums of squares over a range of granules: one sum for each row."""
     side = block_rows(target)
     f = Function(target, element, LANES[element.compute])
-    rows, out, blocks = f.pointer("%args", 0), f.pointer("%args", 1), f.integer("%args", 2)
-    with _tiles(f, blocks, side, out) as (begin, end), f.loop("0", blocks) as row:
-        lefts = _block(f, rows, row.index, side)
-        _accumulate(f, lefts, [], begin, end, [(i, 0) for i in range(side)], row.index)
+    args = f.named(Arguments._fields)
+    rows, blocks = args.pointer("rows"), args.integer("blocks")
+    with f.loop("%start", "%stop") as granule:
+        _clear(f, blocks, side)
+        with _tiles(f, args, granule.index) as (begin, end), f.loop("0", blocks) as row:
+            lefts = _block(f, rows, row.index, side)
+            _accumulate(f, lefts, [], begin, end, [(i, 0) for i in range(side)], row.index)
+        before = f.op(f"mul i64 {granule.index}, {blocks}")
+        sums = _sums_at(f, args.pointer("out"), before, side)
+        with f.loop("0", blocks) as row:
+            _store_sums(f, row.index, side, _sums_at(f, sums, row.index, side))
     return _finish(f)
 
 
-@contextmanager
-def _tiles(f: Function, blocks: str, size: int, out: str) -> Iterator[tuple[str, str]]:
-    """Write the loops over granules and their tiles, around the accumulators' life in ``local``.
+def _panel(f: Function, pair: str, which: int, blocks: str, side: int) -> tuple[str, str]:
+    """Return the range of blocks of one panel of a pair."""
+    size = PANEL_ROWS // side
+    first = f.op(f"mul i64 {f.integer(pair, which)}, {size}")
+    return first, _lesser(f, f.op(f"add i64 {first}, {size}"), blocks)
 
-    A block has ``size`` accumulators. They begin at zero, and end as sums in ``out``.
+
+def _triangle(f: Function, row: str, blocks: str) -> str:
+    """Return how many pairs of blocks (I, J), I <= J, come before those with I = row."""
+    above = f.op(f"mul i64 {row}, {f.op(f'sub i64 {row}, 1')}")
+    return f.op(f"sub i64 {f.op(f'mul i64 {row}, {blocks}')}, {f.op(f'lshr i64 {above}, 1')}")
+
+
+def _later(
+    f: Function,
+    rows: str,
+    tops: tuple[str, str],
+    lefts: tuple[str, str],
+    slot: str,
+    i: str,
+    same: str,
+    side: int,
+) -> list[str]:
+    """Return two of the panels' rows, others for every block, whose next tile to ask for.
+
+    Off the diagonal of a panel with itself, a block's number skips those below the diagonal.
     """
-    first, granule, tile = (f.integer("%args", i) for i in (3, 4, 5))
-    width = f.op(f"mul i64 {blocks}, {size}")
-    bytes_ = f.op(f"mul i64 {width}, 64")
-    with f.loop("%start", "%stop") as outer:
-        f.line(f"  call void @llvm.memset.p0.i64(ptr %local, i8 0, i64 {bytes_}, i1 false)")
-        begin = f.op(f"add i64 {first}, {f.op(f'mul i64 {outer.index}, {granule}')}")
-        with f.loop(begin, f.op(f"add i64 {begin}, {granule}"), tile) as inner:
-            yield inner.index, f.op(f"add i64 {inner.index}, {tile}")
-        sums = f.at(out, f.op(f"mul i64 {outer.index}, {width}"), "double")
-        with f.loop("0", blocks) as each:
-            total = _reduce(f, [f.load_vector(place) for place in _slots(f, each.index, size)])
-            kind, mask = f"<{size} x {f.scalar}>", f"<{size} x i1>"
-            lost = f.op(f"fcmp uno {kind} {total}, {total}")
-            infinite = f"splat ({f.scalar} {constant(float('inf'), f.scalar)})"
-            total = f.op(f"select {mask} {lost}, {kind} {infinite}, {kind} {total}")
-            if f.scalar == "float":
-                total = f.op(f"fpext {kind} {total} to <{size} x double>")
-            where = f.at(sums, f.op(f"mul i64 {each.index}, {size}"), "double")
-            f.line(f"  store <{size} x double> {total}, ptr {where}, align 8")
+    one, two = (f.op(f"add i64 {i}, {k}") for k in (1, 2))
+    skipped = f.op(f"lshr i64 {f.op(f'mul i64 {one}, {two}')}, 1")
+    number = f.op(f"sub i64 {slot}, {f.op(f'select i1 {same}, i64 {skipped}, i64 0')}")
+    heights = [f.op(f"mul i64 {size}, {side}") for _, size in (tops, lefts)]
+    below = f.op(f"select i1 {same}, i64 0, i64 {heights[1]}")
+    everything = f.op(f"add i64 {heights[0]}, {below}")
+    place = f.op(f"urem i64 {f.op(f'shl i64 {number}, 1')}, {everything}")
+    upper = f.op(f"icmp slt i64 {place}, {heights[0]}")
+    firsts = [f.op(f"mul i64 {first}, {side}") for first, _ in (tops, lefts)]
+    other = f.op(f"sub i64 {firsts[1]}, {heights[0]}")
+    row = f.op(f"add i64 {place}, {f.op(f'select i1 {upper}, i64 {firsts[0]}, i64 {other}')}")
+    return [f.pointer(rows, f.op(f"add i64 {row}, {k}")) for k in range(2)]
+
+
+def _lesser(f: Function, a: str, b: str) -> str:
+    """Return the smaller of two integers."""
+    return f.op(f"select i1 {f.op(f'icmp slt i64 {a}, {b}')}, i64 {a}, i64 {b}")
+
+
+def _clear(f: Function, blocks: str, size: int) -> None:
+    """Set the accumulators of some blocks to zero."""
+    bytes_ = f.op(f"mul i64 {blocks}, {size * 64}")
+    f.line(f"  call void @llvm.memset.p0.i64(ptr %local, i8 0, i64 {bytes_}, i1 false)")
+
+
+@contextmanager
+def _tiles(f: Function, args: Words, granule: str) -> Iterator[tuple[str, str]]:
+    """Write the loop over the tiles of a granule, the last of which may be cut short."""
+    size, tile = args.integer("granule"), args.integer("tile")
+    begin = f.op(f"mul i64 {granule}, {size}")
+    end = _lesser(f, f.op(f"add i64 {begin}, {size}"), args.integer("columns"))
+    with f.loop(begin, end, tile) as loop:
+        yield loop.index, _lesser(f, f.op(f"add i64 {loop.index}, {tile}"), end)
+
+
+def _sums_at(f: Function, out: str, block: str, size: int) -> str:
+    """Return where the sums of a block begin."""
+    return f.at(out, f.op(f"mul i64 {block}, {size}"), "double")
+
+
+def _store_sums(f: Function, block: str, size: int, where: str) -> None:
+    """Add up the lanes of a block's accumulators, and store them as doubles."""
+    total = _reduce(f, [f.load_vector(place) for place in _slots(f, block, size)])
+    kind, mask = f"<{size} x {f.scalar}>", f"<{size} x i1>"
+    lost = f.op(f"fcmp uno {kind} {total}, {total}")
+    infinite = f"splat ({f.scalar} {constant(float('inf'), f.scalar)})"
+    total = f.op(f"select {mask} {lost}, {kind} {infinite}, {kind} {total}")
+    if f.scalar == "float":
+        total = f.op(f"fpext {kind} {total} to <{size} x double>")
+    f.line(f"  store <{size} x double> {total}, ptr {where}, align 8")
 
 
 def _slots(f: Function, block: str, size: int) -> list[str]:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from phocas.floats import FORMATS
 from phocas.kernels.target import Target
@@ -174,6 +175,10 @@ class Function:
         slot = self.op(f"getelementptr ptr, ptr {table}, i64 {index}")
         return self.op(f"load ptr, ptr {slot}")
 
+    def named(self, names: tuple[str, ...], table: str = "%args") -> Words:
+        """Read a table of 64-bit words by their names."""
+        return Words(self, names, table)
+
     def integer(self, table: str, index: int) -> str:
         """Load the 64-bit integer at an index of a table."""
         return self.op(f"load i64, ptr {self.at(table, str(index), 'i64')}")
@@ -250,6 +255,27 @@ class Function:
         return self.op(f"trunc {words} {short} to <{self.lanes} x i16>")
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Words in memory, named by the fields of the NamedTuple that the caller packs."""
+
+    function: Function
+    names: tuple[str, ...]
+    table: str
+
+    def pointer(self, name: str) -> str:
+        """Load a word as a pointer."""
+        return self.function.pointer(self.table, self.names.index(name))
+
+    def integer(self, name: str) -> str:
+        """Load a word as an integer."""
+        return self.function.integer(self.table, self.names.index(name))
+
+    def slot(self, name: str) -> str:
+        """Return the address of a word."""
+        return self.function.at(self.table, str(self.names.index(name)), "i64")
+
+
 class Loop:
     """A counted loop being written: its index, and values carried from turn to turn."""
 
@@ -284,6 +310,10 @@ class Loop:
             for kind, initial, name, old in self._carried
         ]
 
+    def carried(self) -> list[str]:
+        """Return the carried values: after the loop, their last."""
+        return [name for _, _, name, _ in self._carried]
+
     def close(self) -> None:
         """Write the end of the loop and its phi nodes."""
         function = self.function
@@ -314,16 +344,31 @@ declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
 """
 
 
+class ColumnArguments(NamedTuple):
+    """What a kernel of columns takes: eight words, of which each reads those that it needs."""
+
+    rows: int  # a table of m pointers
+    out: int
+    m: int
+    program: int = 0
+    steps: int = 0
+    trim: int = 0
+    drop: int = 0
+    constants: int = 0
+
+
 SIGNATURE = "(ptr noalias %args, ptr noalias %local, i64 %start, i64 %stop)"
 
 
 def module_text(f: Function) -> str:
     """Wrap a body over whole vectors of columns into a ``kernel`` over any number of columns.
 
-    ``args`` is eight words that begin with the table of row pointers, the output and the number of
-    rows. The last columns are copied into a padded block on the stack, so that the body is
-    compiled once. The padding is zero in every row, and a zero among zeros is never dropped.
+    ``args`` are :class:`ColumnArguments`. The last columns are copied into a padded block on the
+    stack, so that the body is compiled once. The padding is zero in every row, and a zero among
+    zeros is never dropped.
     """
+    words = ColumnArguments._fields
+    rows, out, m = (words.index(name) for name in ("rows", "out", "m"))
     lanes, kind, size = f.lanes, f.element.memory, f.element.size
     body = "\n".join(f.lines)
     return f"""{declarations(f)}
@@ -342,19 +387,21 @@ entry:
   %any = icmp sgt i64 %rest, 0
   br i1 %any, label %tail, label %done
 tail:
-  %padded = alloca [8 x ptr], align 8
-  call void @llvm.memcpy.p0.p0.i64(ptr %padded, ptr %args, i64 64, i1 false)
-  %rows = load ptr, ptr %args
-  %out_slot = getelementptr ptr, ptr %args, i64 1
+  %padded = alloca [{len(words)} x ptr], align 8
+  call void @llvm.memcpy.p0.p0.i64(ptr %padded, ptr %args, i64 {8 * len(words)}, i1 false)
+  %rows_slot = getelementptr ptr, ptr %args, i64 {rows}
+  %rows = load ptr, ptr %rows_slot
+  %out_slot = getelementptr ptr, ptr %args, i64 {out}
   %out = load ptr, ptr %out_slot
-  %m_slot = getelementptr i64, ptr %args, i64 2
+  %m_slot = getelementptr i64, ptr %args, i64 {m}
   %m = load i64, ptr %m_slot
   %cells = mul i64 %m, {lanes}
   %scratch = alloca {kind}, i64 %cells, align 64
   %answer = alloca {kind}, i64 {lanes}, align 64
   %table = alloca ptr, i64 %m, align 8
-  store ptr %table, ptr %padded
-  %answer_slot = getelementptr ptr, ptr %padded, i64 1
+  %table_slot = getelementptr ptr, ptr %padded, i64 {rows}
+  store ptr %table, ptr %table_slot
+  %answer_slot = getelementptr ptr, ptr %padded, i64 {out}
   store ptr %answer, ptr %answer_slot
   %cell_bytes = mul i64 %cells, {size}
   call void @llvm.memset.p0.i64(ptr %scratch, i8 0, i64 %cell_bytes, i1 false)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -83,30 +82,58 @@ def _version() -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return cached code if it is whole and ours: it is going to be executed."""
+    """Return cached code if it is whole, ours and of that name: it is going to be executed."""
     try:
-        info = path.stat()
-        content = path.read_bytes()
+        with _folder(path.parent) as folder:
+            handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+            with os.fdopen(handle, "rb") as file:
+                _check_ours(handle)
+                content = file.read()
     except OSError:
         return None
-    if hasattr(os, "getuid") and (info.st_uid != os.getuid() or info.st_mode & 0o022):
-        return None
     digest, code = content[:32], content[32:]
-    return code if hashlib.sha256(code).digest() == digest else None
+    return code if _digest(path.name, code) == digest else None
 
 
 def _write(path: Path, code: bytes) -> None:
     """Keep code for other processes; a folder that cannot be written only costs time."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with _folder(path.parent) as folder:
+            half = f"{path.name}.{os.getpid()}.tmp"
+            new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            try:
+                with os.fdopen(os.open(half, new, 0o600, dir_fd=folder), "wb") as file:
+                    file.write(_digest(path.name, code) + code)
+                os.replace(half, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                os.unlink(half, dir_fd=folder)
+                raise
+
+
+def _digest(name: str, code: bytes) -> bytes:
+    """Bind code to its name: under another's, it would be another kernel."""
+    return hashlib.sha256(name.encode() + code).digest()
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """Open a folder, which no link may lead to and where only we may put anything."""
+    if os.open not in os.supports_dir_fd:
+        raise OSError("files cannot be checked here before they are executed")
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _check_ours(folder)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _check_ours(handle: int) -> None:
+    """Refuse what others own or may write, as it is now that it is open."""
+    info = os.fstat(handle)
+    if info.st_uid != os.getuid() or info.st_mode & 0o022:
+        raise PermissionError("only what nobody else can write is executed")
 
 
 if hasattr(os, "register_at_fork"):

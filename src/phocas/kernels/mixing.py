@@ -9,7 +9,16 @@ own: a NaN in one must not reach another.
 
 from __future__ import annotations
 
-from phocas.kernels.emit import SIGNATURE, Element, Function, constant, declarations
+from typing import NamedTuple
+
+from phocas.kernels.emit import (
+    SIGNATURE,
+    ColumnArguments,
+    Element,
+    Function,
+    constant,
+    declarations,
+)
 from phocas.kernels.target import Target
 
 UNROLL = 8  # vectors at once: many sums hide the latency of an addition and of a loop
@@ -17,17 +26,68 @@ LARGEST_STEP = 16 * UNROLL  # columns, of the widest vectors
 PLAIN, CONVEX, UNIFORM = range(3)  # modes: weights as they are, that add up to one, all the same
 
 
-def combine_module(target: Target, element: Element) -> str:
-    """Write the kernel of the mix alone.
+class CombineArguments(NamedTuple):
+    """What the mix alone takes.
 
-    args are (rows, out, k, starts, indices, weights, mode, centres). ``out`` is a table of k
-    pointers to rows of computed values, ``centres`` of the rows to measure from unless mode is
-    plain.
+    ``out`` is a table of k pointers to rows of computed values, ``centres`` of the rows to measure
+    from unless mode is plain.
     """
+
+    rows: int
+    out: int
+    k: int
+    starts: int
+    indices: int
+    weights: int
+    mode: int
+    centres: int
+
+
+class FusedArguments(NamedTuple):
+    """What a mix with a column kernel takes: ``rule`` points to :class:`RuleWords`."""
+
+    rows: int
+    out: int
+    k: int
+    starts: int
+    indices: int
+    weights: int
+    mode: int
+    rule: int
+
+
+class RuleWords(NamedTuple):
+    """A column kernel, its arguments but for rows and output, and how tiles are centred.
+
+    ``groups`` says which of the g centres each of the m rows and then each of the k mixes has,
+    ``scales`` what distances and their sums are multiplied by.
+    """
+
+    work: int
+    arguments: int
+    centres: int
+    m: int
+    tile: int
+    groups: int
+    g: int
+    scales: int
+
+
+class ThreadWords(NamedTuple):
+    """A thread's memory: tables of m + g and of k scratch rows, and counts."""
+
+    centred: int
+    mixed: int
+    counts: int
+
+
+def combine_module(target: Target, element: Element) -> str:
+    """Write the kernel of the mix alone."""
     f = Function(target, element)
-    rows, out, starts, indices, weights = (f.pointer("%args", i) for i in (0, 1, 3, 4, 5))
-    k, mode = f.integer("%args", 2), f.integer("%args", 6)
-    centres = f.pointer("%args", 7)
+    args = f.named(CombineArguments._fields)
+    rows, out, centres = (args.pointer(name) for name in ("rows", "out", "centres"))
+    starts, indices, weights = (args.pointer(name) for name in ("starts", "indices", "weights"))
+    k, mode = args.integer("k"), args.integer("mode")
     around = f.op(f"icmp ne i64 {mode}, {PLAIN}")
     down, up = (_scale(f, around, factor) for factor in (0.5, 2.0))
     columns = f.op("sub i64 %stop, %start")
@@ -66,25 +126,27 @@ def combine_module(target: Target, element: Element) -> str:
 def fused_module(target: Target, element: Element) -> str:
     """Write the kernel of a mix and a column kernel, a tile at a time.
 
-    args are (rows, out, k, starts, indices, weights, mode, rule). ``rule`` holds the column kernel,
-    its eight args, the g centre rows, m, the tile's columns, the groups (which centre each of the m
-    rows and then each of the k mixes has), g and the scales of distances and of their sums.
-    ``local`` holds (table of m + g scratch rows, table of k scratch rows, counts). Rows are centred
-    into the first, mixed into the second and reduced from there, all in cache. Scratch rows have
-    room for a whole vector more.
+    ``local`` is :class:`ThreadWords`: rows are centred into the first table, mixed into the second
+    and reduced from there, all in cache. Scratch rows have room for a whole vector more.
     """
     f = Function(target, element)
-    rows, out, starts, indices, weights, rule = (f.pointer("%args", i) for i in (0, 1, 3, 4, 5, 7))
-    k, mode = f.integer("%args", 2), f.integer("%args", 6)
-    centres, m, tile = f.pointer(rule, 9), f.integer(rule, 10), f.integer(rule, 11)
-    groups, g, scales = f.pointer(rule, 12), f.integer(rule, 13), f.pointer(rule, 14)
-    down, up = (f.scalar_at(scales, i) for i in range(2))
-    centred, mixed, counts = (f.pointer("%local", i) for i in range(3))
-    inner = f.op("alloca [8 x i64], align 8")
-    template = f.at(rule, "1", "i64")
-    f.line(f"  call void @llvm.memcpy.p0.p0.i64(ptr {inner}, ptr {template}, i64 64, i1 false)")
-    f.line(f"  store ptr {mixed}, ptr {inner}")
-    work = f.op(f"load ptr, ptr {rule}")
+    args = f.named(FusedArguments._fields)
+    rows, out = args.pointer("rows"), args.pointer("out")
+    starts, indices, weights = (args.pointer(name) for name in ("starts", "indices", "weights"))
+    k, mode = args.integer("k"), args.integer("mode")
+    rule = f.named(RuleWords._fields, args.pointer("rule"))
+    work, centres, groups = (rule.pointer(name) for name in ("work", "centres", "groups"))
+    m, tile, g = (rule.integer(name) for name in ("m", "tile", "g"))
+    down, up = (f.scalar_at(rule.pointer("scales"), i) for i in range(2))
+    local = f.named(ThreadWords._fields, "%local")
+    centred, mixed, counts = (local.pointer(name) for name in ThreadWords._fields)
+    size = len(ColumnArguments._fields)
+    inner = f.named(ColumnArguments._fields, f.op(f"alloca [{size} x i64], align 8"))
+    f.line(
+        f"  call void @llvm.memcpy.p0.p0.i64(ptr {inner.table}, ptr {rule.pointer('arguments')},"
+        f" i64 {8 * size}, i1 false)"
+    )
+    f.line(f"  store ptr {mixed}, ptr {inner.slot('rows')}")
     around = f.op(f"icmp ne i64 {mode}, {PLAIN}")
     uniform = f.op(f"icmp eq i64 {mode}, {UNIFORM}")
     with f.loop("%start", "%stop", tile) as loop:
@@ -107,8 +169,8 @@ def fused_module(target: Target, element: Element) -> str:
                     middle = f.load_vector(f.at(middle_row, offset, f.scalar))
                     value = f.multiply_add(total, inverse, middle)
                     _put(f, value, f.at(place, offset, f.scalar))
-        f.line(f"  store ptr {f.at(out, loop.index, f.scalar)}, ptr {f.at(inner, '1', 'i64')}")
-        f.line(f"  call void {work}(ptr {inner}, ptr {counts}, i64 0, i64 {columns})")
+        f.line(f"  store ptr {f.at(out, loop.index, f.scalar)}, ptr {inner.slot('out')}")
+        f.line(f"  call void {work}(ptr {inner.table}, ptr {counts}, i64 0, i64 {columns})")
     return _finish(f)
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from phocas.kernels.columns import Window, prefetch_bytes, scale_for, within
-from phocas.kernels.emit import Element, Function, module_text
+from phocas.kernels.emit import ColumnArguments, Element, Function, module_text
 from phocas.kernels.networks import sorting_network
 from phocas.kernels.target import Target
 
@@ -81,11 +81,12 @@ def constants(window: Window, m: int, kind: type[np.floating]) -> np.ndarray:
 
 
 def table_module(target: Target, element: Element, drop: bool, blame: bool) -> str:
-    """Write the kernel: args are (rows, out, m, program, steps, trim, drop, constants)."""
+    """Write the kernel of any number of rows."""
     f = Function(target, element)
-    rows_table, out = f.pointer("%args", 0), f.pointer("%args", 1)
-    m, steps, trim, b = (f.integer("%args", i) for i in (2, 4, 5, 6))
-    text, numbers = f.pointer("%args", 3), f.pointer("%args", 7)
+    args = f.named(ColumnArguments._fields)
+    rows_table, out = args.pointer("rows"), args.pointer("out")
+    m, steps, trim, b = (args.integer(name) for name in ("m", "steps", "trim", "drop"))
+    text, numbers = args.pointer("program"), args.pointer("constants")
     scale1, inverse1, scale2, inverse2 = (f.broadcast(f.scalar_at(numbers, i)) for i in range(4))
     tile, padded = _tile(f, m)
     with f.loop(m, padded) as each:

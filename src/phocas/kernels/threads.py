@@ -28,15 +28,16 @@ from phocas.kernels.target import Target
 from phocas.machine import available_cores
 
 # The board is lines of memory: first the counter, then a mailbox for each helper with its state,
-# the state to go back to if it does not begin, and the job: work, args, local, total, chunk,
-# counter. The state is one of:
+# the state to go back to if it does not begin, and the job. The state is one of:
 IDLE, POSTED, ASLEEP, RUNNING = range(4)
 LINE_WORDS = 16
 BACK, JOB = 1, 8  # where the state to go back to and the job are, in words
 WATCH_TURNS = 2000  # about 100 microseconds of pauses
-_ORDER = struct.Struct(
-    "5Q"
-).pack  # work, local of the first thread, bytes to the next, total, chunk
+# What the caller asks for (``local`` is that of the first thread, ``stride`` the bytes to the next)
+# and what of it goes into a mailbox.
+ORDER = ("ptr work", "ptr local", "i64 stride", "i64 total", "i64 chunk")
+POST = ("ptr work", "ptr args", "ptr own", "i64 total", "i64 chunk", "ptr board")
+_ORDER = struct.Struct(f"{len(ORDER)}Q").pack
 
 
 def write_threads(target: Target) -> str:
@@ -49,16 +50,11 @@ def write_threads(target: Target) -> str:
         declare, pause = "declare void @llvm.aarch64.hint(i32)", "@llvm.aarch64.hint(i32 1)"
     else:
         declare, pause = "declare void @llvm.x86.sse2.pause()", "@llvm.x86.sse2.pause()"
-    order = _fields("%order", 0, "ptr work", "ptr local", "i64 stride", "i64 total", "i64 chunk")
-    job = _fields(
-        "%box", JOB, "ptr work", "ptr args", "ptr local", "i64 total", "i64 chunk", "ptr counter"
-    )
+    order, job = _fields("%order", 0, *ORDER), _fields("%box", JOB, *POST)
     posted = "\n".join(
         f"""  %to{i} = getelementptr i64, ptr %box, i64 {JOB + i}
-  store {field}, ptr %to{i}"""
-        for i, field in enumerate(
-            ["ptr %work", "ptr %args", "ptr %own", "i64 %total", "i64 %chunk", "ptr %board"]
-        )
+  store {field.replace(" ", " %")}, ptr %to{i}"""
+        for i, field in enumerate(POST)
     )
     return f"""
 {declare}
@@ -163,7 +159,7 @@ watch:
   br i1 %mine, label %finish, label %idle
 finish:
 {job}
-  call void @drain(ptr %work, ptr %args, ptr %local, i64 %total, i64 %chunk, ptr %counter)
+  call void @drain(ptr %work, ptr %args, ptr %own, i64 %total, i64 %chunk, ptr %board)
   store atomic i64 {IDLE}, ptr %box release, align 8
   br label %watch
 idle:
@@ -265,7 +261,7 @@ class Pool:
         self._helpers: list[Helper] = []
         self._board = np.zeros((1, LINE_WORDS), np.uint64)
         self._start = 0
-        self._busy = threading.Lock()
+        self._leading: dict[str, bytes] = {}  # the order that the helpers work on, if any
         self.threads: int | None = None
 
     def size(self) -> int:
@@ -273,6 +269,10 @@ class Pool:
         if self.threads is None:
             self.threads = default_threads()
         return self.threads
+
+    def busy(self) -> bool:
+        """Tell whether the helpers work for someone."""
+        return bool(self._leading)
 
     def states(self) -> list[int]:
         """Return the state of each helper."""
@@ -290,12 +290,15 @@ class Pool:
         order = _ORDER(work, base, stride, total, chunk)
         functions = _functions()
         helpers = threads - 1
-        # A second caller at the same time works alone rather than wait.
-        if helpers < 1 or not self._busy.acquire(blocking=False):
-            functions.alone(order, arguments)
-            return
         asleep = 0
+        # Not a lock: an exception from a signal may come when one is acquired and before anybody
+        # knows. Whose order stands here is known at any time, and is asked below without a call,
+        # after which signals would be looked at.
         try:
+            # A second caller at the same time works alone rather than wait.
+            if helpers < 1 or self._leading.setdefault("order", order) is not order:
+                functions.alone(order, arguments)
+                return
             if len(self._helpers) < helpers:
                 self._hire(helpers)
             # Ctrl-C from here on must not free memory that helpers still write to.
@@ -311,7 +314,8 @@ class Pool:
                 if asleep:
                     functions.lead(self._start, helpers, order, arguments)
             finally:  # Ctrl-C during the work is delivered when the work is done
-                self._busy.release()
+                if "order" in self._leading and self._leading["order"] is order:
+                    del self._leading["order"]
 
     def _hire(self, number: int) -> None:
         """Replace the helpers by more; the old ones sleep for good."""

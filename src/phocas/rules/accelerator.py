@@ -14,7 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from phocas.kernels import Window
-from phocas.rules.algebra import Decision, Distances, Floats, Function, Request, by_function
+from phocas.rules.algebra import (
+    Decision,
+    Distances,
+    Floats,
+    Function,
+    Request,
+    by_function,
+    needs_double,
+)
 
 BLOCK_VALUES = 1 << 24
 
@@ -30,14 +38,14 @@ class DeviceMatrix:
 
     def measure(self, request: Request) -> Floats:
         """Answer a rule's question about whole rows."""
-        wide = not isinstance(request, Distances) or request.wide
+        wide = not isinstance(request, Distances) or request.wide or request.scale != 1
         k = self.m if request.weights is None else len(request.weights)
         result = np.zeros((k, k) if isinstance(request, Distances) else k)
         for tensor in self.tensors:
             for block in _blocks(tensor):
                 rows = _computed(block)
                 rows = rows.double() if wide and rows.device.type != "mps" else rows
-                rows = _mixed(rows, request.weights)
+                rows = _mixed(rows, request.weights) * request.scale
                 if isinstance(request, Distances):
                     for i in range(k - 1):
                         sums = (rows[i + 1 :] - rows[i]).square().sum(dim=1)
@@ -68,7 +76,10 @@ class DeviceMatrix:
         self, block: torch.Tensor, decision: Decision, counts: NDArray[np.int64] | None
     ) -> torch.Tensor:
         weights = decision.mix.weights
-        rows = _mixed(_computed(block), weights)
+        rows = _computed(block)
+        if weights is not None and needs_double(weights) and rows.device.type != "mps":
+            rows = rows.double()
+        rows = _mixed(rows, weights)
         if weights is not None and len(weights) == 1:
             return rows[0].to(block.dtype)
         value, outside = window_mean(rows, decision.window)

@@ -7,9 +7,10 @@ runs it decides where the rows are: in one array, on twenty servers or on an acc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,20 +29,25 @@ class Distances:
     """Ask for the squared distances between the rows, or between ``weights @ rows``.
 
     ``wide`` asks for double precision, for rows whose squares single precision cannot hold.
+    ``scale``, a power of two, is multiplied to the rows first, in double precision: for rows whose
+    squares even that cannot hold.
     """
 
     weights: Floats | None = None
     wide: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Ask for the squared norms of the rows, or of ``weights @ rows``."""
+    """Ask for the squared norms of the rows, or of ``weights @ rows``, times ``scale``."""
 
     weights: Floats | None = None
+    scale: float = 1.0
 
 
 Request: TypeAlias = Distances | Norms
+AnyRequest = TypeVar("AnyRequest", Distances, Norms)
 
 
 def _chosen(weights: Floats) -> NDArray[np.intp] | None:
@@ -102,16 +108,78 @@ def lost(m: int) -> Mix:
     return Mix(np.full((1, m), np.nan))
 
 
-def measured_distances() -> Generator[Request, Floats, Floats]:
-    """Ask for distances, again in double precision if most of them are out of single's range."""
-    squared = yield Distances()
-    m = len(squared)
-    if m < 2:
-        return squared
-    typical = np.sort(np.sort(squared, axis=1)[:, (m + 1) // 2])[m // 2]
-    if not 1e-24 < typical < 1e36:
-        squared = yield Distances(wide=True)
+def measured_distances() -> Generator[Request, Floats, tuple[Floats, Distances]]:
+    """Ask for distances, and again if most of their squares are out of single precision's range.
+
+    Returns them with the request that got them: squares are as scaled there.
+    """
+    request = Distances()
+    squared = yield request
+    if len(squared) > 1 and not 1e-24 < _typical(squared) < 1e36:
+        squared, request = yield from _in_range(Distances(wide=True), _typical)
+    return squared, request
+
+
+def measured_norms(rank: int) -> Generator[Request, Floats, Floats]:
+    """Ask for norms, whose squares are scaled if that at a rank would be out of range."""
+    squared, _ = yield from _in_range(Norms(), lambda each: float(np.partition(each, rank)[rank]))
     return squared
+
+
+def _in_range(
+    request: AnyRequest, typical: Callable[[Floats], float]
+) -> Generator[Request, Floats, tuple[Floats, AnyRequest]]:
+    """Ask, and again with scaled rows if squares overflow or vanish in double precision.
+
+    Times 2^600, the square of the smallest number is 1e-287; times 2^-600, that of the largest is
+    1e255.
+    """
+    squared = yield request
+    size = typical(squared)
+    if 1e-250 < size < 1e250:
+        return squared, request
+    probe = replace(request, scale=2.0 ** (600 if size < 1 else -600))
+    probed = yield probe
+    found = typical(probed)
+    if not 0 < found < np.inf:
+        return squared, request  # rows that are equal, or lost
+    if size > 1:
+        return probed, probe
+    # No larger than need be: rows far away are to be told from those farther away.
+    fitting = replace(request, scale=probe.scale * 2.0 ** -(415 + math.frexp(found)[1] // 2))
+    return (yield fitting), fitting
+
+
+def _typical(squared: Floats) -> float:
+    """Return the median of the rows' median distances, that of honest rows if most are honest."""
+    middle = max(1, (len(squared) - 1) // 2)
+    medians = np.partition(squared, middle, axis=1)[:, middle]
+    return float(np.partition(medians, middle)[middle])
+
+
+def clipped(radius: float, weights: Floats | None = None) -> Generator[Request, Floats, Floats]:
+    """Return what rows are multiplied by so that none is longer than a radius.
+
+    A row of infinite length is left out.
+    """
+    exponent = math.frexp(radius)[1]
+    scale = 2.0**-exponent if abs(exponent) > 400 else 1.0
+    return shrinking((yield Norms(weights, scale)), radius * scale)
+
+
+def shrinking(squared: Floats, radius: float) -> Floats:
+    """Return what rows are multiplied by so that none is longer; an infinite one is left out."""
+    lengths = np.sqrt(squared)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = np.where(lengths > radius, radius / lengths, 1.0)
+        # Subnormal numbers are sparse: rounded up, a row would be longer than the radius.
+        factors = np.where(factors * lengths > radius, np.nextafter(factors, 0.0), factors)
+    return np.where(np.isfinite(lengths), factors, 0.0)
+
+
+def needs_double(weights: Floats) -> bool:
+    """Tell whether some weight has few digits, or none, in single precision."""
+    return bool(np.any((weights != 0) & (np.abs(weights) < np.finfo(np.float32).tiny)))
 
 
 def of_mixed(squared: Floats, weights: Floats) -> Floats:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from phocas.kernels import Window
 from phocas.rules.algebra import (
-    Distances,
     Floats,
     Mix,
-    Norms,
     Planning,
+    clipped,
     lost,
     measured_distances,
 )
@@ -80,9 +79,10 @@ class GeometricMedian(WeighingRule):
         del rng
         if m == 1:
             return Mix(np.ones((1, 1)))
-        squared = yield from measured_distances()
-        if np.any(np.isinf(squared)):
-            squared = yield Distances(wide=True)
+        squared, request = yield from measured_distances()
+        if np.any(np.isinf(squared)) and not request.wide:
+            request = replace(request, wide=True)
+            squared = yield request
         spread = np.sort(squared, axis=1)[:, m // 2]
         centre = int(np.argmin(spread))
         typical = float(spread[centre])
@@ -99,7 +99,7 @@ class GeometricMedian(WeighingRule):
             drawn = np.diag(shrink)
             drawn[:, centre] += 1 - shrink
             wide = not 1e-24 < typical < 1e36 / FAR**2 or bool(np.any(shrink[shrink > 0] < 1e-30))
-            squared = yield Distances(weights=drawn, wide=wide)
+            squared = yield replace(request, weights=drawn, wide=wide)
         return Mix(self._weiszfeld(squared, shrink, centre, typical)[None, :], fair=1 / m)
 
     def _weiszfeld(self, squared: Floats, shrink: Floats, centre: int, typical: float) -> Floats:
@@ -202,11 +202,7 @@ class CenteredClipping(WeighingRule):
         centre = np.zeros(m)
         factor = np.zeros(m)
         for turn in range(self.iterations):
-            squared = yield Norms(np.eye(m) - centre if turn else None)
             # A row that is out of reach is out for good, and not in the centre either.
-            with np.errstate(divide="ignore"):
-                factor = np.where(
-                    np.isfinite(squared), np.minimum(1.0, self.radius / np.sqrt(squared)), 0.0
-                )
+            factor = yield from clipped(self.radius, np.eye(m) - centre if turn else None)
             centre = centre * (1 - factor.sum() / m) + factor / m
         return Mix(centre[None, :], fair=1 / m)

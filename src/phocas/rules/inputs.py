@@ -24,7 +24,15 @@ from phocas import kernels
 from phocas.floats import FORMATS, to_bfloat16
 from phocas.kernels import Rows, SparseMix
 from phocas.rules import measures
-from phocas.rules.algebra import Decision, Floats, Function, Matrix, Request, by_function
+from phocas.rules.algebra import (
+    Decision,
+    Floats,
+    Function,
+    Matrix,
+    Request,
+    by_function,
+    needs_double,
+)
 
 COPIED_COLUMNS = 1 << 15
 ACCEPTED = (
@@ -161,10 +169,26 @@ def _apply(
     if weights is None or chosen is not None:
         rows = rows if chosen is None else rows.take(chosen)
         kernels.reduce(rows, decision.window, kernels.address(out), counts)
-    elif len(weights) == 1:
-        kernels.combine(rows, SparseMix.of(weights), out[None, :])
+    elif out.dtype == np.float32 and needs_double(weights):
+        wide = np.empty(len(out))
+        _mix(decision, SparseMix.of(weights), rows, wide, counts)
+        with np.errstate(over="ignore", under="ignore"):
+            out[:] = wide
     else:
-        kernels.mix_reduce(rows, SparseMix.of(weights), decision.window, out, counts)
+        _mix(decision, SparseMix.of(weights), rows, out, counts)
+
+
+def _mix(
+    decision: Decision,
+    mix: SparseMix,
+    rows: Rows,
+    out: NDArray[Any],
+    counts: NDArray[np.int64] | None,
+) -> None:
+    if len(mix) == 1:
+        kernels.combine(rows, mix, out[None, :])
+    else:
+        kernels.mix_reduce(rows, mix, decision.window, out, counts)
 
 
 def _stored(values: NDArray[Any], element: str) -> NDArray[Any]:

@@ -19,6 +19,7 @@ from phocas.kernels import Rows
 from phocas.rules.algebra import Distances, Floats, Norms, Request
 
 MIXED_GRANULES = 16  # mixed rows are made that many granules at a time, fewer of more rows
+VECTOR = 16  # columns that kernels measure at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +38,13 @@ class Partial:
 
 def partial(request: Request, start: int, rows: Rows) -> Partial:
     """Measure a block of columns that begins at column ``start`` of the whole matrix."""
-    if request.weights is None:
+    if request.weights is None and request.scale == 1:
         return _measure(request, start, rows)
-    mix = kernels.SparseMix.of(request.weights)
+    weights = np.eye(len(rows)) if request.weights is None else request.weights
+    mix = kernels.SparseMix.of(weights)
     granule = kernels.granule_columns(len(mix))
     # Wide in weights as well: what scales 3e38 down to 1e-9 is too small for single precision.
-    wide = isinstance(request, Norms) or request.wide
+    wide = isinstance(request, Norms) or request.wide or request.scale != 1
     kind = np.dtype(np.float64) if wide else kernels.compute_dtype(rows.element)
     together = max(2, MIXED_GRANULES * 64 // max(64, len(mix)))
     result = Partial(len(mix))
@@ -53,6 +55,9 @@ def partial(request: Request, start: int, rows: Rows) -> Partial:
         end = min(rows.columns, (place // granule + together) * granule - start)
         mixed = np.empty((len(mix), end - begin), kind)
         kernels.combine(rows.shifted(begin, end), mix, mixed)
+        if request.scale != 1:
+            with np.errstate(over="ignore"):
+                mixed *= request.scale
         result += _measure(request, place, rows_of(mixed))
         begin = end
     return result
@@ -129,14 +134,18 @@ def _in_order(blocks: list[Floats]) -> Floats:
 def _complete(
     edges: list[tuple[int, NDArray[np.floating]]], m: int, granule: int
 ) -> dict[int, NDArray[np.floating]]:
-    """Join edge columns to granules; what lies past the last column is zero in every row."""
+    """Join edge columns to granules; the last one ends, with zeros, at a whole vector."""
     joined: dict[int, NDArray[np.floating]] = {}
+    last = max((start + values.shape[1] for start, values in edges), default=0)
     for start, values in edges:
         done = 0
         while done < values.shape[1]:
             number, offset = divmod(start + done, granule)
             size = min(granule - offset, values.shape[1] - done)
-            block = joined.setdefault(number, np.zeros((m, granule), values.dtype))
+            if number not in joined:
+                width = min(granule, -(-(last - number * granule) // VECTOR) * VECTOR)
+                joined[number] = np.zeros((m, width), values.dtype)
+            block = joined[number]
             block[:, offset : offset + size] = values[:, done : done + size]
             done += size
     return joined

@@ -8,7 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from phocas.rules.algebra import Mix, Norms, Planning, measured_distances
+from phocas.rules.algebra import (
+    Mix,
+    Planning,
+    clipped,
+    measured_distances,
+    measured_norms,
+    shrinking,
+)
 from phocas.rules.base import PreAggregator, Told
 from phocas.rules.promise import Tolerance
 from phocas.specs import count, normalise, positive
@@ -47,7 +54,8 @@ class NNM(Told, PreAggregator):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Find each row's neighbours; of two as near, the one with the smaller index."""
         del rng
-        squared = (yield from measured_distances()).copy()
+        squared, _ = yield from measured_distances()
+        squared = squared.copy()
         np.fill_diagonal(squared, -1.0)
         nearest = np.argsort(squared, axis=1, kind="stable")[:, : m - self.b]
         weights = np.zeros((m, m))
@@ -138,8 +146,7 @@ class Clipping(PreAggregator):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Measure the rows."""
         del m, rng
-        squared = yield Norms()
-        return _clipped(squared, self.radius)
+        return Mix(np.diag((yield from clipped(self.radius))))
 
 
 @dataclass(frozen=True)
@@ -177,14 +184,6 @@ class AdaptiveClipping(Told, PreAggregator):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Measure the rows and take the longest that is left alone as the radius."""
         del rng
-        squared = yield Norms()
-        limit = np.sort(squared)[::-1][self.clipped_rows(m)]
-        return _clipped(squared, float(np.sqrt(limit)))
-
-
-def _clipped(squared: np.ndarray, radius: float) -> Mix:
-    lengths = np.sqrt(squared)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        factors = np.where(lengths > radius, radius / lengths, 1.0)
-    factors = np.where(np.isfinite(lengths), factors, 0.0)
-    return Mix(np.diag(factors))
+        rank = m - 1 - self.clipped_rows(m)
+        squared = yield from measured_norms(rank)
+        return Mix(np.diag(shrinking(squared, float(np.sqrt(np.sort(squared)[rank])))))

@@ -13,10 +13,10 @@ from phocas.kernels import Window
 from phocas.rules.algebra import (
     Floats,
     Mix,
-    Norms,
     Planning,
     lost,
     measured_distances,
+    measured_norms,
     select,
 )
 from phocas.rules.base import Rule, Told
@@ -110,7 +110,7 @@ class Krum(KrumRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose one row."""
         del rng
-        scores = krum_scores((yield from measured_distances()), self.b)
+        scores = krum_scores((yield from measured_distances())[0], self.b)
         best = int(np.argmin(scores))
         return Mix(select(m, np.array([best]))) if np.isfinite(scores[best]) else lost(m)
 
@@ -168,7 +168,7 @@ class MultiKrum(KrumRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose the rows with the best scores."""
         del rng
-        scores = krum_scores((yield from measured_distances()), self.b)
+        scores = krum_scores((yield from measured_distances())[0], self.b)
         best = np.sort(np.argsort(scores, kind="stable")[: self.chosen(m)])
         return Mix(select(m, best)) if np.all(np.isfinite(scores[best])) else lost(m)
 
@@ -220,7 +220,7 @@ class Bulyan(RowRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose rows one by one, each time the best of those that are left."""
         del rng
-        squared = yield from measured_distances()
+        squared, _ = yield from measured_distances()
         left = np.arange(m)
         chosen: list[int] = []
         for _ in range(m - 2 * self.b):
@@ -268,7 +268,7 @@ class MDA(RowRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose the set with the smallest diameter."""
         del rng
-        squared = yield from measured_distances()
+        squared, _ = yield from measured_distances()
         members = smallest_diameter(squared, m - self.b)
         chosen: NDArray[np.intp] = np.array(members, np.intp)
         finite = np.all(np.isfinite(squared[np.ix_(chosen, chosen)]))
@@ -304,6 +304,6 @@ class CGE(RowRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose the shortest rows."""
         del rng
-        squared = yield Norms()
+        squared = yield from measured_norms(rank=m - self.b - 1)
         best = np.sort(np.argsort(squared, kind="stable")[: m - self.b])
         return Mix(select(m, best)) if np.all(np.isfinite(squared[best])) else lost(m)
