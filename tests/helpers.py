@@ -56,6 +56,12 @@ EXAMPLES: dict[type[Rule], Callable[[int], list[Rule]]] = {
     phocas.Median: lambda _: [phocas.Median()],
     phocas.TrimmedMean: lambda m: [phocas.TrimmedMean(b) for b in _counts((m - 1) // 2)],
     phocas.Phocas: lambda m: [phocas.Phocas(b) for b in _counts((m - 1) // 2)],
+    phocas.Heraclius: lambda m: [
+        phocas.Heraclius(b, reach)
+        for b in _counts((m - 1) // 2)
+        for reach in (0.5, 4.0)
+        if b or reach == 4
+    ],
     phocas.MeaMed: lambda m: [phocas.MeaMed(b) for b in _counts((m - 1) // 2)],
     phocas.Krum: lambda m: [phocas.Krum(b) for b in _counts((m - 3) // 2)],
     phocas.MultiKrum: lambda m: [
@@ -69,6 +75,10 @@ EXAMPLES: dict[type[Rule], Callable[[int], list[Rule]]] = {
     ],
     phocas.MDA: lambda m: [phocas.MDA(b) for b in _counts(min(4, (m - 1) // 2))],
     phocas.CGE: lambda m: [phocas.CGE(b) for b in _counts((m - 1) // 2)],
+    phocas.Watch: lambda m: [
+        phocas.Watch(phocas.Heraclius((m - 1) // 2)),
+        *([phocas.Watch(phocas.NNM(1) | phocas.Krum(1))] if m > 4 else []),
+    ],
 }
 STAGE_EXAMPLES: dict[type[PreAggregator], Callable[[int], list[PreAggregator]]] = {
     phocas.NNM: lambda m: [phocas.NNM(b) for b in _counts((m - 1) // 2)],
@@ -93,8 +103,15 @@ def pipelines(m: int) -> list[Rule]:
     result: list[Rule] = []
     for cls in PRE_AGGREGATORS.values():
         stage = STAGE_EXAMPLES[cls](m)[len(STAGE_EXAMPLES[cls](m)) // 2]
-        result += [stage | rule for rule in strongest(stage.rows_after(m))]
+        rules = strongest(stage.rows_after(m))
+        result += [stage | rule for rule in rules if not rule.outermost]
     return result
+
+
+def averages(rule: Rule) -> bool:
+    """Tell whether a rule's value is a plain mean, which survives nothing."""
+    last = rule.rule if isinstance(rule, phocas.Pipeline) else rule
+    return isinstance(last, phocas.Mean | phocas.Watch)
 
 
 def survives(rule: Rule) -> int:

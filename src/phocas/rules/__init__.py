@@ -3,10 +3,12 @@
 from phocas.rules.base import Explanation, Pipeline, PreAggregator, Rule
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
+from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
 from phocas.rules.sharded import Evaluation
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
+from phocas.rules.watch import Watch
 
 __all__ = [
     "CGE",
@@ -22,6 +24,7 @@ __all__ = [
     "Evaluation",
     "Explanation",
     "GeometricMedian",
+    "Heraclius",
     "Krum",
     "MeaMed",
     "Mean",
@@ -32,6 +35,7 @@ __all__ = [
     "PreAggregator",
     "Rule",
     "TrimmedMean",
+    "Watch",
     "aggregate",
     "parse_rule",
 ]

@@ -7,7 +7,7 @@ runs it decides where the rows are: in one array, on twenty servers or on an acc
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -38,6 +38,17 @@ class Distances:
 class Norms:
     """Ask for the squared norms of the rows, or of ``weights @ rows``."""
 
+    weights: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Radii:
+    """Ask for the radii of a window's columns in those blocks of columns that are cut.
+
+    Whoever holds a block as a whole works its spread out alone.
+    """
+
+    window: Window
     weights: Floats | None = None
 
 
@@ -160,7 +171,12 @@ def through(first: Mix, planning: Planning) -> Planning:
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """What remains when a rule has been planned: a mix, and a window of each column."""
+    """What remains when a rule has been planned: a mix, and a window of each column.
+
+    ``spreads`` are those of the blocks of columns that are cut, by number, for a window that
+    reaches by them; None if there is no more than the columns at hand.
+    """
 
     mix: Mix
     window: Window
+    spreads: Mapping[int, float] | None = None

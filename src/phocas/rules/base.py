@@ -53,6 +53,8 @@ class Rule(Stage):
     """Reduce m rows to one."""
 
     columnwise: ClassVar[bool] = False
+    outermost: ClassVar[bool] = False
+    """Whether it must see the rows as they come, with nothing before it."""
 
     @abstractmethod
     def window(self, m: int) -> Window:
@@ -143,6 +145,13 @@ class Pipeline(Rule):
     stages: tuple[PreAggregator, ...]
     rule: Rule
     name: ClassVar[str] = field(default="pipeline", init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse a rule that must see the rows as they come."""
+        if self.rule.outermost:
+            raise ValueError(
+                f"{type(self.rule).__name__} goes around a pipeline, not into one: got {self}"
+            )
 
     def __str__(self) -> str:
         return "|".join(str(stage) for stage in (*self.stages, self.rule))

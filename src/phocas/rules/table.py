@@ -9,9 +9,11 @@ import numpy as np
 from phocas.rules.base import Chain, Pipeline, PreAggregator, Rule
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
+from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
-from phocas.specs import Table, unknown
+from phocas.rules.watch import Watch
+from phocas.specs import Table, split, unknown
 
 RULES: Table[Rule] = Table(
     "rule",
@@ -20,6 +22,7 @@ RULES: Table[Rule] = Table(
         Median,
         TrimmedMean,
         Phocas,
+        Heraclius,
         MeaMed,
         Krum,
         MultiKrum,
@@ -28,6 +31,7 @@ RULES: Table[Rule] = Table(
         CenteredClipping,
         MDA,
         CGE,
+        Watch,
     ],
 )
 PRE_AGGREGATORS: Table[PreAggregator] = Table(
@@ -45,7 +49,7 @@ def parse_rule(text: str) -> Rule:
         ...
     ValueError: unknown rule 'phoca'; did you mean 'phocas'? rules: mean, median, ...
     """
-    *before, last = text.split("|")
+    *before, last = split(text, "|")
     rule = RULES.parse(last)
     stages = []
     for part in before:

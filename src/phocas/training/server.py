@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from phocas.rules.sharded import Evaluation
 from phocas.sharding import shard_bounds
 from phocas.specs import count, unknown
 from phocas.training.parameters import FlatParameters
@@ -132,7 +133,12 @@ class ParameterServer:
         rows = self.rows.numpy()
         s = self.num_servers
         if by_server and s > 1 and self.rule.columnwise:
-            parts = [self.rule.explain(rows[:, bounds]) for bounds in self.bounds]
+            evaluation = Evaluation(self.rule, self.num_workers, rng)
+            while evaluation.request is not None:
+                evaluation.answer(
+                    evaluation.partial(rows[:, bounds], bounds.start) for bounds in self.bounds
+                )
+            parts = [evaluation.explain(rows[:, bounds], bounds.start) for bounds in self.bounds]
             value = np.concatenate([part.value for part in parts])
             shares = np.stack([part.dropped for part in parts])
             widths = np.array([bounds.stop - bounds.start for bounds in self.bounds])
