@@ -45,6 +45,13 @@ def hostile_values(dtype: str = "float32") -> list[float]:
 
 MORE: dict[type[Stage], Callable[[int], Sequence[Stage]]] = {
     phocas.MultiKrum: lambda m: [phocas.MultiKrum(rule.b, 2) for rule in _told(phocas.Krum, m)],
+    phocas.Heraclius: lambda m: [
+        phocas.Heraclius(rule.b, 0.5) for rule in _told(phocas.Heraclius, m) if rule.b
+    ],
+    phocas.Watch: lambda m: [
+        *([phocas.Watch(phocas.NNM(1) | phocas.Krum(1))] if m > 4 else []),
+        phocas.Watch(phocas.Heraclius((m - 1) // 2)),
+    ],
     phocas.CenteredClipping: lambda _: [
         phocas.CenteredClipping(radius=2.0),
         phocas.CenteredClipping(radius=30.0, iterations=3),
@@ -85,8 +92,15 @@ def pipelines(m: int) -> list[Rule]:
     for cls in PRE_AGGREGATORS.values():
         found = examples_of(cls, m)
         stage = found[len(found) // 2]
-        result += [stage | rule for rule in strongest(stage.rows_after(m))]
+        rules = strongest(stage.rows_after(m))
+        result += [stage | rule for rule in rules if not rule.outermost]
     return result
+
+
+def averages(rule: Rule) -> bool:
+    """Tell whether a rule's value is a plain mean, which survives nothing."""
+    last = rule.rule if isinstance(rule, phocas.Pipeline) else rule
+    return isinstance(last, phocas.Mean | phocas.Watch)
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -351,18 +351,27 @@ def _write(value: object) -> str:
     return str(value)
 
 
-def _split_arguments(text: str, owner: str) -> dict[str, str]:
-    """Split ``a=1,b=(c:d=2,e=3)`` at the commas that stand outside parentheses."""
-    arguments: dict[str, str] = {}
+def split(text: str, separator: str) -> list[str]:
+    """Split text at the separators that stand outside parentheses.
+
+    >>> split("nnm:b=6|watch:rule=(nnm:b=6|phocas:b=6)", "|")
+    ['nnm:b=6', 'watch:rule=(nnm:b=6|phocas:b=6)']
+    """
     depth = 0
     parts = [""]
     for letter in text:
         depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
+        if letter == separator and depth == 0:
             parts.append("")
         else:
             parts[-1] += letter
-    for part in parts:
+    return parts
+
+
+def _split_arguments(text: str, owner: str) -> dict[str, str]:
+    """Split ``a=1,b=(c:d=2,e=3)`` at the commas that stand outside parentheses."""
+    arguments: dict[str, str] = {}
+    for part in split(text, ","):
         if not part.strip():
             continue
         key, equals, value = part.partition("=")

@@ -138,7 +138,7 @@ def test_every_attack_on_a_matrix_is_in_the_suite() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_can_be_audited(name: str) -> None:
-    parameters = {"b": "b=2", "radius": "radius=10"}
+    parameters = {"b": "b=2", "radius": "radius=10", "rule": "rule=phocas:b=2"}
     required = [
         parameters[field.name]
         for field in dataclasses.fields(RULES[name])  # type: ignore[arg-type]  # all are dataclasses

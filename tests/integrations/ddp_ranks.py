@@ -127,6 +127,16 @@ def verified(rank: int) -> Any:
 
 
 @scene
+def blocks(rank: int) -> Any:
+    return trained("heraclius:b=1", rank, verify=True)
+
+
+@scene
+def watched(rank: int) -> Any:
+    return trained("watch:rule=heraclius:b=1", rank, poison=3.0)
+
+
+@scene
 def krum(rank: int) -> Any:
     return trained("krum:b=0", rank)
 

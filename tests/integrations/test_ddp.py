@@ -25,6 +25,7 @@ from phocas.integrations.ddp import protect
 from phocas.integrations.ddp.wire import pack, unpack
 from phocas.rules.measures import Partial
 from phocas.seeds import Stream, generator
+from phocas.sharding import shard_bounds
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -112,6 +113,7 @@ def compare(results: list[Any], rule: str) -> None:
         ("mixing", "nnm:b=1|phocas:b=1"),
         ("centre", "geometric-median"),
         ("drawing", "bucketing:size=3|mean"),
+        ("watched", "watch:rule=heraclius:b=1"),
         ("bfloat16", "phocas:b=1"),
         ("bfloat16_krum", "krum:b=0"),
         ("two_columns", "phocas:b=1"),
@@ -120,6 +122,20 @@ def compare(results: list[Any], rule: str) -> None:
 )
 def test_every_rank_has_the_bits_of_one_process(ranks: Scene, name: str, rule: str) -> None:
     compare(ranks(name), rule)
+
+
+def test_heraclius_has_the_blocks_of_a_shard(ranks: Scene) -> None:
+    results = ranks("blocks")
+    assert len(results) == WORLD
+    for step in range(len(results[0])):
+        buckets = zip(*(result[step]["sent"] for result in results), strict=True)
+        parts = [
+            phocas.Heraclius(b=1)(torch.stack(rows)[:, begin:end])
+            for rows in buckets
+            for begin, end in shard_bounds(len(rows[0]), WORLD)
+        ]
+        for result in results:
+            assert bits(torch.cat(result[step]["got"])) == bits(torch.cat(parts))
 
 
 def test_the_liar_is_heard_and_buckets_are_several_and_rebuilt(ranks: Scene) -> None:

@@ -129,7 +129,9 @@ def test_straight_line_and_program_agree(kind: str, monkeypatch: pytest.MonkeyPa
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(40, 37)).astype(kind)
     rows[rng.integers(40, size=37), np.arange(37)] = np.nan
-    for window in (Window(9), Window(19), Window(13, 13), Window(19, 13), Window(19, 30)):
+    windows = [Window(9), Window(19), Window(13, 13), Window(19, 13), Window(19, 30)]
+    windows += [Window(13, 13, reach=reach) for reach in (0.5, 1.0, 4.0)]
+    for window in (*windows, Window(13, 13, reach=1.0, watched=True)):
         answers, tallies = [], []
         for limit in (192, 10):
             monkeypatch.setattr(calls, "STRAIGHT_LINE_ROWS", limit)

@@ -10,21 +10,28 @@ import numpy as np
 import pytest
 from llvmlite import binding as llvm
 
-from phocas.kernels import Window, columns, distances, jit, means, mixing, programs
-from phocas.kernels.emit import ELEMENTS, Element
+from phocas.kernels import Window, blocks, columns, distances, jit, means, mixing, programs
+from phocas.kernels.emit import ELEMENTS, ColumnArguments, Element
 from phocas.kernels.target import ALL_TARGETS, ARM64, X86_AVX2, X86_BASELINE, Target, host
 from phocas.kernels.threads import write_threads
 
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
 
+REACHING = Window(6, 6, reach=4.0)
+WATCHED = Window(6, 6, reach=4.0, watched=True)
 MODULES: dict[str, Callable[[Target, Element], str]] = {
-    "mean": lambda t, e: columns.straight_module(t, e, 5, Window(plain=True), blame=False),
-    "median": lambda t, e: columns.straight_module(t, e, 8, Window(3), blame=True),
-    "phocas": lambda t, e: columns.straight_module(t, e, 20, Window(6, 6), blame=True),
-    "bulyan": lambda t, e: columns.straight_module(t, e, 7, Window(3, 4), blame=False),
-    "table": lambda t, e: programs.table_module(t, e, drop=False, blame=True),
-    "table drop": lambda t, e: programs.table_module(t, e, drop=True, blame=True),
+    "mean": lambda t, e: columns.straight_module(t, e, 5, Window(plain=True)),
+    "median": lambda t, e: blocks.straight_module(t, e, 8, Window(3), blame=True),
+    "phocas": lambda t, e: blocks.straight_module(t, e, 20, Window(6, 6), blame=True),
+    "bulyan": lambda t, e: columns.straight_module(t, e, 7, Window(3, 4)),
+    "heraclius": lambda t, e: blocks.straight_module(t, e, 20, REACHING, blame=True),
+    "watch": lambda t, e: blocks.straight_module(t, e, 20, WATCHED, blame=True),
+    "radii": lambda t, e: blocks.straight_module(t, e, 20, REACHING, blame=False, radii=True),
+    "table": lambda t, e: programs.table_module(t, e, drop=False),
+    "table drop": lambda t, e: programs.table_module(t, e, drop=True),
+    "table blame": lambda t, e: programs.blocks_module(t, e, False, False, blame=True),
+    "table reach": lambda t, e: programs.blocks_module(t, e, True, True, blame=True),
     "combine": mixing.combine_module,
     "combine wide": lambda t, e: mixing.combine_module(t, e.wide()),
     "fused": mixing.fused_module,
@@ -80,25 +87,51 @@ def _run(target: Target, text: str, words: list[int], local: np.ndarray, columns
 @pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
 @pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(
-    "window", [Window(plain=True), Window(6), Window(9), Window(6, 6), Window(9, 6), Window(9, 14)]
+    "window",
+    [
+        Window(plain=True),
+        Window(6),
+        Window(9),
+        Window(6, 6),
+        Window(9, 6),
+        Window(9, 14),
+        REACHING,
+        WATCHED,
+    ],
 )
 def test_lesser_processors_give_the_same_bits(target: Target, kind: str, window: Window) -> None:
     rng = np.random.default_rng(0)
-    values = rng.normal(size=(20, 83)).astype(np.float32)
-    values[rng.integers(20, size=83), np.arange(83)] = rng.choice([np.nan, np.inf, 3e38, -0.0], 83)
+    d = 2 * 1083 if window.reach else 2 * 83
+    values = rng.normal(size=(20, d)).astype(np.float32)
+    values[rng.integers(20, size=d), np.arange(d)] = rng.choice([np.nan, np.inf, 3e38, -0.0], d)
     rows = values.astype(kind) if kind != "bfloat16" else values.view(np.uint16)[:, 1::2].copy()
     addresses = np.array([row.ctypes.data for row in rows], np.uint64)
-    answers = []
+    numbers = np.array([window.reach, np.nan], np.float64 if kind == "float64" else np.float32)
+    d = rows.shape[1]
+    answers: list[tuple[bytes, list[int]]] = []
     for machine in (host(), target):
-        out, counts = np.zeros(83, rows.dtype), np.zeros(20, np.int64)
-        text = columns.straight_module(machine, ELEMENTS[kind], 20, window, blame=not window.plain)
-        _run(machine, text, [addresses.ctypes.data, out.ctypes.data, 20], counts, 83)
-        answers.append((out.tobytes(), counts.tolist()))
-    assert answers[0] == answers[1]
+        out, counts = np.zeros(d, rows.dtype), np.zeros(20, np.int64)
+        element = ELEMENTS[kind]
+        words = ColumnArguments(
+            addresses.ctypes.data, out.ctypes.data, 20, constants=numbers.ctypes.data
+        )
+        if not window.watched and not window.reach:
+            plain = np.zeros_like(out)
+            text = columns.straight_module(machine, element, 20, window)
+            _run(machine, text, [*words._replace(out=plain.ctypes.data)], counts, d)
+            answers.append((plain.tobytes(), []))
+        if not window.plain:
+            text = blocks.straight_module(machine, element, 20, window, blame=True)
+            _run(machine, text, [*words], counts, d)
+            answers.append((out.tobytes(), counts.tolist()))
+    half = len(answers) // 2
+    assert answers[:half] == answers[half:]
 
 
 @pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
-@pytest.mark.parametrize("window", [Window(60), Window(99, 60), Window(99, 150)])
+@pytest.mark.parametrize(
+    "window", [Window(60), Window(99, 60), Window(99, 150), Window(60, 60, reach=1.5)]
+)
 def test_lesser_processors_run_the_program(target: Target, window: Window) -> None:
     rng = np.random.default_rng(1)
     rows = rng.normal(size=(200, 37)).astype(np.float32)
@@ -107,7 +140,9 @@ def test_lesser_processors_run_the_program(target: Target, window: Window) -> No
     answers = []
     for machine in (host(), target):
         out, counts = np.zeros(37, np.float32), np.zeros(200, np.int64)
-        text = programs.table_module(machine, ELEMENTS["float32"], bool(window.drop), blame=True)
+        text = programs.blocks_module(
+            machine, ELEMENTS["float32"], bool(window.drop), bool(window.reach), blame=True
+        )
         words = [addresses.ctypes.data, out.ctypes.data, 200, steps.ctypes.data, len(steps)]
         words += [window.trim, window.drop or 0, numbers.ctypes.data]
         _run(machine, text, words, counts, 37)

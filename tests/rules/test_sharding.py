@@ -54,7 +54,7 @@ def sharded(
             server.answer(heard[i:] + heard[:i])  # everyone hears in another order
     assert all(server.request is None for server in servers)
     return np.concatenate(
-        [server.finish(rows[:, a:b]) for server, (a, b) in zip(servers, ranges, strict=True)]
+        [server.finish(rows[:, a:b], a) for server, (a, b) in zip(servers, ranges, strict=True)]
     )
 
 
@@ -107,10 +107,10 @@ def test_shards_are_blamed_alike() -> None:
         while evaluation.request is not None:
             evaluation.answer([evaluation.partial(rows, start=0)])
         told = rule.explain(rows)
-        explained = evaluation.explain(rows)
+        explained = evaluation.explain(rows, start=0)
         assert bits(explained.value) == bits(told.value)
         np.testing.assert_array_equal(explained.dropped, told.dropped)
-        parts = [evaluation.explain(rows[:, a:b]) for a, b in ((0, 1000), (1000, 3000))]
+        parts = [evaluation.explain(rows[:, a:b], a) for a, b in ((0, 1000), (1000, 3000))]
         joined = (parts[0].dropped + 2 * parts[1].dropped) / 3
         if rule.columnwise:
             np.testing.assert_allclose(joined, told.dropped, atol=1e-12)

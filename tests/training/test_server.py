@@ -15,6 +15,8 @@ RULES = [
     "median",
     "trimmed-mean:b=3",
     "phocas:b=3",
+    "heraclius:b=3",
+    "watch:rule=heraclius:b=3",
     "krum:b=3",
     "multi-krum:b=3",
     "nnm:b=3|phocas:b=3",
@@ -58,7 +60,7 @@ def test_the_number_of_servers_changes_no_bit(rule: str) -> None:
         assert aggregate.expected == found[0][1].expected
 
 
-@pytest.mark.parametrize("rule", ["phocas:b=3", "krum:b=3"])
+@pytest.mark.parametrize("rule", ["phocas:b=3", "heraclius:b=3", "krum:b=3"])
 def test_shares_by_server_add_up_to_the_whole(rule: str) -> None:
     server = make(4, rule)
     server.rows.copy_(rows(5))

@@ -3,6 +3,7 @@
 Nothing here knows of rules, torch or servers: only of rows in memory.
 """
 
+from phocas.kernels.blocks import BLOCK_COLUMNS, spread
 from phocas.kernels.calls import (
     Rows,
     SparseMix,
@@ -13,6 +14,7 @@ from phocas.kernels.calls import (
     mix_reduce,
     pair_matrix,
     pair_sums,
+    radii,
     reduce,
     row_table,
     square_sums,
@@ -23,6 +25,7 @@ from phocas.kernels.distances import granule_columns
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
 
 __all__ = [
+    "BLOCK_COLUMNS",
     "PLAIN_MEAN",
     "Rows",
     "SparseMix",
@@ -37,9 +40,11 @@ __all__ = [
     "mix_reduce",
     "pair_matrix",
     "pair_sums",
+    "radii",
     "reduce",
     "row_table",
     "set_num_threads",
+    "spread",
     "square_sums",
     "values",
 ]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels import columns, distances, jit, means, mixing, programs
-from phocas.kernels.columns import Window
+from phocas.kernels import blocks, columns, distances, jit, means, mixing, programs
+from phocas.kernels.blocks import BLOCK_COLUMNS
+from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.emit import ELEMENTS, ColumnArguments
 from phocas.kernels.target import Target, host
 from phocas.kernels.threads import POOL, address
@@ -116,15 +117,46 @@ def compute_dtype(element: str) -> np.dtype[np.floating]:
     return np.dtype(np.float64 if element == "float64" else np.float32)
 
 
-def reduce(rows: Rows, window: Window, out: int, counts: NDArray[np.int64] | None = None) -> None:
-    """Average a window of every column into ``out``; add dropped values to ``counts``."""
+def reduce(
+    rows: Rows,
+    window: Window,
+    out: int,
+    counts: NDArray[np.int64] | None = None,
+    spread: float | None = None,
+) -> None:
+    """Average a window of every column into ``out``; add dropped values to ``counts``.
+
+    With a reach, the first column must begin a block, unless the columns are part of one block only
+    and its spread is given.
+    """
     m = len(rows)
-    kernel = _column_kernel(m, rows.element, window, counts is not None)
+    if window.watched and (counts is None or m > STRAIGHT_LINE_ROWS):
+        if counts is not None:
+            unused = np.empty(rows.columns * ELEMENTS[rows.element].size, np.uint8)
+            reduce(rows, replace(window, watched=False), address(unused), counts, spread)
+        window, counts = PLAIN_MEAN, None
+    kernel = _column_kernel(m, rows.element, window, counts is not None).given(spread)
     words = _words(address(rows.addresses), out, *kernel.rest)
     local = None if counts is None else _tallies(POOL.size(), m)
     POOL.run(kernel.work, words, local, rows.columns, CHUNK_COLUMNS)
     if counts is not None and local is not None:
         counts += local.sum(axis=0)
+
+
+def radii(rows: Rows, window: Window, mix: SparseMix | None = None) -> NDArray[np.floating]:
+    """Return the radius of every column, or column of a mix, scaled as :func:`reduce` has it."""
+    if mix is not None:
+        kind = compute_dtype(rows.element)
+        mixed = np.empty(rows.columns, kind)
+        _mix_reduce(rows, mix, _radii_kernel(len(mix), kind.name, window), mixed, BLOCK_COLUMNS)
+        return mixed
+    computed = values(rows)  # as the columns of a kernel are, whatever they are stored as
+    out = np.empty(rows.columns, computed.dtype)
+    kernel = _radii_kernel(len(rows), computed.dtype.name, window)
+    table = row_table(computed)
+    words = _words(address(table), address(out), *kernel.rest)
+    POOL.run(kernel.work, words, None, rows.columns, CHUNK_COLUMNS)
+    return out
 
 
 def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
@@ -159,16 +191,30 @@ def mix_reduce(
     window: Window,
     out: NDArray[np.floating],
     counts: NDArray[np.int64] | None = None,
+    spread: float | None = None,
 ) -> None:
-    """Mix the rows and average a window of every column, a tile at a time.
+    """Mix the rows and average a window of every column, a tile at a time; see :func:`reduce`.
 
     ``out`` is an array of computed values or of doubles.
     """
+    kernel = _column_kernel(len(mix), out.dtype.name, window, counts is not None).given(spread)
+    tallies = _mix_reduce(rows, mix, kernel, out, BLOCK_COLUMNS if window.reach else None)
+    if counts is not None:
+        counts += tallies.sum(axis=0)
+
+
+def _mix_reduce(
+    rows: Rows,
+    mix: SparseMix,
+    inner: ColumnKernel,
+    out: NDArray[np.floating],
+    tile: int | None,
+) -> NDArray[np.int64]:
+    """Mix the rows and run a column kernel over them, a tile at a time; return its tallies."""
     m, k, g = len(rows), len(mix), len(mix.centres)
     kind = out.dtype
     step = mixing.LARGEST_STEP
-    tile = max(step, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // step * step)
-    inner = _column_kernel(k, kind.name, window, counts is not None)
+    tile = tile or max(step, TILE_BYTES // ((m + k + g - 1) * kind.itemsize) // step * step)
     centres, scales = rows.addresses[mix.centres], np.array(mix.scales(), kind)
     arguments = bytearray(_words(0, 0, *inner.rest))
     rule = mixing.RuleWords(
@@ -210,8 +256,7 @@ def mix_reduce(
     )
     work = _compiled("fused", rows.element, kind == np.float64)
     POOL.run(work, _words(*words), local, rows.columns, CHUNK_COLUMNS)
-    if counts is not None:
-        counts += tallies.sum(axis=0)
+    return tallies
 
 
 def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
@@ -337,48 +382,74 @@ class ColumnKernel(NamedTuple):
 
     work: int
     rest: tuple[int, ...]
+    constants: NDArray[np.floating]
     alive: object = None
+
+    def given(self, spread: float | None) -> ColumnKernel:
+        """Return the kernel for a block whose spread is known."""
+        if spread is None:
+            return self
+        constants = self.constants.copy()
+        constants[-1] = spread
+        return self._replace(rest=(*self.rest[:-1], address(constants)), constants=constants)
 
 
 def _column_kernel(m: int, element: str, window: Window, blame: bool) -> ColumnKernel:
     straight = m <= STRAIGHT_LINE_ROWS
-    return _chosen_kernel(m, element, window, blame and not window.plain, straight)
+    return _chosen_kernel(m, element, window, blame and not window.plain, straight, radii=False)
+
+
+def _radii_kernel(m: int, element: str, window: Window) -> ColumnKernel:
+    straight = m <= STRAIGHT_LINE_ROWS
+    return _chosen_kernel(m, element, window, blame=False, straight=straight, radii=True)
 
 
 @lru_cache(maxsize=1024)
 def _chosen_kernel(
-    m: int, element: str, window: Window, blame: bool, straight: bool
+    m: int, element: str, window: Window, blame: bool, straight: bool, radii: bool
 ) -> ColumnKernel:
     kind = ELEMENTS[element]
+    reach = bool(window.reach)
+    number = compute_dtype(element).type
     if straight:
-        key = ("straight", element, m, window, blame)
+        numbers = np.array([window.reach, np.nan], number)
+        code = replace(window, reach=float(reach))  # the reach itself is a number, not code
         work = jit.address(
-            key, lambda target: columns.straight_module(target, kind, m, window, blame)
+            ("straight", element, m, code, blame, radii),
+            lambda target: (
+                blocks.straight_module(target, kind, m, code, blame, radii)
+                if reach or blame
+                else columns.straight_module(target, kind, m, code)
+            ),
         )
-        return _column_arguments(work, m=m)
+        return _column_arguments(work, numbers, m=m)
     if window.plain:
         work = jit.address(("mean", element), lambda target: means.mean_module(target, kind))
-        numbers = means.constants(m, compute_dtype(element).type)
-        return _column_arguments(work, numbers, m=m, constants=address(numbers))
+        return _column_arguments(work, means.constants(m, number), m=m)
     drop = bool(window.drop)
     work = jit.address(
-        ("table", element, drop, blame),
-        lambda target: programs.table_module(target, kind, drop, blame),
+        ("table", element, drop, reach, blame, radii),
+        lambda target: (
+            programs.blocks_module(target, kind, drop, reach, blame, radii)
+            if reach or blame
+            else programs.table_module(target, kind, drop)
+        ),
     )
     steps = programs.program(m)
-    numbers = programs.constants(window, m, compute_dtype(element).type)
     return _column_arguments(
         work,
+        programs.constants(window, m, number),
         steps,
-        numbers,
         m=m,
         program=address(steps),
         steps=len(steps),
         trim=window.trim,
         drop=window.drop or 0,
-        constants=address(numbers),
     )
 
 
-def _column_arguments(work: int, *alive: NDArray[Any], **words: int) -> ColumnKernel:
-    return ColumnKernel(work, ColumnArguments(rows=0, out=0, **words)[2:], alive)
+def _column_arguments(
+    work: int, constants: NDArray[np.floating], *alive: NDArray[Any], **words: int
+) -> ColumnKernel:
+    named = ColumnArguments(rows=0, out=0, **words, constants=address(constants))
+    return ColumnKernel(work, named[2:], constants, alive)

@@ -35,11 +35,20 @@ class Window:
     The centre is the mean of what is left when ``trim`` values are cut from each end. With
     ``drop`` it is only the point to measure from: all but the ``drop`` values farthest from it
     are averaged. ``plain`` is the mean of everything, NaN included.
+
+    With a ``reach``, dropped values that are plausible come back: in full up to so many spreads
+    from the centre, with a weight that falls to nothing at twice as many. The spread of a column
+    is its radius, the distance to the farthest value kept in any case, or the root mean square of
+    the radii of its block of columns if that is more.
+
+    ``watched`` is the mean of everything as well; the window only tells what is outside.
     """
 
     trim: int = 0
     drop: int | None = None
     plain: bool = False
+    reach: float = 0.0
+    watched: bool = False
 
     def kept(self, m: int) -> int:
         """Return how many of m values are averaged."""
@@ -81,7 +90,7 @@ def prefetch_bytes(m: int) -> int:
     return 512 if m <= 64 else 128
 
 
-def straight_module(target: Target, element: Element, m: int, window: Window, blame: bool) -> str:
+def straight_module(target: Target, element: Element, m: int, window: Window) -> str:
     """Write a kernel whose network is straight-line code."""
     f = Function(target, element)
     args = f.named(ColumnArguments._fields)
@@ -91,17 +100,12 @@ def straight_module(target: Target, element: Element, m: int, window: Window, bl
         rows = [f.load(address) for address in addresses]
         if not window.plain:
             rows = [f.nan_to_inf(value) for value in rows]
-        wires = _run_network(f, rows, addresses, window)
-        result, kept = _average(f, wires, window)
-        f.store(result, f.at(out, loop.index))
-        if blame:
-            # Loaded again, from L1: kept in registers they would crowd out the network.
-            for i, address in enumerate(addresses):
-                f.count(_outside(f, f.load(address), kept), "%local", i)
+        wires = run_network(f, rows, addresses, window)
+        f.store(average(f, wires, window).value, f.at(out, loop.index))
     return module_text(f)
 
 
-def _run_network(f: Function, rows: list[str], addresses: list[str], window: Window) -> list[str]:
+def run_network(f: Function, rows: list[str], addresses: list[str], window: Window) -> list[str]:
     """Sort across the registers; fetch the next turn's rows meanwhile, a few at a time."""
     wires = list(rows)
     m = len(rows)
@@ -121,51 +125,48 @@ def _run_network(f: Function, rows: list[str], addresses: list[str], window: Win
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """How to tell a kept value: within [low, high], or within a scaled distance of the centre."""
+class Averaged:
+    """A window's mean, and how to tell a kept value from a dropped one.
 
+    It is within [``low``, ``high``]; with a scale, within the distance ``high`` of ``-low``, all
+    scaled. What is not used is dead code.
+    """
+
+    value: str
     low: str = ""
     high: str = ""
-    scale: float = 0.0
-    minus_centre: str = ""
-    radius: str = ""
+    centre: str = ""
+    total: str = ""
+    """The sum of the scaled distances of the kept values to the centre."""
+    beyond: tuple[str, ...] = ()
+    """The scaled distances of the dropped values, where each is one of a pair."""
 
 
-def _outside(f: Function, value: str, kept: Kept) -> str:
-    if kept.radius:
-        distance = f.absolute(f.scaled_add(value, kept.scale, kept.minus_centre))
-        return f.compare("ugt", distance, kept.radius)
-    below, above = f.compare("ult", value, kept.low), f.compare("ugt", value, kept.high)
-    return f.op(f"or {f.mask} {below}, {above}")
-
-
-def _average(f: Function, wires: list[str], window: Window) -> tuple[str, Kept]:
-    """Return the window's mean, and how to tell a kept value from a dropped one.
-
-    What only blame needs is written all the same: without blame it is dead code.
-    """
+def average(f: Function, wires: list[str], window: Window) -> Averaged:
+    """Average a window of sorted values."""
     m = len(wires)
     if window.plain:
-        return _plain_mean(f, wires), Kept()
+        return Averaged(plain_mean(f, wires))
     centre = wires[window.trim : m - window.trim]
     y = _mean_from(f, centre[0], centre[1:])
     if not window.drop:
-        low, high = _bounds(f, centre)
-        result = _held(f, y, lambda: centre) if len(centre) > 1 else y
-        return result, Kept(low=low, high=high)
+        result = held(f, y, lambda: _bounds(f, centre)) if len(centre) > 1 else y
+        return Averaged(result, *_bounds(f, centre))
     b = window.drop
     scale = scale_for(m - b)
     scaled_y = f.mul(y, f.splat(scale))
     minus_y = f.negate(scaled_y)
     total = radius = ""
-    choices = []
+    choices, beyond = [], []
     for k in range(min(b, m - b)):
         # Scaled, so that no finite distance overflows to that of an infinity.
         if 2 * b <= m:
             down = f.scaled_add(wires[k], -scale, scaled_y)
             up = f.scaled_add(wires[m - b + k], scale, minus_y)
             below = f.compare("ole", down, up)
-            nearer = f.select(below, f.negate(down), up)
+            down = f.negate(down)
+            nearer = f.select(below, down, up)
+            beyond.append(f.select(below, up, down))
             choices.append((below, wires[k], wires[m - b + k]))
         else:
             nearer, value = _nearest_of(f, wires[k :: m - b], scale, minus_y)
@@ -180,9 +181,13 @@ def _average(f: Function, wires: list[str], window: Window) -> tuple[str, Kept]:
         radius = f.high(radius, f.absolute(distance))
     for wire in centre:
         radius = f.high(radius, f.absolute(f.scaled_add(wire, scale, minus_y)))
+    if window.reach:
+        return Averaged("", minus_y, radius, y, total, tuple(beyond))
     result = f.fma(total, f.splat(1 / (scale * (m - b))), y)
-    result = _held(f, result, lambda: wires[b : m - b] + [f.select(*each) for each in choices])
-    return result, Kept(scale=scale, minus_centre=minus_y, radius=radius)
+    result = held(
+        f, result, lambda: _bounds(f, wires[b : m - b] + [f.select(*each) for each in choices])
+    )
+    return Averaged(result, minus_y, radius)
 
 
 def _nearest_of(f: Function, values: list[str], scale: float, minus_y: str) -> tuple[str, str]:
@@ -203,7 +208,7 @@ def _bounds(f: Function, values: list[str]) -> tuple[str, str]:
     return low, high
 
 
-def _held(f: Function, mean: str, values: Callable[[], list[str]]) -> str:
+def held(f: Function, mean: str, bounds: Callable[[], tuple[str, str]]) -> str:
     """Return a mean within the values that it is of; away from zero it is there by itself.
 
     Always to compare took a tenth more time at d = 118,282. Half precision has no number that
@@ -217,10 +222,11 @@ def _held(f: Function, mean: str, values: Callable[[], list[str]]) -> str:
     before, tag = f.block, f.name()[1:]
     f.line(f"  br i1 {any_}, label %small{tag}, label %held{tag}")
     f.label(f"small{tag}")
-    held = within(f, mean, *_bounds(f, values()))
+    inside = within(f, mean, *bounds())
+    after = f.block
     f.line(f"  br label %held{tag}")
     f.label(f"held{tag}")
-    return f.op(f"phi {f.vector} [ {mean}, %{before} ], [ {held}, %small{tag} ]")
+    return f.op(f"phi {f.vector} [ {mean}, %{before} ], [ {inside}, %{after} ]")
 
 
 def within(f: Function, value: str, low: str, high: str) -> str:
@@ -242,7 +248,8 @@ def _mean_from(f: Function, pivot: str, others: list[str]) -> str:
     return f.fma(total, f.splat(1 / (scale * size)), pivot)
 
 
-def _plain_mean(f: Function, values: list[str]) -> str:
+def plain_mean(f: Function, values: list[str]) -> str:
+    """Return the mean of all values, NaN if one is."""
     scale = plain_scale(len(values))
     total = f.mul(values[0], f.splat(scale))
     for value in values[1:]:

@@ -231,15 +231,6 @@ class Function:
             value = self.op(f"fptrunc {self.vector} {value} to {raw}")
         self.line(f"  store {raw} {value}, ptr {address}, align {self.element.size}")
 
-    def count(self, mask: str, totals: str, i: int | str) -> None:
-        """Add the number of lanes in the mask to the i-th of an array of 64-bit totals."""
-        bits = self.op(f"bitcast {self.mask} {mask} to i{self.lanes}")
-        number = self.op(f"call i{self.lanes} @llvm.ctpop.i{self.lanes}(i{self.lanes} {bits})")
-        wide = self.op(f"zext i{self.lanes} {number} to i64")
-        where = self.at(totals, str(i), "i64")
-        old = self.op(f"load i64, ptr {where}")
-        self.line(f"  store i64 {self.op(f'add i64 {old}, {wide}')}, ptr {where}")
-
     def _round_bfloat16(self, value: str) -> str:
         words = self.words
         bits = self.op(f"bitcast {self.vector} {value} to {words}")
@@ -335,7 +326,6 @@ def declarations(f: Function) -> str:
     """Declare the intrinsics that functions of this type may use."""
     v = f.vector
     return f"""
-declare i{f.lanes} @llvm.ctpop.i{f.lanes}(i{f.lanes})
 declare {v} @llvm.fma.{f.suffix}({v}, {v}, {v})
 declare {v} @llvm.fabs.{f.suffix}({v})
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
@@ -360,18 +350,51 @@ class ColumnArguments(NamedTuple):
 SIGNATURE = "(ptr noalias %args, ptr noalias %local, i64 %start, i64 %stop)"
 
 
+def pad_text(f: Function) -> str:
+    """Write the function that copies the last columns, fewer than a vector, into a padded block.
+
+    So code over whole vectors is compiled once. The padding is zero in every row, and a zero among
+    zeros is never dropped.
+    """
+    lanes, kind, size = f.lanes, f.element.memory, f.element.size
+    return f"""
+define internal void @pad(
+    ptr noalias %rows, i64 %m, i64 %column, i64 %rest, ptr noalias %table, ptr noalias %cells
+) noinline {{
+entry:
+  %number = mul i64 %m, {lanes * size}
+  call void @llvm.memset.p0.i64(ptr %cells, i8 0, i64 %number, i1 false)
+  %bytes = mul i64 %rest, {size}
+  br label %copy
+copy:
+  %i = phi i64 [ 0, %entry ], [ %next, %copy ]
+  %slot = getelementptr ptr, ptr %rows, i64 %i
+  %row = load ptr, ptr %slot
+  %from = getelementptr {kind}, ptr %row, i64 %column
+  %offset = mul i64 %i, {lanes}
+  %to = getelementptr {kind}, ptr %cells, i64 %offset
+  call void @llvm.memcpy.p0.p0.i64(ptr %to, ptr %from, i64 %bytes, i1 false)
+  %entry_slot = getelementptr ptr, ptr %table, i64 %i
+  store ptr %to, ptr %entry_slot
+  %next = add i64 %i, 1
+  %more = icmp slt i64 %next, %m
+  br i1 %more, label %copy, label %done
+done:
+  ret void
+}}
+"""
+
+
 def module_text(f: Function) -> str:
     """Wrap a body over whole vectors of columns into a ``kernel`` over any number of columns.
 
-    ``args`` are :class:`ColumnArguments`. The last columns are copied into a padded block on the
-    stack, so that the body is compiled once. The padding is zero in every row, and a zero among
-    zeros is never dropped.
+    ``args`` are :class:`ColumnArguments`.
     """
     words = ColumnArguments._fields
     rows, out, m = (words.index(name) for name in ("rows", "out", "m"))
     lanes, kind, size = f.lanes, f.element.memory, f.element.size
     body = "\n".join(f.lines)
-    return f"""{declarations(f)}
+    return f"""{declarations(f)}{pad_text(f)}
 define internal void @body{SIGNATURE} noinline {{
 entry:
 {body}
@@ -395,33 +418,17 @@ tail:
   %out = load ptr, ptr %out_slot
   %m_slot = getelementptr i64, ptr %args, i64 {m}
   %m = load i64, ptr %m_slot
-  %cells = mul i64 %m, {lanes}
-  %scratch = alloca {kind}, i64 %cells, align 64
+  %number = mul i64 %m, {lanes}
+  %cells = alloca {kind}, i64 %number, align 64
   %answer = alloca {kind}, i64 {lanes}, align 64
   %table = alloca ptr, i64 %m, align 8
   %table_slot = getelementptr ptr, ptr %padded, i64 {rows}
   store ptr %table, ptr %table_slot
   %answer_slot = getelementptr ptr, ptr %padded, i64 {out}
   store ptr %answer, ptr %answer_slot
-  %cell_bytes = mul i64 %cells, {size}
-  call void @llvm.memset.p0.i64(ptr %scratch, i8 0, i64 %cell_bytes, i1 false)
-  %bytes = mul i64 %rest, {size}
-  br label %copy
-copy:
-  %i = phi i64 [ 0, %tail ], [ %next, %copy ]
-  %slot = getelementptr ptr, ptr %rows, i64 %i
-  %row = load ptr, ptr %slot
-  %from = getelementptr {kind}, ptr %row, i64 %whole
-  %offset = mul i64 %i, {lanes}
-  %to = getelementptr {kind}, ptr %scratch, i64 %offset
-  call void @llvm.memcpy.p0.p0.i64(ptr %to, ptr %from, i64 %bytes, i1 false)
-  %entry_slot = getelementptr ptr, ptr %table, i64 %i
-  store ptr %to, ptr %entry_slot
-  %next = add i64 %i, 1
-  %more = icmp slt i64 %next, %m
-  br i1 %more, label %copy, label %finish
-finish:
+  call void @pad(ptr %rows, i64 %m, i64 %whole, i64 %rest, ptr %table, ptr %cells)
   call void @body(ptr %padded, ptr %local, i64 0, i64 {lanes})
+  %bytes = mul i64 %rest, {size}
   %place = getelementptr {kind}, ptr %out, i64 %whole
   call void @llvm.memcpy.p0.p0.i64(ptr %place, ptr %answer, i64 %bytes, i1 false)
   br label %done

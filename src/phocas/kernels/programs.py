@@ -12,11 +12,13 @@ them 118 ms, this 79 ms.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
 
-from phocas.kernels.columns import Window, prefetch_bytes, scale_for, within
+from phocas.kernels import blocks
+from phocas.kernels.columns import Averaged, Window, prefetch_bytes, scale_for, within
 from phocas.kernels.emit import ColumnArguments, Element, Function, module_text
 from phocas.kernels.networks import sorting_network
 from phocas.kernels.target import Target
@@ -73,18 +75,79 @@ def _merge_steps(begin: int, length: int, direction: int) -> Iterator[Step]:
 
 
 def constants(window: Window, m: int, kind: type[np.floating]) -> np.ndarray:
-    """Return the scales and their inverses for the two means."""
+    """Return the scales and their inverses for the two means, the reach and no given spread."""
     centre = m - 2 * window.trim
     kept = window.kept(m)
     first, second = scale_for(centre), scale_for(kept)
-    return np.array([first, 1 / (first * centre), second, 1 / (second * kept)], kind)
+    inverses = 1 / (first * centre), 1 / (second * kept)
+    return np.array([first, inverses[0], second, inverses[1], window.reach, np.nan], kind)
 
 
-def table_module(target: Target, element: Element, drop: bool, blame: bool) -> str:
+def table_module(target: Target, element: Element, drop: bool) -> str:
     """Write the kernel of any number of rows."""
     f = Function(target, element)
     args = f.named(ColumnArguments._fields)
-    rows_table, out = args.pointer("rows"), args.pointer("out")
+    rows, out = args.pointer("rows"), args.pointer("out")
+    with _columns(f, rows, "%start", "%stop", drop) as (column, found):
+        f.store(found.value, f.at(out, column))
+    return module_text(f) + _sort_function(target, element)
+
+
+def blocks_module(
+    target: Target,
+    element: Element,
+    drop: bool,
+    reach: bool,
+    blame: bool,
+    radii: bool = False,
+) -> str:
+    """Write the kernel over blocks, for blame or with a reach."""
+    f = Function(target, element)
+    end = f.op("add i64 %column, %count")
+    with _columns(f, "%rows", "%column", end, drop) as (column, found):
+        left: tuple[str, ...] = (found.low, found.high)
+        if reach and not radii:
+            left += (found.centre,)
+        elif not radii:
+            f.store(found.value, f.at("%out", column))
+        place = f.op(f"add i64 %place, {f.op(f'sub i64 {column}, %column')}")
+        blocks.leave(f, left, place)
+
+    def weigh(g: Function, weights: blocks.Weights, place: str) -> tuple[str, str]:
+        """Go over the rows again: what a block drops of many rows is more than a cache holds."""
+        column = g.op(f"add i64 %column, {g.op(f'sub i64 {place}, %place')}")
+        minus = g.load_vector(blocks.slot(g, blocks.LOW, place))
+        with g.loop("0", g.named(ColumnArguments._fields).integer("m")) as each:
+            total = each.carry(g.vector, "zeroinitializer")
+            weight = each.carry(g.vector, "zeroinitializer")
+            value = g.load(g.at(g.pointer("%rows", each.index), column))
+            distance = g.multiply_add(value, scaled(g) or "", minus)
+            more = weights.add(distance, total, weight)
+            each.update(total, more[0])
+            each.update(weight, more[1])
+        return total, weight
+
+    def scaled(g: Function) -> str | None:
+        numbers = g.named(ColumnArguments._fields).pointer("constants")
+        return g.broadcast(g.scalar_at(numbers, 2)) if drop else None
+
+    sweeps = blocks.Sweeps(
+        blocks.first_text(f),
+        len(left),
+        blocks.second_text(target, element, scaled, weigh) if reach and not radii else "",
+        blocks.blame_text(target, element, scaled) if blame else "",
+        radii,
+        reach=4,
+    )
+    return blocks.module_text(f, sweeps) + _sort_function(target, element)
+
+
+@contextmanager
+def _columns(
+    f: Function, rows: str, start: str, stop: str, drop: bool
+) -> Iterator[tuple[str, Averaged]]:
+    """Write the loop that sorts a vector of columns after the other and averages their windows."""
+    args = f.named(ColumnArguments._fields)
     m, steps, trim, b = (args.integer(name) for name in ("m", "steps", "trim", "drop"))
     text, numbers = args.pointer("program"), args.pointer("constants")
     scale1, inverse1, scale2, inverse2 = (f.broadcast(f.scalar_at(numbers, i)) for i in range(4))
@@ -92,9 +155,9 @@ def table_module(target: Target, element: Element, drop: bool, blame: bool) -> s
     with f.loop(m, padded) as each:
         f.store_vector(f.splat(float("inf")), f.at(tile, each.index, f.vector))
     last = f.op(f"sub i64 {m}, {trim}")
-    with f.loop("%start", "%stop", f.lanes) as loop:
+    with f.loop(start, stop, f.lanes) as loop:
         with f.loop("0", m) as each:
-            address = f.at(f.pointer(rows_table, each.index), loop.index)
+            address = f.at(f.pointer(rows, each.index), loop.index)
             f.store_vector(f.nan_to_inf(f.load(address)), f.at(tile, each.index, f.vector))
             f.prefetch(address, prefetch_bytes(1024))
         f.line(f"  call void @sort(ptr {tile}, ptr {text}, i64 {steps})")
@@ -106,21 +169,11 @@ def table_module(target: Target, element: Element, drop: bool, blame: bool) -> s
             value = f.load_vector(f.at(tile, each.index, f.vector))
             each.update(total, f.add(total, f.fma(value, scale1, minus)))
         y = f.fma(total, inverse1, pivot)
-        result = within(f, y, pivot, high)
+        found = Averaged(within(f, y, pivot, high), pivot, high)
         if drop:
             result, radius, minus_y = _nearest(f, tile, m, trim, b, y, scale2, inverse2)
-        f.store(result, f.at(out, loop.index))
-        if blame:
-            with f.loop("0", m) as each:
-                value = f.load(f.at(f.pointer(rows_table, each.index), loop.index))
-                if drop:
-                    distance = f.absolute(f.fma(value, scale2, minus_y))
-                    outside = f.compare("ugt", distance, radius)
-                else:
-                    below, above = f.compare("ult", value, pivot), f.compare("ugt", value, high)
-                    outside = f.op(f"or {f.mask} {below}, {above}")
-                f.count(outside, "%local", each.index)
-    return module_text(f) + _sort_function(target, element)
+            found = Averaged(result, minus_y, radius, centre=y)
+        yield loop.index, found
 
 
 def _tile(f: Function, m: str) -> tuple[str, str]:

@@ -12,11 +12,13 @@ from phocas.rules.columnwise import (
     TrimmingRule,
 )
 from phocas.rules.function import FunctionRule
+from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.promise import Tolerance
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum, RowRule
 from phocas.rules.sharded import Evaluation
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
+from phocas.rules.watch import Watch
 
 __all__ = [
     "CGE",
@@ -35,6 +37,7 @@ __all__ = [
     "Explanation",
     "FunctionRule",
     "GeometricMedian",
+    "Heraclius",
     "Krum",
     "MeaMed",
     "Mean",
@@ -49,6 +52,7 @@ __all__ = [
     "Tolerance",
     "TrimmedMean",
     "TrimmingRule",
+    "Watch",
     "aggregate",
     "parse_rule",
 ]

@@ -7,13 +7,14 @@ that memory stays bounded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phocas.kernels import Window
+from phocas.kernels import BLOCK_COLUMNS, PLAIN_MEAN, Window
 from phocas.rules.algebra import (
     Decision,
     Distances,
@@ -60,8 +61,15 @@ class DeviceMatrix:
         if decision.function is not None:
             return self._by_function(decision.function, decision.mix.weights)
         answers = []
+        spreads = self._spreads(decision) if decision.window.reach else None
+        done = 0
         for tensor in self.tensors:
-            parts = [self._reduce(block, decision, counts) for block in _blocks(tensor)]
+            parts = []
+            for block in _blocks(tensor):
+                end = done + block.shape[1]
+                known = None if spreads is None else spreads[done:end]
+                parts.append(self._reduce(block, decision, counts, known))
+                done = end
             answers.append(torch.cat(parts) if parts else tensor.new_empty(0))
         return self.rebuild(answers)
 
@@ -72,37 +80,130 @@ class DeviceMatrix:
         parts = torch.split(values, [tensor.shape[1] for tensor in self.tensors])
         return self.rebuild([part.to(like) for part, like in zip(parts, self.tensors, strict=True)])
 
+    def _spreads(self, decision: Decision) -> torch.Tensor:
+        """Return the spread of each column's block, which may lie in several tensors."""
+        radii = torch.cat(
+            [
+                nearest(_mixed(_computed(block), decision.mix.weights), decision.window).radius
+                for tensor in self.tensors
+                for block in _blocks(tensor)
+            ]
+        )
+        radii = torch.where(radii.isfinite(), radii, 0)
+        sizes = torch.ones_like(radii)
+        blocks, sizes = (
+            torch.nn.functional.pad(each, (0, -self.d % BLOCK_COLUMNS)).view(-1, BLOCK_COLUMNS)
+            for each in (radii, sizes)
+        )
+        # Around the largest, so that no square overflows.
+        largest = blocks.amax(dim=1).clamp(min=torch.finfo(radii.dtype).tiny)
+        squares = (blocks / largest[:, None]).square().sum(dim=1)
+        spreads = (squares / sizes.sum(dim=1)).sqrt() * largest
+        return spreads.repeat_interleave(BLOCK_COLUMNS)[: self.d]
+
     def _reduce(
-        self, block: torch.Tensor, decision: Decision, counts: NDArray[np.int64] | None
+        self,
+        block: torch.Tensor,
+        decision: Decision,
+        counts: NDArray[np.int64] | None,
+        spreads: torch.Tensor | None,
     ) -> torch.Tensor:
-        weights = decision.mix.weights
+        weights, window = decision.mix.weights, decision.window
         rows = _computed(block)
         if weights is not None and needs_double(weights) and rows.device.type != "mps":
             rows = rows.double()
         rows = _mixed(rows, weights)
         if weights is not None and len(weights) == 1:
-            return rows[0].to(block.dtype)
-        value, outside = window_mean(rows, decision.window)
+            value, outside = rows[0], None
+        else:
+            value, outside = window_mean(rows, window, spreads)
+        if window.watched:
+            value = window_mean(_computed(block), PLAIN_MEAN)[0]
         if counts is not None and outside is not None:
             counts += outside.sum(dim=1).cpu().numpy()
         return value.to(block.dtype)
 
 
-def window_mean(rows: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the mean of each column's window, and which values are outside it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Nearest:
+    """The values of a column nearest to its centre; distances are halved, so as not to overflow."""
+
+    rows: torch.Tensor
+    """All values; NaN is +inf."""
+    centre: torch.Tensor
+    kept: torch.Tensor
+    """The distances of the values nearest to the centre."""
+    chosen: torch.Tensor
+    """These values."""
+
+    @property
+    def radius(self) -> torch.Tensor:
+        """Return the distance to the farthest of them."""
+        return self.kept.abs().amax(dim=0)
+
+
+def window_mean(
+    rows: torch.Tensor, window: Window, spreads: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the mean of each column's window, and which values are outside it.
+
+    ``spreads`` are those of the columns' blocks, halved, for a window with a reach.
+    """
     m = len(rows)
     if window.plain:
         return (rows / m).sum(dim=0), None
-    rows = torch.where(rows.isnan(), torch.inf, rows)
-    wires = rows.sort(dim=0).values
-    centre = wires[window.trim : m - window.trim]
-    # Around a member, as in the kernels: equal values give that value, and nothing overflows.
-    y = centre[0] + ((centre / len(centre)) - (centre[:1] / len(centre))).sum(dim=0)
     if not window.drop:
-        return y.clamp(centre[0], centre[-1]), (rows < centre[0]) | (rows > centre[-1])
-    b = window.drop
-    half_y = y / 2
-    distances = wires / 2 - half_y
+        rows, wires = _ordered(rows)
+        centre = wires[window.trim : m - window.trim]
+        value = _centre(centre).clamp(centre[0], centre[-1])
+        return value, (rows < centre[0]) | (rows > centre[-1])
+    found = nearest(rows, window)
+    y, radius = found.centre, found.radius
+    if spreads is not None:
+        return _reaching(found, window.reach, spreads)
+    value = y + 2 * (found.kept / len(found.kept)).sum(dim=0)
+    value = value.clamp(found.chosen.amin(dim=0), found.chosen.amax(dim=0))
+    return value, (found.rows / 2 - y / 2).abs() > radius
+
+
+def _reaching(
+    found: Nearest, reach: float, spreads: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Average with weights that fall beyond the reach."""
+    distances = found.rows / 2 - found.centre / 2
+    lengths, radius = distances.abs(), found.radius
+    limit = torch.finfo(lengths.dtype).max / 4
+    full = (torch.maximum(radius, spreads) * reach).clamp(max=limit)
+    outside = lengths > torch.maximum(radius, 2 * full)
+    weights = ((2 * full - lengths) / full).clamp(0, 1)
+    weights = torch.where(lengths <= radius, 1, weights).masked_fill(outside, 0)
+    share = weights / weights.sum(dim=0)
+    value = found.centre + 2 * (share * distances.masked_fill(outside, 0)).sum(dim=0)
+    low = found.rows.masked_fill(outside, torch.inf).amin(dim=0)
+    high = found.rows.masked_fill(outside, -torch.inf).amax(dim=0)
+    return value.clamp(low, high), outside
+
+
+def _ordered(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows with +inf for NaN, and their columns sorted."""
+    rows = torch.where(rows.isnan(), torch.inf, rows)
+    return rows, rows.sort(dim=0).values
+
+
+def _centre(values: torch.Tensor) -> torch.Tensor:
+    """Average around a member, as in the kernels: equal values are exact, nothing overflows."""
+    size = len(values)
+    return values[0] + (values / size - values[:1] / size).sum(dim=0)
+
+
+def nearest(rows: torch.Tensor, window: Window) -> Nearest:
+    """Find the values of each column that are nearest to the mean of its middle."""
+    m = len(rows)
+    rows, wires = _ordered(rows)
+    wires = rows.sort(dim=0).values
+    y = _centre(wires[window.trim : m - window.trim])
+    b = window.drop or 0
+    distances = wires / 2 - y / 2
     # The window has one value of each place modulo m - b, the nearest.
     kept, chosen = distances[: m - b].clone(), wires[: m - b].clone()
     for start in range(m - b, m, m - b):
@@ -111,8 +212,7 @@ def window_mean(rows: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch
         nearer = kept[:n].abs() <= others.abs()
         kept[:n] = torch.where(nearer, kept[:n], others)
         chosen[:n] = torch.where(nearer, chosen[:n], wires[start : start + n])
-    value = (y + 2 * (kept / (m - b)).sum(dim=0)).clamp(chosen.amin(dim=0), chosen.amax(dim=0))
-    return value, (rows / 2 - half_y).abs() > kept.abs().amax(dim=0)
+    return Nearest(rows, y, kept, chosen)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

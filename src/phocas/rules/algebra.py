@@ -8,7 +8,7 @@ runs it decides where the rows are: in one array, on twenty servers or on an acc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -44,6 +44,17 @@ class Norms:
 
     weights: Floats | None = None
     scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Radii:
+    """Ask for the radii of a window's columns in those blocks of columns that are cut.
+
+    Whoever holds a block as a whole works its spread out alone.
+    """
+
+    window: Window
+    weights: Floats | None = None
 
 
 Request: TypeAlias = Distances | Norms
@@ -233,12 +244,15 @@ Function: TypeAlias = Callable[[NDArray[Any]], Any]
 class Decision:
     """What remains when a rule has been planned: a mix, and a window of each column.
 
-    A ``function`` of the mixed rows takes the window's place if there is one.
+    A ``function`` of the mixed rows takes the window's place if there is one. ``spreads`` are those
+    of the blocks of columns that are cut, by number, for a window that reaches by them; None if
+    there is no more than the columns at hand.
     """
 
     mix: Mix
     window: Window
     function: Function | None = None
+    spreads: Mapping[int, float] | None = None
 
 
 def by_function(function: Function, rows: NDArray[Any]) -> NDArray[Any]:

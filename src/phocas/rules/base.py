@@ -110,6 +110,8 @@ class Rule(Stage):
     """Whether each column is reduced on its own, so that any server can do it for its columns."""
     whole: bool = False
     """Whether all columns must be in one place, so that only one server can do it."""
+    outermost: ClassVar[bool] = False
+    """Whether it must see the rows as they come, with nothing before it."""
 
     @abstractmethod
     def window(self, m: int) -> Window:
@@ -235,6 +237,13 @@ class Pipeline(Rule):
     stages: tuple[PreAggregator, ...]
     rule: Rule
     name: ClassVar[str] = "pipeline"
+
+    def __post_init__(self) -> None:
+        """Refuse a rule that must see the rows as they come."""
+        if self.rule.outermost:
+            raise ValueError(
+                f"{type(self.rule).__name__} goes around a pipeline, not into one: got {self}"
+            )
 
     def __str__(self) -> str:
         return "|".join(str(stage) for stage in (*self.stages, self.rule))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.floats import FORMATS, to_bfloat16
-from phocas.kernels import Rows, SparseMix
+from phocas.kernels import Rows, SparseMix, Window
 from phocas.rules import measures
 from phocas.rules.algebra import (
     Decision,
     Floats,
     Function,
     Matrix,
+    Radii,
     Request,
     by_function,
     needs_double,
@@ -108,26 +109,39 @@ class HostMatrix:
         """Answer a rule's question about whole rows."""
         return measures.total(request, [self.partial(request)])
 
-    def partial(self, request: Request, start: int = 0) -> measures.Partial:
+    def partial(self, request: Request | Radii, start: int = 0) -> measures.Partial:
         """Return what these columns contribute, if they begin at column ``start`` of more."""
         m = self.m if request.weights is None else len(request.weights)
         result = measures.Partial(m)
         for piece in self.pieces:
             for begin, rows in piece.blocks():
-                result += measures.partial(request, start + piece.start + begin, rows)
+                place = start + piece.start + begin
+                if isinstance(request, Radii):
+                    result += measures.edge_radii(request, place, rows)
+                else:
+                    result += measures.partial(request, place, rows)
         return result
 
-    def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
-        """Mix and reduce; count what was dropped of each mixed row."""
+    def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
+        """Mix and reduce; count what was dropped of each mixed row.
+
+        With spreads of blocks that are cut, the columns begin at column ``start`` of more.
+        """
         if decision.function is not None:
             return self._by_function(decision.function, decision.mix.weights)
+        spreads = decision.spreads
+        if spreads is None:
+            start, spreads = 0, self._cut_spreads(decision)
         answers = []
         for piece in self.pieces:
             out: NDArray[Any] | None = None
             for begin, rows in piece.blocks():
                 if out is None:
                     out = np.empty(piece.columns, _answer_dtype(decision, rows, piece))
-                _apply(decision, rows, out[begin : begin + rows.columns], counts)
+                place = start + piece.start + begin
+                for first, last, spread in _segments(place, rows.columns, spreads):
+                    part = rows if last - first == rows.columns else rows.shifted(first, last)
+                    _apply(decision, part, out[begin + first : begin + last], counts, spread)
             if out is None:
                 out = np.empty(0, piece.arrays[0].dtype)
             answers.append(_stored(out, piece.element))
@@ -144,6 +158,13 @@ class HostMatrix:
             [_stored(part, piece.element) for part, piece in zip(parts, self.pieces, strict=True)]
         )
 
+    def _cut_spreads(self, decision: Decision) -> Mapping[int, float]:
+        """Return the spreads of blocks that lie in more than one piece."""
+        cut = any(piece.start % kernels.BLOCK_COLUMNS for piece in self.pieces)
+        if not cut or not decision.window.reach:
+            return {}
+        return measures.spreads([self.partial(Radii(decision.window, decision.mix.weights))])
+
 
 def _mixed(rows: Rows, weights: Floats | None) -> NDArray[Any]:
     if weights is None:
@@ -153,42 +174,72 @@ def _mixed(rows: Rows, weights: Floats | None) -> NDArray[Any]:
     return out
 
 
+def _segments(
+    start: int, columns: int, spreads: Mapping[int, float]
+) -> Iterator[tuple[int, int, float | None]]:
+    """Yield ranges of columns that a kernel may take at once: parts of blocks have their spread."""
+    block = kernels.BLOCK_COLUMNS
+    head = min(columns, -start % block) if spreads else 0
+    if head and start // block not in spreads:
+        raise ValueError(f"columns must begin where they were measured: got start={start}")
+    if head:
+        yield 0, head, spreads[start // block]
+    last = (start + columns) // block
+    tail = max(head, last * block - start) if last in spreads else columns
+    if tail > head:
+        yield head, tail, None
+    if columns > tail:
+        yield tail, columns, spreads[last]
+
+
 def _answer_dtype(decision: Decision, rows: Rows, piece: Piece) -> np.dtype[Any]:
     """Return what the kernels write: stored values, or computed ones after arithmetic on rows."""
     mixed = decision.mix.weights is not None and decision.mix.selected is None
-    if mixed or rows.element != piece.element:
+    if (mixed and not decision.window.watched) or rows.element != piece.element:
         return kernels.compute_dtype(rows.element)
     return piece.arrays[0].dtype.newbyteorder("=")
 
 
 def _apply(
-    decision: Decision, rows: Rows, out: NDArray[Any], counts: NDArray[np.int64] | None
+    decision: Decision,
+    rows: Rows,
+    out: NDArray[Any],
+    counts: NDArray[np.int64] | None,
+    spread: float | None,
 ) -> None:
     weights = decision.mix.weights
     chosen = decision.mix.selected
+    window = decision.window
+    if window.watched and weights is not None:
+        kernels.reduce(rows, kernels.PLAIN_MEAN, kernels.address(out))
+        if counts is None:
+            return
+        window = replace(window, watched=False)
+        out = np.empty(rows.columns, kernels.compute_dtype(rows.element))
     if weights is None or chosen is not None:
         rows = rows if chosen is None else rows.take(chosen)
-        kernels.reduce(rows, decision.window, kernels.address(out), counts)
+        kernels.reduce(rows, window, kernels.address(out), counts, spread)
     elif out.dtype == np.float32 and needs_double(weights):
         wide = np.empty(len(out))
-        _mix(decision, SparseMix.of(weights), rows, wide, counts)
+        _mix(window, SparseMix.of(weights), rows, wide, counts, spread)
         with np.errstate(over="ignore", under="ignore"):
             out[:] = wide
     else:
-        _mix(decision, SparseMix.of(weights), rows, out, counts)
+        _mix(window, SparseMix.of(weights), rows, out, counts, spread)
 
 
 def _mix(
-    decision: Decision,
+    window: Window,
     mix: SparseMix,
     rows: Rows,
     out: NDArray[Any],
     counts: NDArray[np.int64] | None,
+    spread: float | None,
 ) -> None:
     if len(mix) == 1:
         kernels.combine(rows, mix, out[None, :])
     else:
-        kernels.mix_reduce(rows, mix, decision.window, out, counts)
+        kernels.mix_reduce(rows, mix, window, out, counts, spread)
 
 
 def _stored(values: NDArray[Any], element: str) -> NDArray[Any]:

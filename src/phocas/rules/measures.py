@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.kernels import Rows
-from phocas.rules.algebra import Distances, Floats, Norms, Request
+from phocas.rules.algebra import Distances, Floats, Mix, Norms, Radii, Request
 
 MIXED_GRANULES = 16  # mixed rows are made that many granules at a time, fewer of more rows
 VECTOR = 16  # columns that kernels measure at a time
@@ -86,13 +87,69 @@ def total(request: Request, partials: Iterable[Partial], columns: int | None = N
 
     With the number of columns that there should be, columns missing at the end are noticed too.
     """
+    parts = _checked(partials)
+    m = parts[0].m
+    granule = kernels.granule_columns(m)
+    blocks, edges = _covering(parts, granule, columns)
+    whole = dict(blocks)
+    for number, values in _complete(edges, m, granule).items():
+        whole[number] = _sums(request, rows_of(values), granule)
+    if not whole:
+        width = (m, m) if isinstance(request, Distances) else (m,)
+        return np.zeros(width)
+    added = _in_order([whole[number] for number in sorted(whole)])
+    return kernels.pair_matrix(added, m) if isinstance(request, Distances) else added[:m]
+
+
+def edge_radii(request: Radii, start: int, rows: Rows) -> Partial:
+    """Measure the radii of columns that share a block with others; whole blocks are only named."""
+    block = kernels.BLOCK_COLUMNS
+    first, last = -(-start // block), (start + rows.columns) // block
+    head = min(rows.columns, first * block - start)
+    tail = max(head, min(rows.columns, last * block - start))
+    selected = None if request.weights is None else Mix(request.weights).selected
+    mix = None
+    if selected is not None:
+        rows = rows.take(selected)
+    elif request.weights is not None:
+        mix = kernels.SparseMix.of(request.weights)
+    edges = tuple(
+        (start + begin, kernels.radii(rows.shifted(begin, end), request.window, mix)[None])
+        for begin, end in ((0, head), (tail, rows.columns))
+        if end > begin
+    )
+    whole = ((first, np.zeros(((tail - head) // block, 0))),) if tail > head else ()
+    return Partial(len(rows) if mix is None else len(mix), whole, edges)
+
+
+def spreads(partials: Iterable[Partial], columns: int | None = None) -> dict[int, float]:
+    """Return the spread of every block that is cut, by its number, from everyone's radii."""
+    block = kernels.BLOCK_COLUMNS
+    _, edges = _covering(_checked(partials), block, columns)
+    end = max((start + values.shape[1] for start, values in edges), default=0)
+    return {
+        number: float(kernels.spread(radii[0, : end - number * block]))
+        for number, radii in _complete(edges, 1, block).items()
+    }
+
+
+def _checked(partials: Iterable[Partial]) -> list[Partial]:
+    """Return at least one partial, all of the same rows."""
     parts = list(partials)
     if not parts:
         raise ValueError("there must be at least one partial: got none")
-    m = parts[0].m
-    if any(part.m != m for part in parts):
-        raise ValueError(f"partials must be of the same rows: got {sorted({p.m for p in parts})}")
-    granule = kernels.granule_columns(m)
+    rows = sorted({part.m for part in parts})
+    if len(rows) > 1:
+        raise ValueError(f"partials must be of the same rows: got {rows}")
+    return parts
+
+
+Blocks: TypeAlias = list[tuple[int, Floats]]
+Edges: TypeAlias = list[tuple[int, NDArray[np.floating]]]
+
+
+def _covering(parts: list[Partial], granule: int, columns: int | None) -> tuple[Blocks, Edges]:
+    """Return all sums, and all edges in their order; refuse columns twice or not at all."""
     blocks = [item for part in parts for item in part.sums]
     edges = sorted((item for part in parts for item in part.edges), key=lambda item: item[0])
     pieces = sorted(
@@ -113,14 +170,7 @@ def total(request: Request, partials: Iterable[Partial], columns: int | None = N
             if expected < columns
             else f"there must be {columns} columns: got {expected}"
         )
-    whole = dict(blocks)
-    for number, values in _complete(edges, m, granule).items():
-        whole[number] = _sums(request, rows_of(values), granule)
-    if not whole:
-        width = (m, m) if isinstance(request, Distances) else (m,)
-        return np.zeros(width)
-    added = _in_order([whole[number] for number in sorted(whole)])
-    return kernels.pair_matrix(added, m) if isinstance(request, Distances) else added[:m]
+    return blocks, edges
 
 
 def _in_order(blocks: list[Floats]) -> Floats:

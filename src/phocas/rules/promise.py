@@ -8,6 +8,7 @@ k of them have a mean farther from x than s sqrt(h / k) (Cauchy and Schwarz).
   ones, so the mean of what is left is at most the mean of the m - t - q largest honest values.
 - Keep the m - r values nearest to that mean c, r >= q: their mean square around c is no larger
   than that of the honest values, so their mean is within s + |c - x| of c.
+- Let others in too, with a weight that falls to nothing at twice the reach: :func:`stretch`.
 
 For rows, the squares add up over the columns.
 """
@@ -46,7 +47,34 @@ def survived(window: Window) -> int:
 def window_spreads(window: Window, n: int, q: int, honest: int) -> float:
     """Bound a window of n values, q of them wrong, the others among the ``honest`` ones."""
     centre = math.sqrt(honest / (n - window.trim - q))
-    return centre if window.drop is None else math.sqrt(honest / (n - q)) + 2 * centre
+    if window.drop is None:
+        return centre
+    return centre + stretch(window, n, q) * (math.sqrt(honest / (n - q)) + centre)
+
+
+def stretch(window: Window, n: int, q: int) -> float:
+    """Bound how far what a window keeps of n values has its mean from the centre c.
+
+    The unit is S, the root mean square distance of the correct values from c, over all columns. It
+    is 1 for the n - b values nearest to c. With a reach, let r be their radius in a column, s^2
+    the larger of r^2 and its mean over a block, and h = reach s. At least b - q + 1 correct values
+    are no nearer than r, so the mean of r^2 is at most S^2 (n - q) / (b - q + 1), and that of s^2
+    at most twice as much. Two bounds, of which the smaller is taken (docs/theory.md):
+
+    - b others have the weight w = 2 - D/h at the distance D, and move the mean by no more than
+      b w (2 - w) h / (n - b + b w), which is largest at the w below.
+    - Correct values that are kept contribute S sqrt((n - q) / (n - b)), and q wrong ones, each
+      within the window or weighed, no more than q max(r, h) / (n - b).
+    """
+    b = window.drop
+    if not b or not window.reach:
+        return 1.0
+    near = n - b
+    spread = math.sqrt(2 * (n - q) / (b - q + 1))
+    w = (math.sqrt(near * (near + 2 * b)) - near) / b
+    others = b * w * (2 - w) / (near + b * w)
+    wrong = q / near * max(1.0, window.reach)
+    return min(1 + others * window.reach * spread, math.sqrt((n - q) / near) + wrong * spread)
 
 
 def trimmed_mean_delta(m: int, q: int, b: int, *, adaptive: bool) -> float:
@@ -64,3 +92,10 @@ def nearest_delta(m: int, q: int, centre: float, *, adaptive: bool) -> float:
     if adaptive:
         return (math.sqrt(m / (m - q)) + 2 * math.sqrt(centre)) ** 2
     return 4 + 6 * centre
+
+
+def reaching_delta(window: Window, m: int, q: int, centre: float, *, adaptive: bool) -> float:
+    """Return Delta_3 for a window with a reach around a centre with a bound (docs/theory.md)."""
+    own = math.sqrt(m / (m - q)) if adaptive else 1.0
+    root = math.sqrt(centre)
+    return (root + stretch(window, m, q) * (own + root)) ** 2

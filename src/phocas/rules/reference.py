@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from phocas.rules.base import Pipeline, PreAggregator, Rule
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
+from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
+from phocas.rules.watch import Watch
 
 Matrix = NDArray[np.float64]
 
@@ -83,6 +85,40 @@ def _phocas(rule: Phocas, rows: Matrix) -> Matrix:
     return _by_column(
         lambda column: nearest(column, trimmed(column, rule.b), len(column) - rule.b), rows
     )
+
+
+HERACLIUS_BLOCK = 1024
+
+
+def weights(rule: Heraclius, rows: Matrix) -> Matrix:
+    """Return how much each value counts, for columns from the first on."""
+    m, d = rows.shape
+    values = np.where(np.isnan(rows), np.inf, rows)
+    centres = _by_column(lambda column: trimmed(column, rule.b), values)
+    # Halved, so that no finite distance overflows.
+    distances = np.abs(values / 2 - centres / 2)
+    radii = np.sort(distances, axis=0)[m - rule.b - 1]
+    kept = (distances <= radii).astype(np.float64)
+    for start in range(0, d, HERACLIUS_BLOCK):
+        block = slice(start, start + HERACLIUS_BLOCK)
+        near, radius = distances[:, block], radii[block]
+        known = np.where(np.isfinite(radius), radius, 0)
+        largest = known.max() or 1.0
+        spread = np.maximum(radius, np.sqrt(np.mean((known / largest) ** 2)) * largest)
+        falling = np.clip(2 - near / (rule.reach * spread), 0, 1)
+        kept[:, block] = np.where(near <= radius, 1, np.nan_to_num(falling))
+    return np.asarray(kept)
+
+
+def _heraclius(rule: Heraclius, rows: Matrix) -> Matrix:
+    values = np.where(np.isnan(rows), np.inf, rows)
+    share = weights(rule, rows)
+    share /= share.sum(axis=0)
+    return np.asarray(np.where(share > 0, share * values, 0).sum(axis=0))
+
+
+def _watch(_: Watch, rows: Matrix) -> Matrix:
+    return _mean_rule(Mean(), rows)
 
 
 def _meamed(rule: MeaMed, rows: Matrix) -> Matrix:
@@ -222,6 +258,7 @@ _RULES: dict[type[Rule], Callable[[Any, Matrix], Matrix]] = {
     Median: _median,
     TrimmedMean: _trimmed_mean,
     Phocas: _phocas,
+    Heraclius: _heraclius,
     MeaMed: _meamed,
     Krum: _krum,
     MultiKrum: _multi_krum,
@@ -230,6 +267,7 @@ _RULES: dict[type[Rule], Callable[[Any, Matrix], Matrix]] = {
     CenteredClipping: _centered_clipping,
     MDA: _mda,
     CGE: _cge,
+    Watch: _watch,
 }
 _STAGES: dict[type[PreAggregator], Callable[[Any, Matrix], Matrix]] = {
     NNM: _nnm,

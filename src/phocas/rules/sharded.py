@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from phocas.rules import measures
-from phocas.rules.algebra import Decision, Floats, Request
+from phocas.rules.algebra import Decision, Floats, Radii, Request
 from phocas.rules.base import (
     Explanation,
     Randomness,
@@ -41,8 +41,10 @@ from phocas.rules.table import RULES
 class Evaluation:
     """The planning of one aggregation, as seen by one holder of columns.
 
-    Column rules have nothing to ask: their ``request`` is None from the start. With ``d``, the
-    columns of the whole matrix, an answer that lacks the last of them is refused as well.
+    Most column rules have nothing to ask: their ``request`` is None from the start. Heraclius asks
+    for the radii of columns whose block is cut, unless ``whole_blocks`` is False: then every holder
+    has blocks of its own, from its first column on. With ``d``, the columns of the whole matrix, an
+    answer that lacks the last of them is refused as well.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Evaluation:
         rng: Randomness = None,
         *,
         d: int | None = None,
+        whole_blocks: bool = True,
     ) -> None:
         self.rule = RULES.of(rule, "Evaluation")
         self.rule.check(m)
@@ -59,7 +62,8 @@ class Evaluation:
         self.d = d
         if self.rule.whole and d is None:
             raise ValueError(_needs_all(self.rule))
-        self.request: Request | None = None
+        self.whole_blocks = whole_blocks
+        self.request: Request | Radii | None = None
         self._decision: Decision | None = None
         self._planning = self.rule.planning(m, as_generator(rng))
         self._advance(None)
@@ -70,6 +74,8 @@ class Evaluation:
         except StopIteration as stop:
             self.request = None
             self._decision = self.rule.decision(stop.value, self.m)
+            if self._decision.window.reach and self.whole_blocks:
+                self.request = Radii(self._decision.window, self._decision.mix.weights)
 
     def partial(self, columns: Any, start: int) -> Partial:
         """Measure columns that begin at column ``start`` of the whole matrix."""
@@ -81,26 +87,35 @@ class Evaluation:
         """Take everyone's partials, in any order; columns must be measured once each."""
         if self.request is None:
             raise ValueError("there is no request to answer: the evaluation is ready to finish")
-        self._advance(measures.total(self.request, partials, self.d))
+        if not isinstance(self.request, Radii):
+            self._advance(measures.total(self.request, partials, self.d))
+        elif self._decision is not None:
+            self._decision.spreads = measures.spreads(partials, self.d)
+            self.request = None
 
-    def finish(self, columns: Any) -> Any:
-        """Aggregate columns, in the form that they have."""
-        decision = self._decided()
-        return self._all(columns).apply(decision, None)
+    def finish(self, columns: Any, start: int | None = None) -> Any:
+        """Aggregate columns, in the form that they have, from column ``start`` of the matrix on."""
+        decision = self._decided(start)
+        return self._all(columns).apply(decision, None, start or 0)
 
-    def explain(self, columns: Any) -> Explanation:
+    def explain(self, columns: Any, start: int | None = None) -> Explanation:
         """Aggregate columns and say what share of each worker's values there was dropped."""
-        decision = self._decided()
+        decision = self._decided(start)
         matrix = self._all(columns)
         counts = np.zeros(decision_rows(decision, self.m), np.int64)
-        value = matrix.apply(decision, counts)
+        value = matrix.apply(decision, counts, start or 0)
         dropped = shares(decision, self.m, counts, matrix.d)
         return Explanation(value, dropped, self.rule.expected(self.m))
 
-    def _decided(self) -> Decision:
-        if self._decision is None:
+    def _decided(self, start: int | None) -> Decision:
+        if self._decision is None or self.request is not None:
             raise ValueError(
                 f"the evaluation is not ready: it waits for an answer to {self.request}"
+            )
+        if self._decision.spreads is not None and start is None:
+            raise ValueError(
+                f"{self.rule} goes by blocks of columns: give the column at which these begin, as"
+                " start=..."
             )
         return self._decision
 

@@ -8,9 +8,11 @@ from phocas.rules.base import Chain, PreAggregator, Randomness, Rule
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
 from phocas.rules.function import FunctionRule
+from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
-from phocas.specs import Foreign, Table, loaded, unknown
+from phocas.rules.watch import Watch
+from phocas.specs import Foreign, Table, loaded, split, unknown
 
 PRE_AGGREGATORS: Table[PreAggregator] = Table(
     "pre-aggregator", [NNM, Bucketing, Clipping, AdaptiveClipping], PreAggregator
@@ -22,7 +24,7 @@ class RuleTable(Table[Rule]):
 
     def read(self, text: str) -> Rule | Foreign:
         """Read a rule and import nothing; it is foreign if one of its steps is."""
-        *before, last = text.split("|")
+        *before, last = split(text, "|")
         for part in before:
             name = part.partition(":")[0].strip()
             if name not in PRE_AGGREGATORS and name in self:
@@ -38,7 +40,7 @@ class RuleTable(Table[Rule]):
 
     def parse(self, text: str) -> Rule:
         """Read a rule, and import those of its steps that are the user's own."""
-        *before, last = text.split("|")
+        *before, last = split(text, "|")
         found = self.read(text)
         if not isinstance(found, Foreign):
             return found
@@ -57,6 +59,7 @@ RULES = RuleTable(
         Median,
         TrimmedMean,
         Phocas,
+        Heraclius,
         MeaMed,
         Krum,
         MultiKrum,
@@ -65,6 +68,7 @@ RULES = RuleTable(
         CenteredClipping,
         MDA,
         CGE,
+        Watch,
     ],
     base=Rule,
     adapt=FunctionRule.adapt,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from phocas.rules import parse_rule
+from phocas.rules.sharded import Evaluation
 from phocas.sharding import shard_bounds
 from phocas.specs import count, unknown
 from phocas.training.optimizers import parse_optimizer
@@ -136,7 +137,12 @@ class ParameterServer:
         rows = self.rows
         s = self.num_servers
         if by_server and s > 1 and self.rule.columnwise:
-            parts = [self.rule.explain(rows[:, bounds]) for bounds in self.bounds]
+            evaluation = Evaluation(self.rule, self.num_workers, rng)
+            while evaluation.request is not None:
+                evaluation.answer(
+                    evaluation.partial(rows[:, bounds], bounds.start) for bounds in self.bounds
+                )
+            parts = [evaluation.explain(rows[:, bounds], bounds.start) for bounds in self.bounds]
             value = torch.cat([part.value for part in parts])
             shares = np.stack([part.dropped for part in parts])
             widths = np.array([bounds.stop - bounds.start for bounds in self.bounds])

@@ -140,7 +140,7 @@ class Shard:
         if evaluation.request is not None:
             answer.partial = evaluation.partial(self._rows, self.job.start)
             return None, answer
-        explained = evaluation.explain(self._rows)
+        explained = evaluation.explain(self._rows, self.job.start)
         self._evaluation = self._rows = None  # lets go of the object store's memory
         answer.partial = None
         answer.dropped, answer.expected = explained.dropped, float(explained.expected)

@@ -36,7 +36,8 @@ class Aggregator:
 
     def _begin(self) -> None:
         rng = generator(Stream.RULE, self.seed, self.step)
-        self.evaluation = Evaluation(self.rule, self.wire.m, rng)
+        # Blocks of columns are those of a shard: nothing is exchanged for them.
+        self.evaluation = Evaluation(self.rule, self.wire.m, rng, whole_blocks=False)
         self.waiting: list[Bucket] = []
         self.measured: dict[int, list[Partial]] = {}
         self.columns = 0

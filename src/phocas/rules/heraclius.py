@@ -1,0 +1,79 @@
+"""Heraclius, who overthrew Phocas: a column rule that drops only what is implausible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phocas.kernels import Window
+from phocas.rules.columnwise import Phocas, TrimmingRule
+from phocas.rules.promise import reaching_delta, trimmed_mean_delta
+from phocas.specs import normalise, number
+
+LARGEST_REACH = 1e30
+
+
+@dataclass(frozen=True)
+class Heraclius(TrimmingRule):
+    """Average the m - b values nearest to the trimmed mean, and every other that is plausible.
+
+    With T the b-trimmed mean of a column and r the distance from T to its (m-b)-th nearest value,
+    the spread s is r, or the root mean square of r over the column's block if that is more. A value
+    u has the weight
+
+        w(u) = 1                                         if |u - T| <= r,
+        w(u) = 2 - |u - T| / (reach s), within 0 and 1,  if not,
+
+    and Heraclius_b is the weighted mean. So the m - b values of Phocas' window count in full, any
+    other too if it is within ``reach`` spreads, and beyond that less and less, down to nothing at
+    twice as far. reach = 0 is Phocas, a huge reach the mean of the finite values.
+
+    Blocks are of 1024 columns, counted from the first column of the matrix. They are what sparse
+    columns need: where most gradients are zero, r is zero, and everything honest would be far.
+
+    The default reach is from MNIST as in the paper (20 workers, b = 8, ten repeats): without
+    failures and under each of the paper's attacks the accuracy is within 0.4 points of the mean's
+    without failures (Phocas: 1.8 to 2.1 behind), and honest workers lose 0.2% of their values. A
+    reach of 3 loses accuracy, one of 8 gains nothing and gives a liar twice the room. Who faces
+    liars that adapt to the rule takes a smaller reach, or nearest-neighbour mixing before it.
+
+    Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+
+    >>> import numpy as np
+    >>> rows = np.array([[1.0], [2.0], [6.0], [9.0], [900.0]])
+    >>> Heraclius(b=2)(rows)  # Phocas drops the 1 as well: it drops b values, whatever they are
+    array([4.5])
+    >>> Heraclius(b=2).explain(rows).dropped
+    array([0., 0., 0., 0., 1.])
+    """
+
+    reach: float = 4.0
+    name: ClassVar[str] = "heraclius"
+
+    def __post_init__(self) -> None:
+        """Check b and the reach."""
+        super().__post_init__()
+        reach = number("Heraclius", "reach", self.reach)
+        if not 0 <= reach <= LARGEST_REACH:
+            raise ValueError(
+                f"Heraclius needs 0 <= reach <= {LARGEST_REACH:g}: got reach={reach:g}"
+            )
+        normalise(self, reach=reach)
+
+    def window(self, m: int) -> Window:
+        """Return the m - b nearest to the trimmed mean, and what is within reach."""
+        del m
+        return Window(trim=self.b, drop=self.b or None, reach=self.reach if self.b else 0.0)
+
+    def expected(self, m: int) -> float:
+        """Return 0: what an honest worker sends is plausible, and nothing has to be dropped."""
+        return 0.0 if self.reach else super().expected(m)
+
+    def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
+        """Return Delta_3, or Delta_2 where nothing is within reach."""
+        if not self.reach or not self.b:
+            return Phocas(self.b).bound(m, q, adaptive=adaptive)
+        if q > self.tolerates(m).values:
+            return None
+        centre = trimmed_mean_delta(m, q, self.b, adaptive=adaptive)
+        return reaching_delta(self.window(m), m, q, centre, adaptive=adaptive)
