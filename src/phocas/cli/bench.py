@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from phocas.experiments.benchmark import Timing
 
 
 def register(app: typer.Typer) -> None:
@@ -23,9 +28,11 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Time for each case.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time the rules as ratios to torch.mean in the same run; with --rule, just those."""
+    """Time the rules as ratios to torch.mean in the same run; with --rule, just those.
+
+    The status is 1 if a rule is past its limit.
+    """
     from rich.console import Console
-    from rich.table import Table
 
     from phocas.experiments import benchmark
 
@@ -39,30 +46,14 @@ def bench(
     console.print(
         f"{about['cpu']}, {about['vector_bits']}-bit vectors, {about['threads']} threads,"
         f" torch {about['torch']} with {about['torch_threads']}; memory is read at"
-        f" {bandwidth:.0f} GB/s. Best times, in turns with the baseline."
+        f" {bandwidth:.0f} GB/s. Best times, in turns with the baseline: torch.mean, or the plain"
+        " rule for explain."
     )
-    table = Table("rule", "m", "d", "dtype", "ms", "baseline ms", "ratio", "at most", "GB/s")
-    for name in ("m", "d", "ms", "baseline ms", "ratio", "at most", "GB/s"):
-        column = next(column for column in table.columns if column.header == name)
-        column.justify = "right"
     timings = []
     for case in cases:
-        with console.status(f"{case.rule}, {case.m} x {case.d:,}"):
-            timing = benchmark.measure(case, seconds=seconds)
-        timings.append(timing)
-        over = case.limit is not None and timing.ratio > case.limit
-        table.add_row(
-            case.rule,
-            str(case.m),
-            f"{case.d:,}",
-            case.dtype,
-            f"{timing.milliseconds:.3g}",
-            f"{timing.baseline:.3g}",
-            f"[red]{timing.ratio:.2f}[/]" if over else f"{timing.ratio:.2f}",
-            "" if case.limit is None else f"{case.limit:g}",
-            f"{timing.gigabytes:.1f}",
-        )
-    console.print(table)
+        with console.status(str(case)):
+            timings.append(benchmark.measure(case, seconds=seconds))
+    console.print(_table(timings))
     first_uses = {}
     if not rule:
         for name, m in (("phocas:b=8", 20), ("phocas:b=32", 128)):
@@ -88,3 +79,46 @@ def bench(
             "peers": rivals,
         }
         typer.echo(json.dumps(everything))
+    restless = [timing for timing in timings if not timing.steady]
+    if restless:
+        worst = max(timing.moved for timing in restless)
+        console.print(
+            f"The machine is busy: the baseline moved by up to {worst:.1f} times during"
+            f" {len(restless)} of {len(timings)} cases, marked '?'. Measure them again."
+        )
+    past = [timing for timing in timings if timing.past]
+    for timing in past:
+        console.print(
+            f"Past its limit: {timing.case} took {timing.ratio:.2f} times the baseline,"
+            f" at most {timing.case.limit:g} was wanted."
+        )
+    if past:
+        raise typer.Exit(1)
+
+
+def _table(timings: list[Timing]) -> Table:
+    """Return a table that fits into 80 columns."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("rule", overflow="fold")
+    for name in ("m", "d", "ms", "ratio", "in turns", "at most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for timing in timings:
+        case = timing.case
+        kind = "" if case.dtype == "float32" else f" {case.dtype}"
+        ratio = f"{timing.ratio:.2f}" if timing.steady else f"?{timing.ratio:.2f}"
+        table.add_row(
+            Text(case.rule + kind),
+            str(case.m),
+            f"{case.d:,}",
+            f"{timing.milliseconds:.3g}"
+            if timing.milliseconds < 100
+            else f"{timing.milliseconds:.0f}",
+            Text(ratio, "red" if timing.past else ""),
+            f"{timing.lowest:.2f}-{timing.highest:.2f}",
+            "" if case.limit is None else f"{case.limit:g}",
+        )
+    return table

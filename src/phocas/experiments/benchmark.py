@@ -22,9 +22,12 @@ from typing import Any
 import numpy as np
 
 import phocas
+from phocas.floats import format_of
 from phocas.rules import Rule, parse_rule
+from phocas.specs import count, positive
 
 EXPLAIN = "explain "
+STEADY = 1.5  # the most that a baseline's turns may differ by on a quiet machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +40,73 @@ class Case:
     dtype: str = "float32"
     limit: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be timed before anything is."""
+        count("bench", "workers", self.m, minimum=1)
+        count("bench", "dims", self.d, minimum=1)
+        format_of(self.dtype, "bench")
+        self.parsed().check(self.m)
+
+    def parsed(self) -> Rule:
+        """Return the rule."""
+        return parse_rule(self.rule.removeprefix(EXPLAIN))
+
+    def __str__(self) -> str:
+        kind = "" if self.dtype == "float32" else f" {self.dtype}"
+        return f"{self.rule}{kind}, {self.m} x {self.d:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The best seconds of baseline and work in each of several turns."""
+
+    baseline: tuple[float, ...]
+    work: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Return how much longer the work takes, at best."""
+        return min(self.work) / min(self.baseline)
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Return the least and the largest ratio of a turn."""
+        each = [work / baseline for baseline, work in zip(self.baseline, self.work, strict=True)]
+        return min(each), max(each)
+
+    @property
+    def moved(self) -> float:
+        """Return how many times longer the baseline took in its worst turn than in its best."""
+        return max(self.baseline) / min(self.baseline)
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What was measured: the best times, and their ratio to the baseline's."""
+    """What was measured: the best times, their ratio to the baseline's, and how sure it is."""
 
     case: Case
     milliseconds: float
     baseline: float
     ratio: float
+    lowest: float
+    highest: float
+    moved: float
     gigabytes: float
+
+    @property
+    def past(self) -> bool:
+        """Tell whether the ratio is past its limit."""
+        return self.case.limit is not None and self.ratio > self.case.limit
+
+    @property
+    def steady(self) -> bool:
+        """Tell whether the baseline stayed where it was, so that the ratio means something."""
+        return self.moved <= STEADY
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         row = asdict(self)
-        return {**row.pop("case"), **row}
+        return {**row.pop("case"), **row, "past": self.past, "steady": self.steady}
 
 
 def _column_rules(m: int, b: int, d: int, limit: float) -> list[Case]:
@@ -69,6 +124,8 @@ def default_cases() -> list[Case]:
         *_column_rules(128, 32, million, 2.5),
         *_column_rules(1024, 256, small, 6.0),
         Case("krum:b=6", 20, million, limit=2.2),
+        Case("krum:b=30", 100, small, limit=8.0),
+        Case("krum:b=300", 1024, small, limit=90.0),
         Case("multi-krum:b=6", 20, million, limit=3.0),
         Case("geometric-median", 20, million, limit=3.0),
         Case("nnm:b=6|phocas:b=6", 20, million, limit=6.0),
@@ -92,34 +149,48 @@ def measure(case: Case, *, seconds: float = 0.5, rounds: int = 5) -> Timing:
     import torch  # noqa: PLC0415
 
     rows = matrix(case.m, case.d, case.dtype)
-    rule = parse_rule(case.rule.removeprefix(EXPLAIN))
+    rule = case.parsed()
     if case.rule.startswith(EXPLAIN):
         work, baseline = (lambda: rule.explain(rows)), (lambda: rule(rows))
     else:
         work, baseline = (lambda: rule(rows)), (lambda: torch.mean(rows, 0))
-    first, second = in_turns(baseline, work, seconds, rounds)
-    size = rows.numel() * rows.element_size()
-    return Timing(case, second * 1e3, first * 1e3, second / first, size / second / 1e9)
+    turns = in_turns(baseline, work, seconds, rounds)
+    lowest, highest = turns.ratios
+    best = min(turns.work)
+    return Timing(
+        case,
+        milliseconds=best * 1e3,
+        baseline=min(turns.baseline) * 1e3,
+        ratio=turns.ratio,
+        lowest=lowest,
+        highest=highest,
+        moved=turns.moved,
+        gigabytes=rows.numel() * rows.element_size() / best / 1e9,
+    )
 
 
 def in_turns(
     baseline: Callable[[], object], work: Callable[[], object], seconds: float, rounds: int
-) -> tuple[float, float]:
-    """Return the best time of each, taken in alternating batches."""
+) -> Turns:
+    """Return the best time of each in alternating batches."""
+    positive("bench", "seconds", seconds)
     baseline(), work()
-    best = [float("inf"), float("inf")]
     share = seconds / (2 * rounds)
-    for _ in range(rounds):
-        for i, function in enumerate((baseline, work)):
-            end = time.perf_counter() + share
-            while True:
-                start = time.perf_counter()
-                function()
-                stop = time.perf_counter()
-                best[i] = min(best[i], stop - start)
-                if stop >= end:
-                    break
-    return best[0], best[1]
+    turns = [(_best(baseline, share), _best(work, share)) for _ in range(rounds)]
+    return Turns(*zip(*turns, strict=True))
+
+
+def _best(function: Callable[[], object], seconds: float) -> float:
+    """Return the best time of a function that is called for so long, and at least once."""
+    best = float("inf")
+    end = time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        function()
+        stop = time.perf_counter()
+        best = min(best, stop - start)
+        if stop >= end:
+            return best
 
 
 def read_bandwidth(megabytes: int = 512) -> float:
@@ -193,8 +264,8 @@ def peer_ratios(seconds: float) -> list[dict[str, Any]]:
     found = []
     for peer, name, theirs, ours in peers():
         rows = matrix(20, 118_282, "float32")
-        first, second = in_turns(partial(ours, rows), partial(theirs, rows), seconds, 3)
-        found.append({"peer": peer, "rule": name, "ours": str(ours), "ratio": second / first})
+        turns = in_turns(partial(ours, rows), partial(theirs, rows), seconds, 3)
+        found.append({"peer": peer, "rule": name, "ours": str(ours), "ratio": turns.ratio})
     return found
 
 
