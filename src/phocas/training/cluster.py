@@ -16,10 +16,11 @@ from phocas.seeds import Stream, generator
 from phocas.specs import count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from phocas.attacks import Attack
     from phocas.data import Assignment
+    from phocas.rules.sampling import Sample
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.samples import Samples
     from phocas.training.server import Action, Aggregate, ParameterServer
@@ -41,12 +42,21 @@ class Gathered:
     """Workers whose row did not come in time, or came in no usable form: a row of NaN each."""
     news: tuple[str, ...] = ()
     """What went wrong with processes and messages, in words."""
+    sampled: tuple[npt.NDArray[np.float64], ...] = ()
+    """The values of the columns that were asked for, as the servers received them."""
 
 
 class Cluster(Protocol):
     """What a trainer needs of the workers and servers, wherever they run."""
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
+    def gather(
+        self,
+        round: int,  # noqa: A002
+        *,
+        by_server: bool,
+        honest: bool,
+        samples: Sequence[Sample] = (),
+    ) -> Gathered:
         """Run a round (from 0) up to the aggregate; ``honest`` asks for the distance too."""
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
@@ -96,7 +106,14 @@ class LocalCluster:
         self._previous = torch.zeros_like(server.rows) if needs_previous else None
         self._has_previous = False
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:  # noqa: A002
+    def gather(
+        self,
+        round: int,  # noqa: A002
+        *,
+        by_server: bool,
+        honest: bool,
+        samples: Sequence[Sample] = (),
+    ) -> Gathered:
         """Draw the batches, compute the rows, let the attack at them, and reduce them."""
         clock = Clock()
         indices = batch_indices(
@@ -128,9 +145,10 @@ class LocalCluster:
         aggregate = self.server.aggregate(rng=rng, by_server=by_server)
         clock.stop("aggregate")
 
+        sampled = tuple(sample.take(rows.numpy()) for sample in samples)
         distance = None if mean is None else float(torch.dist(aggregate.value, mean))
         clock.stop("metrics")
-        return Gathered(aggregate, losses, distance, touched, clock.seconds)
+        return Gathered(aggregate, losses, distance, touched, clock.seconds, sampled=sampled)
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
         """Let the server step."""

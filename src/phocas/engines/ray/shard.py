@@ -22,6 +22,7 @@ from phocas.engines.ray.worker import Values, join
 from phocas.kernels import set_num_threads
 from phocas.rules import Mean, Rule
 from phocas.rules.measures import Partial
+from phocas.rules.sampling import Sample
 from phocas.rules.sharded import Evaluation
 from phocas.training.cluster import rule_rng
 from phocas.training.parameters import FlatParameters
@@ -68,6 +69,8 @@ class Answer:
     """Workers whose slice could not be used, and why."""
     repeated: set[int] = field(default_factory=set)
     """Workers who sent what they had sent the round before."""
+    sampled: list[Values] = field(default_factory=list)
+    """The columns here of each sample, as they were reduced."""
 
 
 class Shard:
@@ -106,6 +109,7 @@ class Shard:
         parts: Sequence[Part],
         previous: Sequence[Part] | None,
         honest: bool,
+        samples: Sequence[Sample],
         faults: Sequence[Fault],
     ) -> tuple[Values | None, Answer]:
         """Take the slices of the columns here, and reduce them or say what was measured."""
@@ -132,6 +136,9 @@ class Shard:
                 start=self.job.start,
                 d=self.job.d,
             ).count
+        for sample in samples:
+            columns = sample.columns(self.job.start, self.job.start + len(like))
+            self._answer.sampled.append(np.stack([row[columns] for row in matrix]))
         self._rows = matrix
         rng = rule_rng(self.job.seed, round)
         self._evaluation = Evaluation(self.job.rule, self.job.num_workers, rng)
