@@ -11,13 +11,17 @@ import pytest
 import phocas
 from phocas.attacks import parse_attack
 from phocas.rules.bets import Bets, begun_by, reaches
-from phocas.rules.sampling import Sample, distances
+from phocas.rules.sampling import Sample, products, views
 from phocas.rules.suspicion import FALSE_ALARM, Suspicion
 from phocas.sharding import shard_bounds
 
 M, B, COLUMNS = 20, 6, 200
 
 Lie = Callable[[np.ndarray, int, np.random.Generator], None]
+
+
+def distances(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(views(products(rows))[0])
 
 
 def named(
@@ -54,7 +58,7 @@ def scaled(q: int, scale: float, *, first: int = 0, often: float = 1.0) -> Lie:
 @pytest.mark.parametrize(
     ("q", "b", "scale", "limit"),
     [
-        *((1, 6, 200, 5), (1, 6, 1.5, 5), (1, 1, 200, 4), (3, 6, 1.5, 10), (6, 6, 1.5, 20)),
+        *((1, 6, 200, 5), (1, 6, 1.5, 5), (1, 1, 200, 5), (3, 6, 1.5, 10), (6, 6, 1.5, 20)),
         *((1, 9, 200, 6), (6, 9, 2, 30), (6, 6, math.nan, 20), (2, 6, -math.inf, 8)),
     ],
 )
@@ -190,12 +194,12 @@ def alarms(runs: int, rounds: int, m: int, b: int, together: int, seed: int) -> 
     prior = 1 / reach / (1 / reach).sum()
     found = 0
     for _ in range(0, runs, together):
-        money = np.zeros((2, len(reach), together, m - b - 1))
+        money = np.zeros((3, len(reach), together, m - b - 1))
         ever = np.zeros(together, bool)
         for number in range(rounds):
             ranks = rng.random((together, m - b - 1)).argsort(axis=1) + 1
             won = ranks <= reach
-            for style, (share, part) in enumerate([(0.95, 0.9), (0.2, 0.1)]):
+            for style, (share, part) in enumerate([(0.95, 0.8), (0.6, 0.1), (0.2, 0.1)]):
                 money[style] += part * prior * (begun_by(number + 1) - begun_by(number))
                 money[style] *= 1 - share + share * odds * won
             ever |= money.sum(axis=(0, 1)).max(axis=1) >= m / FALSE_ALARM
@@ -219,7 +223,7 @@ def rich(m: int, b: int) -> Bets:
     """Return bets that all have one coin, and to which nothing new is added any more."""
     bets = Bets(m, b)
     bets.money[:] = 1.0
-    bets.usual, bets.rounds = 1.0, 1 << 60
+    bets.usual[:], bets.rounds = 1.0, 1 << 60
     return bets
 
 
@@ -241,11 +245,11 @@ def test_no_bet_is_won_on_average(lie: str) -> None:
             "chosen": 0.1 if place > honest_count - b else farthest,
         }[lie]
         bets = rich(m, b)
-        bets.observe(apart)
-        worth.append(bets.money[:, :, reference, worker])
+        bets.observe(np.stack([apart, apart]))
+        worth.append(bets.money[:, :, :, reference, worker])
     assert np.mean(worth, axis=0).max() <= 1 + 1e-9
     if lie == "near":
-        assert np.mean(worth, axis=0)[:2].min() >= 1 - 1e-9  # fair: nothing is given away
+        assert np.mean(worth, axis=0)[:, :3].min() >= 1 - 1e-9  # fair: nothing is given away
 
 
 def test_a_reference_that_is_missing_neither_wins_nor_loses() -> None:
@@ -253,9 +257,9 @@ def test_a_reference_that_is_missing_neither_wins_nor_loses() -> None:
     rows = rng.standard_normal((8, 50))
     rows[3] = np.nan
     bets = rich(8, 2)
-    bets.observe(distances(rows))
-    assert (bets.money[:, :, 3] == 1).all()
-    assert (bets.money[:, :, 4] != 1).any()
+    bets.observe(views(products(rows)))
+    assert (bets.money[..., 3, :] == 1).all()
+    assert (bets.money[..., 4, :] != 1).any()
     assert named(lambda rows, _, __: rows.fill(np.nan), rounds=40) == {}
 
 
@@ -295,7 +299,7 @@ def test_liars_who_hold_columns_decide_nothing() -> None:
     for _ in range(40):
         rows = rng.standard_normal((m, 8, 50))
         rows[0] *= 3
-        odds = np.stack([one.observe(distances(rows[:, i])) for i, one in enumerate(bets)])
+        odds = np.stack([one.observe(views(products(rows[:, i]))) for i, one in enumerate(bets)])
         odds[:2] = [0, 0, 0, 0, 0, math.nan, -math.inf, math.inf]
         suspicion.judge(odds, liars=b)
     assert suspicion.suspects() == (0,)
@@ -377,6 +381,8 @@ def test_distances_are_exact_enough_and_survive_everything() -> None:
     apart = distances(rows)
     assert np.isinf(apart[1:4][~np.eye(5, dtype=bool)[1:4]]).all()
     assert apart[0, 4] == pytest.approx(((rows[0] - rows[4]) ** 2).sum())
+    cosine = rows[0] @ rows[4] / np.linalg.norm(rows[0]) / np.linalg.norm(rows[4])
+    assert views(products(rows))[1, 0, 4] == pytest.approx(1 - cosine)
 
 
 def test_state_goes_on() -> None:

@@ -59,7 +59,9 @@ class Progress:
             news += f"  accuracy {self._accuracy:.3f}"
         news += f"  {speed:.0f} rounds/s"
         if done.suspects:
-            news += f"  suspects {listing(done.suspects)}"
+            news += f"  {_word(self.config)} {listing(done.suspects)}"
+        if done.suspect_servers:
+            news += f"  servers {listing(done.suspect_servers)} get wrong values"
         if done.action != "applied":
             news += f"  round {done.number} {done.action}: not finite"
         if self._bars is not None:
@@ -127,7 +129,7 @@ class SweepProgress:
             if news.accuracy is not None:
                 text += f"  accuracy {news.accuracy:.3f}"
             if news.suspects:
-                text += f"  suspects {listing(news.suspects)}"
+                text += f"  {_word(config)} {listing(news.suspects)}"
             self._bars.update(self._tasks[news.index], completed=news.round, news=text)
 
     def _left(self) -> str:
@@ -144,6 +146,11 @@ class SweepProgress:
     def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
+
+
+def _word(config: RunConfig) -> str:
+    """Say what a suspect is: who holds other data differs, and need not be wrong."""
+    return "suspects" if config.split == "iid" else "differing"
 
 
 def _bars(console: Console) -> Bars:

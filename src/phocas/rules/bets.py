@@ -13,6 +13,7 @@ Floats = npt.NDArray[np.float64]
 _RICH = 1e30  # money beyond it is given away: a bet that has long been won need not overflow
 _STRIKING = 4.0  # squared distance, in units of what was usual in the rounds before
 _MEMORY = 0.9  # of what is usual, from one round to the next
+_VIEWS = (0.9, 0.1)  # parts of the money: by distance, by angle
 _ROOM = 1 << 22  # bets held at once; of more than 400 workers fewer kinds are kept
 
 
@@ -25,8 +26,13 @@ class Style:
     prior: float
 
 
-# For faults in every round, for those now and then, and for those that are rare but large.
-_STYLES = (Style(0.95, False, 0.5), Style(0.2, False, 0.1), Style(0.9, True, 0.4))
+# For faults that show in every round, in most, now and then; and for rare ones that are large.
+_STYLES = (
+    Style(0.95, False, 0.42),
+    Style(0.6, False, 0.1),
+    Style(0.2, False, 0.1),
+    Style(0.9, True, 0.38),
+)
 
 
 def reaches(num_workers: int, b: int) -> list[int]:
@@ -36,7 +42,7 @@ def reaches(num_workers: int, b: int) -> list[int]:
     ([1, 2, 3, 4, 6], [1], [])
     """
     found = [r for r in _up_to(b) if r < num_workers - b - 1]
-    few = max(1, _ROOM // (len(_STYLES) * num_workers**2))
+    few = max(1, _ROOM // (len(_VIEWS) * len(_STYLES) * num_workers**2))
     return found[:: max(1, -(-len(found) // few))]
 
 
@@ -60,10 +66,11 @@ def begun_by(rounds: int) -> float:
 class Bets:
     r"""Bet, with every worker as the reference, on who is far from it, by fair odds or worse.
 
-    Let d(k, i) be the distance of the rows k and i, b the most liars that there can be among m
-    workers, and R_ki = #{j != k : d(k, j) >= d(k, i)} the rank of worker i from reference k: 1 for
-    the farthest, and nobody if two are equally far. Each pair (k, i) has money, begins with 1, and
-    in every round stakes a share s of it on R_ki <= r. It is multiplied by
+    Let d(k, i) be how far row i is from row k, by any measure of these two rows alone, b the most
+    liars that there can be among m workers, and R_ki = #{j != k : d(k, j) >= d(k, i)} the rank of
+    worker i from reference k: 1 for the farthest, and nobody if two are equally far. Each pair
+    (k, i) begins with money of 1, and in every round stakes a share s of it on R_ki <= r. It is
+    multiplied by
 
         1 - s + s (m - b - 1) / r   if R_ki <= r,    and by 1 - s if not.
 
@@ -83,8 +90,8 @@ class Bets:
       gain is at most s 1{N > 0}, and the stake is lost whenever N > 0 or a liar strikes.
     - *A reference that is nowhere.* If every d(k, j) is infinite (row k is missing or NaN), nothing
       is staked. Then no honest worker could have won, so that nobody gains by it.
-    - *Sums.* Money may be shared out beforehand: over several r, shares and limits, and over the
-      rounds in which betting begins. Money may be given away.
+    - *Sums.* Money may be shared out beforehand: over several r, shares, limits and measures, and
+      over the rounds in which betting begins. Money may be given away.
 
     So for honest i and k the money M_ki is a nonnegative supermartingale from 1. Among the m - 1
     references of worker i at most b lie. :meth:`evidence` is the mean of the m - 1 - b smallest of
@@ -96,41 +103,49 @@ class Bets:
     def __init__(self, num_workers: int, b: int) -> None:
         self.num_workers, self.b = num_workers, b
         self.reaches = reaches(num_workers, b)
-        self.money = np.zeros((len(_STYLES), len(self.reaches), num_workers, num_workers))
-        self.usual = math.nan
+        shape = (len(_VIEWS), len(_STYLES), len(self.reaches), num_workers, num_workers)
+        self.money = np.zeros(shape)
+        self.usual = np.full(len(_VIEWS), np.nan)
         self.rounds = 0
         reach = np.array(self.reaches, np.float64)[:, None, None]
         self._odds = (num_workers - b - 1) / reach
         self._prior = 1 / reach / (1 / reach).sum()
 
-    def observe(self, distances: Floats) -> Floats:
-        """Bet on one round's squared distances, (m, m), and return the evidence after it."""
+    def observe(self, views: Floats) -> Floats:
+        """Bet on how far rows are from one another in one round, and return the evidence after it.
+
+        ``views`` is (2, m, m): see :func:`phocas.rules.sampling.views`.
+        """
         stake = begun_by(self.rounds + 1) - begun_by(self.rounds)
         self.rounds += 1
-        m = self.num_workers
         if not self.reaches:
-            return np.zeros(m)
-        ordered = np.sort(distances, axis=1)
+            return np.zeros(self.num_workers)
+        for number, (apart, part) in enumerate(zip(views, _VIEWS, strict=True)):
+            self._bet(number, apart, part * stake)
+        return self.evidence()
+
+    def _bet(self, view: int, apart: Floats, stake: float) -> None:
+        m = self.num_workers
+        ordered = np.sort(apart, axis=1)
         # R <= r says that fewer than r others are as far: that the one after r of them is nearer.
-        won = distances > ordered[:, [m - 1 - r for r in self.reaches]].T[:, :, None]
+        won = apart > ordered[:, [m - 1 - r for r in self.reaches]].T[:, :, None]
         somewhere = np.isfinite(ordered[:, 1])[:, None]
-        striking = distances > _STRIKING * self.usual  # nobody is as long as nothing is usual
+        striking = apart > _STRIKING * self.usual[view]  # nobody is before anything is usual
         alarm = somewhere & striking.any(axis=1, keepdims=True)
         for number, style in enumerate(_STYLES):
             wins = won & striking if style.striking else won
             staked = style.share * (alarm if style.striking else somewhere)
-            money = self.money[number] + self._prior * (style.prior * stake)
+            money = self.money[view, number] + self._prior * (style.prior * stake)
             money *= 1 - staked + self._odds * style.share * wins
-            np.minimum(money, _RICH, out=self.money[number])
+            np.minimum(money, _RICH, out=self.money[view, number])
         # The quartile of a reference at the quartile of references: liars are in few such pairs.
         now = float(np.sort(ordered[:, m // 4])[m // 4])
         if math.isfinite(now):
-            before = now if math.isnan(self.usual) else self.usual
-            self.usual = _MEMORY * before + (1 - _MEMORY) * now
-        return self.evidence()
+            before = now if math.isnan(self.usual[view]) else self.usual[view]
+            self.usual[view] = _MEMORY * before + (1 - _MEMORY) * now
 
     def evidence(self) -> Floats:
         """Return for each worker what the bets against it have won, trimmed over references."""
-        won = self.money.sum(axis=(0, 1))
+        won = self.money.sum(axis=(0, 1, 2))
         np.fill_diagonal(won, np.inf)  # a worker is no reference of itself
         return np.asarray(np.sort(won, axis=0)[: self.num_workers - 1 - self.b].mean(axis=0))

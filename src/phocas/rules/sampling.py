@@ -68,20 +68,30 @@ class Sample:
         return np.where(first == last, first, -1)
 
 
-def distances(sample: Floats) -> Floats:
-    """Return the squared distances of m rows, (m, m).
-
-    What is not finite, or overflows when it is squared, is infinitely far from everything. By
-    products: in double precision these tell float32 rows apart that differ in their last bit.
-    """
+def products(sample: Floats) -> Floats:
+    """Return the products of m rows with one another, (m, m); those of column ranges add up."""
     flat = sample.reshape(len(sample), -1)
     with np.errstate(all="ignore"):
-        found = flat @ flat.T
-        squares = np.diagonal(found).copy()
-        found *= -2.0
-        found += squares[:, None]
-        found += squares[None, :]
+        return np.asarray(flat @ flat.T)
+
+
+def views(products: Floats) -> Floats:
+    """Return how far m rows are from one another in two ways, (2, m, m), from their products.
+
+    These are squared distances, which show what is large, and 1 minus the cosine of the angle,
+    which shows what points elsewhere. What is not finite, or overflows when it is squared, is
+    infinitely far from everything. In double precision, products tell float32 rows apart that
+    differ in their last bit.
+    """
+    squares = np.diagonal(products)
+    found = np.empty((2, *products.shape))
+    with np.errstate(all="ignore"):
+        np.add(squares[:, None], squares[None, :], out=found[0])
+        found[0] -= 2.0 * products
+        lengths = np.sqrt(squares)
+        np.subtract(1.0, products / lengths[:, None] / lengths[None, :], out=found[1])
     np.maximum(found, 0.0, out=found)  # keeps NaN
     found[np.isnan(found)] = np.inf
-    np.fill_diagonal(found, 0.0)
-    return np.asarray(found)
+    m = len(products)
+    found[:, np.arange(m), np.arange(m)] = 0.0
+    return found

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.rules.bets import Bets, begun_by
-from phocas.rules.sampling import Sample, distances
+from phocas.rules.sampling import Sample, products, views
 from phocas.specs import count
 
 Floats = npt.NDArray[np.float64]
@@ -123,12 +123,11 @@ class Suspicion:
                 seen = seen - self.momentum * self.kept
         if following is not None:
             self.kept = np.asarray(following, np.float64)
-        apart = distances(seen)
+        apart = views(products(seen))
         self.judge(self.bets.observe(apart)[None])
-        self.past.observe(apart)
-        # A single absurd value already makes its row so far from the others.
-        if sample is not None and self.bounds and apart.max() > _ABSURD * self.bets.usual:
-            self._blame_servers(seen, sample.owners(self.bounds))
+        self.past.observe(apart[0])
+        if sample is not None and self.bounds:
+            self._blame_servers(seen, sample)
 
     def judge(self, odds: Floats, liars: int = 0) -> None:
         """Take what each holder of columns has won in its bets on its own columns, (holders, m).
@@ -176,7 +175,7 @@ class Suspicion:
         """
         return tuple(np.flatnonzero(self.absurd.sum(axis=1) > self.b).tolist())
 
-    def _blame_servers(self, values: Floats, owners: npt.NDArray[np.int64]) -> None:
+    def _blame_servers(self, values: Floats, sample: Sample) -> None:
         sizes = np.abs(values).max(axis=2)  # (m, runs); NaN stays NaN
         usual = np.partition(sizes.ravel(), sizes.size // 2)[sizes.size // 2]
         if not 0 < usual < math.inf:
@@ -184,6 +183,7 @@ class Suspicion:
         wild = ~(sizes <= _ABSURD * usual)
         if not wild.any():
             return
+        owners = sample.owners(self.bounds)
         found = np.zeros(self.absurd.shape, bool)
         for server in set(owners.tolist()) - {-1}:
             found[server] = wild[:, owners == server].any(axis=1)
@@ -217,7 +217,8 @@ class Suspicion:
             "recent": self.recent,
             "absurd": self.absurd,
             "kept": self.kept,
-            "numbers": np.array([self.bets.usual, self.bets.rounds, self.judged, self.rounds]),
+            "usual": self.bets.usual,
+            "numbers": np.array([self.bets.rounds, self.judged, self.rounds], np.float64),
         }
 
     def load_state(self, state: dict[str, Floats]) -> None:
@@ -231,9 +232,8 @@ class Suspicion:
                     " nor with another b"
                 )
             np.copyto(own, state[name])
-        usual, *numbers = state["numbers"].tolist()
-        self.bets.usual = usual
-        self.bets.rounds, self.judged, self.rounds = (int(number) for number in numbers)
+        numbers = state["numbers"].astype(int).tolist()
+        self.bets.rounds, self.judged, self.rounds = numbers
         self.past.rounds = self.bets.rounds
 
 

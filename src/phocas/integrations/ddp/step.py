@@ -12,7 +12,7 @@ from phocas.integrations.ddp.wire import Bucket, Wire, as_bytes, pack, unpack
 from phocas.rules import Evaluation, Rule
 from phocas.rules.bets import Bets
 from phocas.rules.measures import Partial
-from phocas.rules.sampling import Sample, distances
+from phocas.rules.sampling import Sample, products, views
 from phocas.rules.suspicion import Suspicion
 from phocas.seeds import Stream, generator
 
@@ -48,7 +48,7 @@ class Aggregator:
         self.measured: dict[int, list[Partial]] = {}
         self.columns = 0
         self.dropped = np.zeros(self.wire.m)
-        self.apart = np.zeros((self.wire.m, self.wire.m))
+        self.products = np.zeros((self.wire.m, self.wire.m))
         self.said = np.zeros((self.wire.m, self.wire.m))
 
     def take(self, flat: torch.Tensor, *, last: bool) -> list[torch.Tensor]:
@@ -72,15 +72,15 @@ class Aggregator:
         return done
 
     def _compare(self, bucket: Bucket, *, last: bool) -> None:
-        """Add up the distances of ranks in the own shard; bet on them when the step is complete."""
+        """Add up the products of ranks in the own shard; bet on them when the step is complete."""
         rows = bucket.columns[self.wire.rank]
         place = (self.seed, self.step, bucket.start + bucket.bounds[self.wire.rank][0])
         if rows.shape[1]:
             sample = Sample.draw(rows.shape[1], generator(Stream.SAMPLE, *place))
             here = torch.from_numpy(sample.columns(0, rows.shape[1])).to(rows.device)
-            self.apart += distances(rows[:, here].double().cpu().numpy())
+            self.products += products(rows[:, here].double().cpu().numpy())
         if last:
-            self.odds = self.bets.observe(self.apart)
+            self.odds = self.bets.observe(views(self.products))
 
     def _measure(self, shard: int, bucket: Bucket, columns: torch.Tensor) -> Partial:
         return self.evaluation.partial(columns.cpu(), bucket.start + bucket.bounds[shard][0])
