@@ -19,6 +19,7 @@ class Stream(IntEnum):
     SPLIT = 0x5B117
     DROPOUT = 0xD0
     FAULT = 0xFA017
+    SAMPLE = 0x5A3
 
 
 def sequence(stream: Stream, *place: int) -> np.random.SeedSequence:

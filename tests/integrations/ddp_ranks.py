@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +26,7 @@ from phocas.integrations.ddp import Guard, protect
 from phocas.integrations.ddp import step as ddp_step
 from phocas.integrations.ddp import verify as ddp_verify
 from phocas.integrations.ddp.wire import Bucket, Wire, pack
+from phocas.rules.bets import Bets
 
 WORLD = 4
 LIAR = 2
@@ -247,12 +249,28 @@ def suspects(rank: int) -> Any:
         found.append(
             {
                 "suspects": [(one.rank, one.excess) for one in recorded.guard.suspects()],
+                "since": [one.since for one in recorded.guard.suspects()],
                 "dropped": recorded.guard.dropped(),
                 "steps": recorded.guard.steps,
                 "each": [torch.cat([flat for flat, _, _ in step]) for step in recorded.steps],
             }
         )
     return found
+
+
+@scene
+def framing(rank: int) -> Any:
+    """Let the liar's gradients be honest, and let it say that rank 0 was far in every step."""
+    said = np.array([1e30, 0.0, 0.0, 0.0])
+
+    def run() -> Any:
+        recorded = record(nn.Linear(30, 40), "phocas:b=1", verify=True)
+        train(recorded, rank, 20, poison=1.0)
+        return [one.rank for one in recorded.guard.suspects()]
+
+    if rank != LIAR:
+        return run()
+    return with_patched(Bets, "observe", lambda *_: said, run)
 
 
 def failing(rank: int, rule: str, group: Any = None) -> Any:

@@ -185,8 +185,13 @@ def test_suspects(ranks: Scene) -> None:
         assert [rank for rank, _ in lying["suspects"]] == [LIAR]
         assert lying["suspects"][0][1] == pytest.approx(lying["dropped"][LIAR] - 1 / WORLD)
         assert lying["suspects"][0][1] > 0.5
+        assert lying["since"][0] <= 25
         assert honest["suspects"] == []
         assert lying["steps"] == honest["steps"] == 60
+
+
+def test_a_rank_cannot_frame_another_by_what_it_says_of_its_shard(ranks: Scene) -> None:
+    assert ranks("framing") == [[]] * WORLD
 
 
 def test_dropped_shares_are_those_of_one_process(ranks: Scene) -> None:

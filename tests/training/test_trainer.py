@@ -126,6 +126,32 @@ def test_honest_workers_are_not_suspected(data: Dataset, rule: str) -> None:
         assert all(not round_.suspects for round_ in trainer.rounds(150))
 
 
+@pytest.mark.parametrize(("attack", "named"), [(None, ()), ("gaussian:q=3", (0, 1, 2))])
+def test_momentum_neither_incriminates_nor_hides(
+    data: Dataset, attack: str | None, named: tuple[int, ...]
+) -> None:
+    """A row with momentum is far for as long as it remembers: only what is new in it counts."""
+    with make(data, worker_momentum=0.95, attack=attack, lr=0.2) as trainer:
+        assert [*trainer.rounds(120)][-1].suspects == named
+
+
+def test_the_gamblers_server_is_named_and_no_worker(data: Dataset) -> None:
+    attack = "gambler:servers=5,server=3,probability=0.01"
+    with make(data, attack=attack, num_servers=5) as trainer:
+        last = [*trainer.rounds(60)][-1]
+    assert (last.suspect_servers, last.suspects) == ((3,), ())
+
+
+def test_who_is_suspected_does_not_depend_on_servers_and_threads(data: Dataset) -> None:
+    found = []
+    for servers, threads in ((1, 1), (3, 2)):
+        with make(data, attack="sign-flip:q=2", num_servers=servers, threads=threads) as trainer:
+            for _ in trainer.rounds(20):
+                pass
+            found.append([(one.odds, one.since) for one in trainer.suspicion.evidence()])
+    assert found[0] == found[1]
+
+
 def test_a_round_says_what_happened(data: Dataset) -> None:
     with make(data, attack="gaussian:q=2", num_servers=4) as trainer:
         done = next(trainer.rounds(1))

@@ -12,8 +12,9 @@ from phocas.training.cluster import Clock, Gathered
 from phocas.training.lanes import Lanes, kernel_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from phocas.rules.sampling import Sample
     from phocas.training.server import Action, Aggregate
     from phocas.training.task import Task
 
@@ -40,7 +41,9 @@ class LocalCluster:
         self._previous = torch.zeros_like(rows) if needs_previous else None
         self._has_previous = False
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:
+    def gather(
+        self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
+    ) -> Gathered:
         """Draw the batches, compute the rows, let the attack at them, and reduce them."""
         task, clock = self.task, Clock()
         inputs, targets = task.batches(round)
@@ -63,9 +66,10 @@ class LocalCluster:
             aggregate = self.server.aggregate(rng=task.rule_rng(round), by_server=by_server)
             clock.stop("aggregate")
 
+        sampled = tuple(sample.take(rows) for sample in samples)
         distance = None if mean is None else float(torch.dist(aggregate.value, mean))
         clock.stop("metrics")
-        return Gathered(aggregate, losses, distance, touched, clock.seconds)
+        return Gathered(aggregate, losses, distance, touched, clock.seconds, sampled=sampled)
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
         """Let the server step."""

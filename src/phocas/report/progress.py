@@ -68,7 +68,9 @@ class Progress:
         speed = (done.number - self._first[1]) / elapsed if elapsed else 0.0
         news = _news(done.loss, self._accuracy) + f"  {speed:.0f}/s"
         if done.suspects:
-            news += f"  suspects {listing(done.suspects)}"
+            news += f"  {_word(self.config)} {listing(done.suspects)}"
+        if done.suspect_servers:
+            news += f"  servers {listing(done.suspect_servers)} get wrong values"
         if done.action != "applied":
             news += f"  round {done.number} {done.action}: not finite"
         if self._bars is not None:
@@ -123,7 +125,7 @@ class SweepProgress:
         else:
             text = _news(news.loss, news.accuracy)
             if news.suspects:
-                text += f"  suspects {listing(news.suspects)}"
+                text += f"  {_word(self.configs[news.index])} {listing(news.suspects)}"
             self._bars.update(self._tasks[news.index], completed=news.round, news=text)
 
     def _end(self, news: Ended, label: str) -> None:
@@ -153,6 +155,11 @@ class SweepProgress:
     def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
+
+
+def _word(config: RunConfig) -> str:
+    """Say what a suspect is: who holds other data differs, and need not be wrong."""
+    return "suspects" if config.split == "iid" else "differing"
 
 
 def _bars(console: Console, descriptions: Sequence[str], rounds: int) -> Bars:

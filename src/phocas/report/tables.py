@@ -115,6 +115,12 @@ def print_outcome(
             " survives",
             file=sys.stderr,
         )
+    if record.suspects and record.config["split"] != "iid" and not as_json:
+        print(
+            f"workers hold different data ({record.config['split']}): a suspect is a worker that"
+            " differs from the others, and need not be wrong",
+            file=sys.stderr,
+        )
     if record.status == "interrupted":
         words = [word for word in sys.argv[1:] if word not in ("--resume", "--restart")]
         command = shlex.join(["phocas", *words, "--resume"])

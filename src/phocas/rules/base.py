@@ -127,6 +127,10 @@ class Rule(Stage):
         self.check(m)
         return Tolerance()
 
+    def liars(self, m: int) -> int:
+        """Return how many of m workers may lie for what is said about each of them to hold."""
+        return self.tolerates(m).rows
+
     def spreads(self, m: int, q: int) -> float | None:
         """Bound the distance from the honest mean in honest spreads, whatever q of m send.
 

@@ -1,81 +1,281 @@
-"""Who is thrown away more often than chance allows."""
+"""Who is wrong beyond doubt, and who is merely unusual."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from phocas.rules.bets import Bets, begun_by
+from phocas.rules.sampling import Sample, products, views
 from phocas.specs import count
 
-FALSE_ALARM = 1e-3
-"""The chance that honest workers with data of one kind are ever accused, in a run of any length."""
+Floats = npt.NDArray[np.float64]
 
-_LAMBDAS = np.array([1.0, 4.0, 16.0, 64.0])
+FALSE_ALARM = 1e-3
+"""The chance that any honest worker is ever accused, in a run of any length."""
+
+_RECENT = 0.8  # memory of dropped shares, from one round to the next
+_DEVIATIONS = 6.0  # median deviations above the median: far outside of what noise does
+_VISIBLE = 0.05  # a share that is larger by less than this is no news
+_STEPS_A_DOUBLING = 4  # how finely distances are told apart when a worker is compared to its past
+_DOUBLINGS = 8
+_FIRST = 20  # rounds until there is a past to be compared to
+_ABSURD = 1e6  # values so many times the usual size are nobody's gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known against one worker."""
+
+    worker: int
+    odds: float
+    """What one coin would have won in fair bets if it were honest; accused at m / FALSE_ALARM."""
+    since: int | None
+    """The round (from 1) in which it was accused."""
+    dropped: float
+    """The mean share of its values that the rule left out."""
+    changed: float
+    """The same odds, for bets that it has not changed since it began."""
 
 
 class Suspicion:
-    r"""Accuse the workers that are dropped more often than at least m - b others, beyond chance.
+    r"""Accuse workers whose rows are farther from others than chance allows, and nobody else.
 
-    Two honest workers draw from the same data, so in every round it is a toss-up which of the two a
-    rule drops more of. With D_i the dropped share of worker i in a round, each pair keeps the bet
+    Accusations rest on distances between rows, which liars cannot bend: :class:`Bets` has the bets
+    and the proof. Worker i is a suspect once the bets against it have won m / alpha, alpha = 0.001.
 
-        E_ij = prod over rounds of  2 exp(lambda D_i) / (exp(lambda D_i) + exp(lambda D_j))
+    **Guarantee.** If at most b workers lie, and honest rows are independent draws of one kind in
+    every round, given all rounds before, then with probability at least 1 - alpha *no* honest
+    worker is *ever* accused, however long the run, whatever the liars send and whatever they know.
+    (Each of at most m honest workers has probability alpha / m.) Who was accused once stays so.
 
-    which is fair between honest workers: by Ville's inequality it *ever* reaches m^2 / alpha with
-    probability at most alpha / m^2, however long the run. (Four lambdas share the stake.) A worker
-    is suspected when it wins its bet against at least m - b others. At least one of these is
-    honest, so an honest worker is accused with probability at most alpha, even when liars take care
-    to be kept. Who is always dropped is found after 21 rounds at the earliest (m = 20).
+    Of 20 workers with b = 6, one liar is named after 5 rounds, three after 10, six after 19; a
+    fault that begins in round 400 after 5 to 9; one that is large and strikes in a fifth of the
+    rounds after about 30. Who hides among the honest (a little is enough) is not named.
 
-    Workers that honestly hold different data (a Dirichlet split) are no toss-up: there a suspect is
-    a worker that differs from the rest, no more.
+    - Naming q liars needs q < m - b - 1. With m - b - 1 < 2, as with b = 1 of 3, nobody can be
+      named, nor with b = 0. Not knowing b, take the largest for which anybody can be, the default:
+      more liars are then allowed for, and one of 20 is named after 6 rounds.
+    - Honest workers that hold different data (Dirichlet, by label) are not of one kind. There a
+      suspect is a worker that differs from the others, and need not be wrong.
+    - Rows that remember the rounds before are not independent. Of a worker's own ``momentum``, what
+      is new in each round is (1 - momentum) times a gradient, and that alone is observed.
+    - A worker whose rows do not come is as far as can be, and is named like any other fault.
 
-    >>> watch = Suspicion(num_workers=5, b=1)
-    >>> for _ in range(30):
-    ...     watch.update(np.array([0.9, 0.1, 0.1, 0.1, 0.1]))
-    >>> watch.suspects()
-    (0,)
+    :meth:`unusual` are early warnings and a picture. Liars can bring them upon an honest worker.
+
+    >>> rng = np.random.default_rng(0)
+    >>> watch = Suspicion(num_workers=10, b=2)
+    >>> for _ in range(12):
+    ...     rows = rng.normal(size=(10, 50))
+    ...     rows[3] *= 2
+    ...     watch.observe(rows)
+    >>> watch.suspects(), watch.evidence()[3].since
+    ((3,), 6)
     """
 
-    def __init__(self, num_workers: int, b: int) -> None:
-        self.num_workers = count("Suspicion", "num_workers", num_workers, minimum=1)
-        self.b = count("Suspicion", "b", b)
-        self.logs = np.zeros((len(_LAMBDAS), num_workers, num_workers))
-        self.total = np.zeros(num_workers)
+    def __init__(
+        self,
+        num_workers: int,
+        b: int | None = None,
+        servers: Sequence[tuple[int, int]] = (),
+        momentum: float = 0.0,
+    ) -> None:
+        self.num_workers = m = count("Suspicion", "num_workers", num_workers, minimum=1)
+        self.b = max(0, (m - 3) // 2) if b is None else count("Suspicion", "b", b)
+        self.bets = Bets(m, min(self.b, m - 1))
+        self.past = Past(m)
+        self.odds = np.zeros(m)
+        self.since = np.zeros(m)
+        self.judged = 0
+        self.total = np.zeros(m)
+        self.recent = np.zeros(m)
         self.rounds = 0
+        self.bounds = servers
+        self.absurd = np.zeros((len(servers), m))
+        self.momentum = momentum
+        self.kept = np.zeros(0)
 
-    def update(self, dropped: npt.NDArray[np.floating]) -> None:
-        """Take the dropped shares of one round."""
+    def observe(
+        self,
+        values: npt.ArrayLike,
+        sample: Sample | None = None,
+        following: npt.ArrayLike | None = None,
+    ) -> None:
+        """Take the rows of one round, (m, columns), or the values of a sample of their columns.
+
+        Which columns are sampled must not depend on the rows. Where rows have a momentum, only what
+        is new in them counts: ``following`` are the values in this round of the columns that are
+        observed in the next.
+        """
+        seen = np.asarray(values, np.float64)
+        if seen.ndim != 2 + (sample is not None) or len(seen) != self.num_workers:
+            raise ValueError(
+                f"there must be a row for each of {self.num_workers} workers: got shape"
+                f" {seen.shape}"
+            )
+        if self.momentum and self.kept.size:
+            with np.errstate(invalid="ignore"):
+                seen = seen - self.momentum * self.kept
+        if following is not None:
+            self.kept = np.asarray(following, np.float64)
+        apart = views(products(seen))
+        self.judge(self.bets.observe(apart)[None])
+        self.past.observe(apart[0])
+        if sample is not None and self.bounds:
+            self._blame_servers(seen, sample)
+
+    def judge(self, odds: Floats, liars: int = 0) -> None:
+        """Take what each holder of columns has won in its bets on its own columns, (holders, m).
+
+        So many of the holders may lie about it. The mean of the others' smallest is at most the
+        mean over honest holders, and what is said of :class:`Bets` holds for it.
+        """
+        kept = np.sort(np.where(odds >= 0, odds, 0.0), axis=0)[: max(1, len(odds) - liars)]
+        self.odds = kept.mean(axis=0)
+        self.judged += 1
+        if self.b:
+            accused = (self.odds >= self.num_workers / FALSE_ALARM) & (self.since == 0)
+            self.since[accused] = self.judged
+
+    def update(self, dropped: npt.ArrayLike) -> None:
+        """Take the shares that a rule dropped of each worker in one round."""
         shares = np.asarray(dropped, np.float64)
+        memory = _RECENT if self.rounds else 0.0
+        self.recent = memory * self.recent + (1 - memory) * shares
         self.total += shares
         self.rounds += 1
-        lead = shares[:, None] - shares[None, :]
-        if lead.any():
-            self.logs += math.log(2) - np.logaddexp(0, -_LAMBDAS[:, None, None] * lead)
 
     def suspects(self) -> tuple[int, ...]:
-        """Return the workers that are suspected by now."""
-        limit = math.log(self.num_workers**2 / FALSE_ALARM) + math.log(len(_LAMBDAS))
-        wins = (self.logs.max(axis=0) >= limit).sum(axis=1)
-        return tuple(np.flatnonzero(wins >= max(1, self.num_workers - self.b)).tolist())
+        """Return the workers that have been accused."""
+        return tuple(np.flatnonzero(self.since).tolist())
 
-    def shares(self) -> npt.NDArray[np.float64]:
+    def unusual(self) -> tuple[int, ...]:
+        """Return who was lately dropped far more than most, or has drifted away from the others.
+
+        Without a guarantee, and liars who place themselves well can bring an honest worker here.
+        """
+        middle = np.median(self.recent)
+        spread = np.median(np.abs(self.recent - middle))
+        dropped = self.recent > middle + max(_VISIBLE, _DEVIATIONS * spread)
+        changed = self.past.money >= self.num_workers / FALSE_ALARM
+        return tuple(np.flatnonzero(dropped | changed).tolist())
+
+    def servers(self) -> tuple[int, ...]:
+        """Return the servers in whose columns more than b workers have sent absurd values.
+
+        A value is absurd if it is not finite or a million times the usual size in that round, and
+        if its worker sent none to at least half of the servers. At most b workers lie, so it is not
+        they: what is between the workers and this server is wrong. That holds if honest values are
+        never absurd; it is not a matter of chance.
+        """
+        return tuple(np.flatnonzero(self.absurd.sum(axis=1) > self.b).tolist())
+
+    def _blame_servers(self, values: Floats, sample: Sample) -> None:
+        sizes = np.abs(values).max(axis=2)  # (m, runs); NaN stays NaN
+        usual = np.partition(sizes.ravel(), sizes.size // 2)[sizes.size // 2]
+        if not 0 < usual < math.inf:
+            return
+        wild = ~(sizes <= _ABSURD * usual)
+        if not wild.any():
+            return
+        owners = sample.owners(self.bounds)
+        found = np.zeros(self.absurd.shape, bool)
+        for server in set(owners.tolist()) - {-1}:
+            found[server] = wild[:, owners == server].any(axis=1)
+        found &= found.sum(axis=0) <= len(found) / 2
+        self.absurd[found] = 1
+
+    def evidence(self) -> tuple[Evidence, ...]:
+        """Return what is known against each worker."""
+        return tuple(
+            Evidence(
+                worker, float(odds), int(self.since[worker]) or None, float(dropped), float(changed)
+            )
+            for worker, (odds, dropped, changed) in enumerate(
+                zip(self.odds, self.shares(), self.past.money, strict=True)
+            )
+        )
+
+    def shares(self) -> Floats:
         """Return the mean dropped share of each worker."""
         return self.total / max(1, self.rounds)
 
-    def state(self) -> dict[str, npt.NDArray[np.float64]]:
+    def state(self) -> dict[str, Floats]:
         """Return what a checkpoint must keep."""
-        return {"logs": self.logs, "total": self.total, "rounds": np.array([float(self.rounds)])}
+        return {
+            "money": self.bets.money,
+            "past": self.past.seen,
+            "changed": self.past.money,
+            "odds": self.odds,
+            "since": self.since,
+            "total": self.total,
+            "recent": self.recent,
+            "absurd": self.absurd,
+            "kept": self.kept,
+            "usual": self.bets.usual,
+            "numbers": np.array([self.bets.rounds, self.judged, self.rounds], np.float64),
+        }
 
-    def load_state(self, state: dict[str, npt.NDArray[np.float64]]) -> None:
+    def load_state(self, state: dict[str, Floats]) -> None:
         """Go on from a checkpoint."""
-        if state["logs"].shape != self.logs.shape:
-            raise ValueError(
-                f"a checkpoint of {state['logs'].shape[1]} workers cannot be used"
-                f" with {self.num_workers}"
-            )
-        self.logs = np.array(state["logs"])
-        self.total = np.array(state["total"])
-        self.rounds = int(state["rounds"][0])
+        self.kept = np.array(state["kept"])
+        for name, own in self.state().items():
+            if state[name].shape != own.shape:
+                raise ValueError(
+                    f"a checkpoint of {len(state['total'])} workers and {len(state['absurd'])}"
+                    f" servers cannot be used with {self.num_workers} and {len(self.absurd)},"
+                    " nor with another b"
+                )
+            np.copyto(own, state[name])
+        numbers = state["numbers"].astype(int).tolist()
+        self.bets.rounds, self.judged, self.rounds = numbers
+        self.past.rounds = self.bets.rounds
+
+
+class Past:
+    r"""Bet that a worker is no farther from the others than it used to be.
+
+    The score of a worker is its median distance to the others over the median of these, in steps of
+    a quarter of a doubling. If its scores are exchangeable over the rounds, then p, the share of
+    rounds so far with a score at least as large as now's, this one included, is small with
+    probability at most p whatever the p before, and money that is multiplied by 1 / (2 sqrt(p)) in
+    every round is expected not to grow: it *ever* reaches m / alpha with probability at most
+    alpha / m. (A conformal test martingale.)
+
+    This needs nothing of the other workers' data, so it is for those who differ. What it does need
+    is that nothing changes over time, which training does not promise: scores drift while a model
+    learns, and liars who move change the scores of the others. Therefore it only warns.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.seen = np.zeros((num_workers, 2 * _DOUBLINGS * _STEPS_A_DOUBLING + 1))
+        self.money = np.zeros(num_workers)
+        self.rounds = 0
+
+    def observe(self, distances: Floats) -> None:
+        """Take one round's squared distances."""
+        m = len(distances)
+        self.rounds += 1
+        if m < 3:
+            return
+        scores = np.sort(distances, axis=1)[:, m // 2]
+        middle = np.sort(scores)[m // 2]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.log2(scores / middle) / 2  # of distances, not of their squares
+        limit = _DOUBLINGS * _STEPS_A_DOUBLING
+        steps = np.nan_to_num(ratio * _STEPS_A_DOUBLING, nan=0.0, posinf=limit, neginf=-limit)
+        places = limit + np.clip(np.rint(steps), -limit, limit).astype(np.int64)
+        workers = np.arange(m)
+        self.seen[workers, places] += 1
+        if self.rounds > _FIRST:
+            as_far = np.arange(self.seen.shape[1]) >= places[:, None]
+            p = (self.seen * as_far).sum(axis=1) / self.rounds
+            stake = begun_by(self.rounds - _FIRST) - begun_by(self.rounds - _FIRST - 1)
+            self.money += stake
+            self.money *= 0.5 / np.sqrt(p)
+            np.minimum(self.money, 1e30, out=self.money)

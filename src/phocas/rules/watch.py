@@ -52,6 +52,10 @@ class Watch(Rule):
         """Return the rule's window, to be watched only."""
         return replace(self.rule.window(m), watched=True)
 
+    def liars(self, m: int) -> int:
+        """Return what the rule allows for: the blame is its own, though not the value."""
+        return self.rule.liars(m)
+
     def expected(self, m: int) -> float:
         """Return what an honest worker expects to lose by the rule."""
         return self.rule.expected(m)

@@ -14,8 +14,9 @@ import torch
 from phocas.specs import unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from phocas.rules.sampling import Sample
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.server import Action, Aggregate, ParameterServer
     from phocas.training.task import Task
@@ -37,6 +38,8 @@ class Gathered:
     """Workers whose row did not come in time, or came in no usable form: a row of NaN each."""
     news: tuple[str, ...] = ()
     """What went wrong with processes and messages, in words."""
+    sampled: tuple[npt.NDArray[np.float64], ...] = ()
+    """The values of the columns that were asked for, as the servers received them."""
 
 
 class Cluster(Protocol):
@@ -47,7 +50,9 @@ class Cluster(Protocol):
     gradients: WorkerGradients
     """How a worker differentiates the model, with the threads of this process."""
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:
+    def gather(
+        self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
+    ) -> Gathered:
         """Run a round (from 0) up to the aggregate; ``honest`` asks for the distance too."""
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from phocas.rules.sampling import Sample
 from phocas.rules.suspicion import Suspicion
+from phocas.seeds import Stream, generator
 from phocas.specs import count
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
 from phocas.training.cluster import find_engine
@@ -55,13 +57,17 @@ class Round:
     touched: int
     """The number of cells that the attack changed."""
     suspects: tuple[int, ...]
-    """Workers left out more often than chance allows; see :class:`Suspicion`."""
+    """Workers that are wrong beyond chance, or differ by their data; see :class:`Suspicion`."""
     seconds: dict[str, float]
     """Times by phase: data, gradients, attack, aggregate, update, metrics."""
     missing: tuple[int, ...] = ()
     """Workers whose row did not come in time, or came in no usable form."""
     news: tuple[str, ...] = ()
     """What went wrong with processes and messages, in words."""
+    unusual: tuple[int, ...] = ()
+    """Workers that are lately left out far more than most, or have changed: a warning, no proof."""
+    suspect_servers: tuple[int, ...] = ()
+    """Servers that more than b workers' values reach absurdly wrong."""
 
 
 class Trainer:
@@ -115,7 +121,14 @@ class Trainer:
     def _begin(self, task: Task, cluster: Cluster) -> None:
         self.task = task
         self.cluster = cluster
-        self.suspicion = Suspicion(task.num_workers, task.rule.tolerates(task.num_workers).rows)
+        self.suspicion = Suspicion(
+            task.num_workers,
+            task.rule.liars(task.num_workers) or None,
+            [(part.start, part.stop) for part in self.server.bounds]
+            if task.num_servers > 1
+            else [],
+            task.worker_momentum,
+        )
         self.rounds_done = 0
 
     @property
@@ -141,13 +154,17 @@ class Trainer:
         start = time.perf_counter()
         with one_torch_thread():
             round_ = self.rounds_done
-            seen = self.cluster.gather(round_, by_server=detailed, honest=detailed)
+            # What is new in a row with momentum shows beside its last values in the same columns.
+            ahead = range(round_, round_ + 1 + bool(self.task.worker_momentum))
+            samples = [self._sample(number) for number in ahead]
+            seen = self.cluster.gather(round_, by_server=detailed, honest=detailed, samples=samples)
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
             before = time.perf_counter()
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
+            self.suspicion.observe(seen.sampled[0], samples[0], *seen.sampled[1:])
             self.suspicion.update(aggregate.dropped)
             self.rounds_done += 1
         seconds = {**seen.seconds, "update": updated - before}
@@ -169,10 +186,17 @@ class Trainer:
             by_server=aggregate.by_server if detailed else None,
             touched=seen.touched,
             suspects=self.suspicion.suspects(),
+            unusual=self.suspicion.unusual(),
+            suspect_servers=self.suspicion.servers(),
             seconds=seconds,
             missing=seen.missing,
             news=seen.news,
         )
+
+    def _sample(self, round_: int) -> Sample:
+        """Return the columns in which the workers of a round are compared."""
+        d = self.server.parameters.size
+        return Sample.draw(d, generator(Stream.SAMPLE, self.task.seed, round_))
 
     def evaluate(self) -> Metrics:
         """Return the loss and, where targets are classes, the accuracy on the test samples."""

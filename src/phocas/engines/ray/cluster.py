@@ -35,6 +35,7 @@ from phocas.training.server import Action, Aggregate, ParameterServer
 
 if TYPE_CHECKING:
     from phocas.engines.ray.settings import RaySettings
+    from phocas.rules.sampling import Sample
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.task import Task
 
@@ -176,12 +177,14 @@ class RayCluster:
         references: list[Any] = call.remote(job, round, self._buffers, faults, *self._parameters)
         return references
 
-    def gather(self, round: int, *, by_server: bool, honest: bool) -> Gathered:
+    def gather(
+        self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
+    ) -> Gathered:
         """Ask the workers, wait for them until the deadline, and have the servers reduce."""
         del by_server  # every server counts what it drops, whether or not it is asked for
         clock = Clock()
         harvest = self.hosts.begin(round)
-        missing, results = self._reduce(harvest, clock, honest=honest)
+        missing, results = self._reduce(harvest, clock, honest, samples)
         aggregate = self._aggregate(results)
         answers: list[Answer] = [result.values[1] for result in results]
         repeated = set.intersection(*(answer.repeated for answer in answers))
@@ -208,10 +211,14 @@ class RayCluster:
             clock.seconds,
             tuple(sorted(missing)),
             tuple(harvest.news),
+            tuple(
+                sample.joined([answer.sampled[number] for answer in answers])
+                for number, sample in enumerate(samples)
+            ),
         )
 
     def _reduce(
-        self, harvest: Harvest, clock: Clock, *, honest: bool
+        self, harvest: Harvest, clock: Clock, honest: bool, samples: Sequence[Sample]
     ) -> tuple[set[int], list[Result]]:
         """Collect rows and reduce them, until no column lacks more of them than is allowed."""
         while True:
@@ -225,6 +232,7 @@ class RayCluster:
                     _parts(harvest.sources.values(), number),
                     None if self._previous is None else _parts(self._previous, number),
                     honest,
+                    samples,
                 )
                 for number in range(len(self.servers.actors))
             ]

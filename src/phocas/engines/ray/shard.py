@@ -21,6 +21,7 @@ from phocas.engines.ray.worker import Values, join
 from phocas.kernels import set_num_threads
 from phocas.rules import Mean
 from phocas.rules.measures import Partial
+from phocas.rules.sampling import Sample
 from phocas.rules.sharded import Evaluation
 from phocas.training.server import Aggregate, ParameterServer
 from phocas.training.task import ServerTask
@@ -62,6 +63,8 @@ class Answer:
     """Workers whose slice could not be used, and why."""
     repeated: set[int] = field(default_factory=set)
     """Workers who sent what they had sent the round before."""
+    sampled: list[Values] = field(default_factory=list)
+    """The columns here of each sample, as they were reduced."""
 
 
 class Shard:
@@ -95,6 +98,7 @@ class Shard:
         parts: Sequence[Part],
         previous: Sequence[Part] | None,
         honest: bool,
+        samples: Sequence[Sample],
         faults: Sequence[Fault],
     ) -> tuple[Values | None, Answer]:
         """Take the slices of the columns here, and reduce them or say what was measured."""
@@ -121,6 +125,9 @@ class Shard:
                 start=self.job.start,
                 d=self.job.d,
             ).count
+        for sample in samples:
+            columns = sample.columns(self.job.start, self.job.start + len(like))
+            self._answer.sampled.append(np.stack([row[columns] for row in matrix]))
         self._rows = matrix
         self._evaluation = Evaluation(task.rule, task.num_workers, task.rule_rng(round))
         return self._advance()

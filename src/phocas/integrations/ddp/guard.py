@@ -33,13 +33,14 @@ _Result: TypeAlias = torch.futures.Future[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A rank that is dropped more often than chance allows.
+    """A rank that is farther from the others than chance allows, since step ``since`` (from 1).
 
     ``dropped`` is the share of its values that was thrown away, ``expected`` what a rank loses if
     who sent a value does not matter.
     """
 
     rank: int
+    since: int
     dropped: float
     expected: float
 
@@ -63,7 +64,7 @@ class Guard:
     def __init__(self, rule: Rule, wire: Wire, *, verify: bool, seed: int) -> None:
         self.rule = rule
         self._m = wire.m
-        self._suspicion = Suspicion(wire.m, rule.tolerates(wire.m).rows)
+        self._suspicion = Suspicion(wire.m, rule.liars(wire.m) or None)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._failures: list[Exception] = []
         aggregator = Aggregator(wire, rule, self._suspicion, verify=verify, seed=seed)
@@ -92,16 +93,22 @@ class Guard:
         return self._suspicion.shares()
 
     def suspects(self) -> tuple[Suspect, ...]:
-        """Return the ranks that are dropped more often than chance allows, the same on every rank.
+        """Return the ranks that are wrong beyond chance, the same on every rank.
 
-        An honest rank is ever accused with probability at most 1/1000 if ranks draw from the same
-        data; see :class:`phocas.rules.suspicion.Suspicion`.
+        If ranks draw from the same data and at most b lie, about gradients or about others, then
+        with probability at least 0.999 no honest rank is ever accused; see
+        :class:`phocas.rules.suspicion.Suspicion`.
         """
-        shares = self.dropped()
         expected = self.rule.expected(self._m)
         return tuple(
-            Suspect(rank, float(shares[rank]), expected) for rank in self._suspicion.suspects()
+            Suspect(one.worker, one.since, one.dropped, expected)
+            for one in self._suspicion.evidence()
+            if one.since is not None
         )
+
+    def unusual(self) -> tuple[int, ...]:
+        """Return the ranks that are lately dropped far more than most: a warning, and no proof."""
+        return self._suspicion.unusual()
 
 
 def protect(

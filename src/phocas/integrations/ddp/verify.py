@@ -30,9 +30,15 @@ def checker(shard: int, m: int) -> int:
 
 
 def agree(
-    wire: Wire, buckets: Sequence[Bucket], compute: Compute, sizes: Sequence[int] | None = None
+    wire: Wire,
+    buckets: Sequence[Bucket],
+    compute: Compute,
+    sizes: Sequence[int] | None = None,
+    aside: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """Work out the bytes of the own shard, and return those of all shards.
+
+    ``aside`` comes before them, and is not checked: it is for what cannot be worked out again.
 
     A rank that holds the shard before its own works that out as well and adds the digest. Everyone
     compares what came of each shard with the digest from the rank that checks it, and so sees the
@@ -40,15 +46,16 @@ def agree(
     """
     body = compute(wire.rank, [bucket.columns[wire.rank] for bucket in buckets])
     if len(buckets[0].columns) == 1:
-        return wire.gather(body, sizes)
+        return wire.gather([*aside, *body], sizes)
     before = (wire.rank - 1) % wire.m
     again = compute(before, [bucket.columns[before] for bucket in buckets])
     longer = None if sizes is None else [size + DIGEST_BYTES for size in sizes]
-    messages = wire.gather([*body, digest(again)], longer)
+    messages = wire.gather([*aside, *body, digest(again)], longer)
     bodies = [message[:-DIGEST_BYTES] for message in messages]
+    beside = sum(part.numel() for part in aside)
     for shard, got in enumerate(bodies):
         claims = {
-            shard: digest([got]),
+            shard: digest([got[beside:]]),
             checker(shard, wire.m): messages[checker(shard, wire.m)][-DIGEST_BYTES:].cpu(),
         }
         if not torch.equal(*claims.values()):

@@ -1,0 +1,151 @@
+"""Bets on who is far from whom, which are fair to honest workers whatever the others do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+_RICH = 1e30  # money beyond it is given away: a bet that has long been won need not overflow
+_STRIKING = 4.0  # squared distance, in units of what was usual in the rounds before
+_MEMORY = 0.9  # of what is usual, from one round to the next
+_VIEWS = (0.9, 0.1)  # parts of the money: by distance, by angle
+_ROOM = 1 << 22  # bets held at once; of more than 400 workers fewer kinds are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Stake a share of the money in every round, or only in those with someone striking."""
+
+    share: float
+    striking: bool
+    prior: float
+
+
+# For faults that show in every round, in most, now and then; and for rare ones that are large.
+_STYLES = (
+    Style(0.95, False, 0.42),
+    Style(0.6, False, 0.1),
+    Style(0.2, False, 0.1),
+    Style(0.9, True, 0.38),
+)
+
+
+def reaches(num_workers: int, b: int) -> list[int]:
+    """Return the numbers r for which it is worth betting on who is among the r farthest.
+
+    >>> reaches(20, 6), reaches(5, 2), reaches(3, 1)
+    ([1, 2, 3, 4, 6], [1], [])
+    """
+    found = [r for r in _up_to(b) if r < num_workers - b - 1]
+    few = max(1, _ROOM // (len(_VIEWS) * len(_STYLES) * num_workers**2))
+    return found[:: max(1, -(-len(found) // few))]
+
+
+def _up_to(b: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 9, 13, ... up to b: one of them is near any number of liars."""
+    found = list(range(1, min(b, 4) + 1))
+    while found and found[-1] < b:
+        found.append(min(b, found[-1] * 3 // 2))
+    return found
+
+
+def begun_by(rounds: int) -> float:
+    """Return the share of the money that has been staked by then: half of it in the first round.
+
+    The rest is staked little by little, about 1 / (t log^2 t) in round t, so that a fault that
+    begins late still meets money that has not been lost before.
+    """
+    return 1 - 1 / (1 + math.log2(1 + rounds))
+
+
+class Bets:
+    r"""Bet, with every worker as the reference, on who is far from it, by fair odds or worse.
+
+    Let d(k, i) be how far row i is from row k, by any measure of these two rows alone, b the most
+    liars that there can be among m workers, and R_ki = #{j != k : d(k, j) >= d(k, i)} the rank of
+    worker i from reference k: 1 for the farthest, and nobody if two are equally far. Each pair
+    (k, i) begins with money of 1, and in every round stakes a share s of it on R_ki <= r. It is
+    multiplied by
+
+        1 - s + s (m - b - 1) / r   if R_ki <= r,    and by 1 - s if not.
+
+    **For honest i and k this is fair or worse.** Let H be the honest workers, |H| >= m - b, and
+    R'_ki the rank among them alone. Liars only add to those who are at least as far, so R'_ki <=
+    R_ki, and R'_ki depends on honest rows alone: it does not matter where liars put themselves, nor
+    that they saw the honest rows first. At most r workers of H \ {k} have R'_k. <= r. Given the
+    past and row k, the other honest rows are exchangeable, so that each has the same probability,
+    P(R_ki <= r) <= P(R'_ki <= r) <= r / (|H| - 1) <= r / (m - b - 1), and the money is expected to
+    stay what it was or to shrink.
+
+    The same holds for these variations:
+
+    - *Only if somebody is striking.* Call j striking if d(k, j) exceeds a limit that was fixed
+      before the round. Nothing is staked in a round without anybody striking, and only who is
+      striking wins. With N honest strikers at most min(r, N) honest workers win, so the expected
+      gain is at most s 1{N > 0}, and the stake is lost whenever N > 0 or a liar strikes.
+    - *A reference that is nowhere.* If every d(k, j) is infinite (row k is missing or NaN), nothing
+      is staked. Then no honest worker could have won, so that nobody gains by it.
+    - *Sums.* Money may be shared out beforehand: over several r, shares, limits and measures, and
+      over the rounds in which betting begins. Money may be given away.
+
+    So for honest i and k the money M_ki is a nonnegative supermartingale from 1. Among the m - 1
+    references of worker i at most b lie. :meth:`evidence` is the mean of the m - 1 - b smallest of
+    its M_ki, which is at most the mean over some m - 1 - b honest references at all times, again
+    such a supermartingale. By Ville's inequality it *ever* reaches m / alpha with probability at
+    most alpha / m.
+    """
+
+    def __init__(self, num_workers: int, b: int) -> None:
+        self.num_workers, self.b = num_workers, b
+        self.reaches = reaches(num_workers, b)
+        shape = (len(_VIEWS), len(_STYLES), len(self.reaches), num_workers, num_workers)
+        self.money = np.zeros(shape)
+        self.usual = np.full(len(_VIEWS), np.nan)
+        self.rounds = 0
+        reach = np.array(self.reaches, np.float64)[:, None, None]
+        self._odds = (num_workers - b - 1) / reach
+        self._prior = 1 / reach / (1 / reach).sum()
+
+    def observe(self, views: Floats) -> Floats:
+        """Bet on how far rows are from one another in one round, and return the evidence after it.
+
+        ``views`` is (2, m, m): see :func:`phocas.rules.sampling.views`.
+        """
+        stake = begun_by(self.rounds + 1) - begun_by(self.rounds)
+        self.rounds += 1
+        if not self.reaches:
+            return np.zeros(self.num_workers)
+        for number, (apart, part) in enumerate(zip(views, _VIEWS, strict=True)):
+            self._bet(number, apart, part * stake)
+        return self.evidence()
+
+    def _bet(self, view: int, apart: Floats, stake: float) -> None:
+        m = self.num_workers
+        ordered = np.sort(apart, axis=1)
+        # R <= r says that fewer than r others are as far: that the one after r of them is nearer.
+        won = apart > ordered[:, [m - 1 - r for r in self.reaches]].T[:, :, None]
+        somewhere = np.isfinite(ordered[:, 1])[:, None]
+        striking = apart > _STRIKING * self.usual[view]  # nobody is before anything is usual
+        alarm = somewhere & striking.any(axis=1, keepdims=True)
+        for number, style in enumerate(_STYLES):
+            wins = won & striking if style.striking else won
+            staked = style.share * (alarm if style.striking else somewhere)
+            money = self.money[view, number] + self._prior * (style.prior * stake)
+            money *= 1 - staked + self._odds * style.share * wins
+            np.minimum(money, _RICH, out=self.money[view, number])
+        # The quartile of a reference at the quartile of references: liars are in few such pairs.
+        now = float(np.sort(ordered[:, m // 4])[m // 4])
+        if math.isfinite(now):
+            before = now if math.isnan(self.usual[view]) else self.usual[view]
+            self.usual[view] = _MEMORY * before + (1 - _MEMORY) * now
+
+    def evidence(self) -> Floats:
+        """Return for each worker what the bets against it have won, trimmed over references."""
+        won = self.money.sum(axis=(0, 1, 2))
+        np.fill_diagonal(won, np.inf)  # a worker is no reference of itself
+        return np.asarray(np.sort(won, axis=0)[: self.num_workers - 1 - self.b].mean(axis=0))
