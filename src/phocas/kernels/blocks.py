@@ -183,8 +183,8 @@ def second_text(
     with f.loop("0", "%count", f.lanes) as loop:
         place = f.op(f"add i64 %place, {loop.index}")
         radius = f.load_vector(slot(f, HIGH, place))
-        # Finite, so that an infinity is beyond any reach.
-        full = f.low(f.mul(f.high(radius, spread_), reach), f.splat(largest / 4))
+        # No scaled distance between finite values is more, and an infinity is beyond twice that.
+        full = f.low(f.mul(f.high(radius, spread_), reach), f.splat(largest / 2))
         twice = f.add(full, full)
         limit = f.high(radius, twice)
         f.store_vector(limit, slot(f, HIGH, place))

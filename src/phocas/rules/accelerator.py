@@ -82,11 +82,15 @@ class DeviceMatrix:
 
     def _spreads(self, decision: Decision) -> torch.Tensor:
         """Return the spread of each column's block, which may lie in several tensors."""
+        none = _computed(self.tensors[0][0, :0])
         radii = torch.cat(
             [
-                nearest(_mixed(_computed(block), decision.mix.weights), decision.window).radius
-                for tensor in self.tensors
-                for block in _blocks(tensor)
+                none,
+                *(
+                    nearest(_mixed(_computed(block), decision.mix.weights), decision.window).radius
+                    for tensor in self.tensors
+                    for block in _blocks(tensor)
+                ),
             ]
         )
         radii = torch.where(radii.isfinite(), radii, 0)
@@ -172,9 +176,9 @@ def _reaching(
     """Average with weights that fall beyond the reach."""
     distances = found.rows / 2 - found.centre / 2
     lengths, radius = distances.abs(), found.radius
-    limit = torch.finfo(lengths.dtype).max / 4
-    full = (torch.maximum(radius, spreads) * reach).clamp(max=limit)
-    outside = lengths > torch.maximum(radius, 2 * full)
+    largest = torch.finfo(lengths.dtype).max
+    full = (torch.maximum(radius, spreads) * reach).clamp(max=largest)
+    outside = lengths > torch.maximum(radius, (2 * full).clamp(max=largest))
     weights = ((2 * full - lengths) / full).clamp(0, 1)
     weights = torch.where(lengths <= radius, 1, weights).masked_fill(outside, 0)
     share = weights / weights.sum(dim=0)

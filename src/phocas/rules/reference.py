@@ -112,9 +112,9 @@ def weights(rule: Heraclius, rows: Matrix) -> Matrix:
 
 def _heraclius(rule: Heraclius, rows: Matrix) -> Matrix:
     values = np.where(np.isnan(rows), np.inf, rows)
-    share = weights(rule, rows)
-    share /= share.sum(axis=0)
-    return np.asarray(np.where(share > 0, share * values, 0).sum(axis=0))
+    kept = weights(rule, rows)
+    share = kept / kept.sum(axis=0)  # NaN where the column is lost
+    return np.asarray(np.where(kept == 0, 0 * share, share * values).sum(axis=0))
 
 
 def _watch(_: Watch, rows: Matrix) -> Matrix:
