@@ -209,9 +209,7 @@ class Trainer:
         start = time.perf_counter()
         with one_torch_thread():
             round_ = self.rounds_done
-            # What is new in a row with momentum shows beside its last values in the same columns.
-            ahead = range(round_, round_ + 1 + bool(self.worker_momentum))
-            samples = [self._sample(number) for number in ahead]
+            samples = self._samples(round_)
             seen = self.cluster.gather(round_, by_server=detailed, honest=detailed, samples=samples)
             aggregate = seen.aggregate
             factor = float(self.schedule(round_))
@@ -219,7 +217,10 @@ class Trainer:
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
-            self.suspicion.observe(seen.sampled[0], samples[0], *seen.sampled[1:])
+            if samples:
+                self.suspicion.observe(seen.sampled[0], samples[0], *seen.sampled[1:])
+            else:
+                self.suspicion.rest()
             self.suspicion.update(aggregate.dropped)
             self.rounds_done += 1
         seconds = {**seen.seconds, "update": updated - before}
@@ -248,10 +249,16 @@ class Trainer:
             news=seen.news,
         )
 
-    def _sample(self, round_: int) -> Sample:
-        """Return the columns in which the workers of a round are compared."""
+    def _samples(self, round_: int) -> list[Sample]:
+        """Return the columns in which workers are compared, and those of the next round if needed.
+
+        What is new in a row with momentum shows beside its last values in the same columns.
+        """
+        if not self.suspicion.wants():
+            return []
         d = self.server.parameters.size
-        return Sample.draw(d, generator(Stream.SAMPLE, self.seed, round_))
+        rounds = range(round_, round_ + 1 + bool(self.worker_momentum))
+        return [Sample.draw(d, generator(Stream.SAMPLE, self.seed, number)) for number in rounds]
 
     def evaluate(self) -> Evaluation:
         """Return the loss and the top-1 and top-3 accuracy on the test samples."""
