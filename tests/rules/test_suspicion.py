@@ -88,6 +88,27 @@ def test_who_turns_bad_late_is_named_as_soon(q: int, scale: float, limit: int) -
     assert max(found.values()) <= 400 + limit
 
 
+@pytest.mark.parametrize(("scale", "limit"), [(50, 9), (1.5, 40)])
+def test_who_turns_bad_while_few_rounds_are_observed_is_named_too(scale: float, limit: int) -> None:
+    rng = np.random.default_rng(0)
+    suspicion = Suspicion(M, B)
+    looked = 0
+    for number in range(400 + limit):
+        rows = rng.standard_normal((M, COLUMNS))
+        if number >= 400:
+            rows[3] *= scale
+        if suspicion.wants():
+            suspicion.observe(rows)
+            looked += number < 400
+        else:
+            suspicion.rest()
+    assert suspicion.suspects() == (3,)
+    assert looked < 64 + 110
+    since = suspicion.evidence()[3].since
+    assert since is not None
+    assert 400 < since <= 400 + limit
+
+
 def test_a_few_wild_cells_are_enough() -> None:
     def lie(rows: np.ndarray, _: int, rng: np.random.Generator) -> None:
         rows[4, rng.random(rows.shape[1]) < 0.02] *= 1e20
@@ -364,6 +385,8 @@ def test_samples_reach_every_column_and_know_their_owners() -> None:
             sample = Sample.draw(d, rng)
             values = sample.take(rows)
             np.testing.assert_array_equal(values[1], values[0] + d)
+            parts = [rows[:, begin:end][:, sample.columns(begin, end)] for begin, end in bounds]
+            np.testing.assert_array_equal(sample.joined(parts), values)
             seen |= set(values[0].ravel().astype(int).tolist())
             for run, owner in zip(values[0].astype(int), sample.owners(bounds), strict=True):
                 within = [begin <= run[0] and run[-1] < end for begin, end in bounds]

@@ -33,6 +33,7 @@ _STYLES = (
     Style(0.2, False, 0.1),
     Style(0.9, True, 0.38),
 )
+_CALM = sum(not style.striking for style in _STYLES)  # these come first
 
 
 def reaches(num_workers: int, b: int) -> list[int]:
@@ -107,9 +108,17 @@ class Bets:
         self.money = np.zeros(shape)
         self.usual = np.full(len(_VIEWS), np.nan)
         self.rounds = 0
+        # Axes: measure, style, reach, reference, worker.
         reach = np.array(self.reaches, np.float64)[:, None, None]
-        self._odds = (num_workers - b - 1) / reach
-        self._prior = 1 / reach / (1 / reach).sum()
+        share, prior = (
+            np.array([getattr(style, name) for style in _STYLES])[:, None, None, None]
+            for name in ("share", "prior")
+        )
+        parts = np.array(_VIEWS)[:, None, None, None, None]
+        self._stakes = parts * prior / reach / (1 / reach).sum()
+        self._lose = 1 - share
+        self._win = 1 + share * (num_workers - b - 1) / reach / self._lose  # after having lost
+        self._places = [num_workers - 1 - r for r in self.reaches]
 
     def observe(self, views: Floats) -> Floats:
         """Bet on how far rows are from one another in one round, and return the evidence after it.
@@ -118,31 +127,30 @@ class Bets:
         """
         stake = begun_by(self.rounds + 1) - begun_by(self.rounds)
         self.rounds += 1
-        if not self.reaches:
-            return np.zeros(self.num_workers)
-        for number, (apart, part) in enumerate(zip(views, _VIEWS, strict=True)):
-            self._bet(number, apart, part * stake)
-        return self.evidence()
-
-    def _bet(self, view: int, apart: Floats, stake: float) -> None:
         m = self.num_workers
-        ordered = np.sort(apart, axis=1)
+        if not self.reaches:
+            return np.zeros(m)
+        self.money += self._stakes * stake
+        ordered = np.sort(views, axis=2)
         # R <= r says that fewer than r others are as far: that the one after r of them is nearer.
-        won = apart > ordered[:, [m - 1 - r for r in self.reaches]].T[:, :, None]
-        somewhere = np.isfinite(ordered[:, 1])[:, None]
-        striking = apart > _STRIKING * self.usual[view]  # nobody is before anything is usual
-        alarm = somewhere & striking.any(axis=1, keepdims=True)
-        for number, style in enumerate(_STYLES):
-            wins = won & striking if style.striking else won
-            staked = style.share * (alarm if style.striking else somewhere)
-            money = self.money[view, number] + self._prior * (style.prior * stake)
-            money *= 1 - staked + self._odds * style.share * wins
-            np.minimum(money, _RICH, out=self.money[view, number])
+        limits = ordered[:, :, self._places].transpose(0, 2, 1)
+        won = (views[:, None] > limits[..., None])[:, None]
+        somewhere = np.isfinite(ordered[:, :, 1])
+        striking = views > _STRIKING * self.usual[:, None, None]  # nobody before it is known
+        alarm = somewhere & striking.any(axis=2)
+        for styles, staked, wins in (
+            (slice(_CALM), somewhere, won),
+            (slice(_CALM, None), alarm, won & striking[:, None, None]),
+        ):
+            money = self.money[:, styles]
+            money *= np.where(staked[:, None, None, :, None], self._lose[styles], 1.0)
+            np.multiply(money, self._win[styles], out=money, where=wins)
+        np.minimum(self.money, _RICH, out=self.money)
         # The quartile of a reference at the quartile of references: liars are in few such pairs.
-        now = float(np.sort(ordered[:, m // 4])[m // 4])
-        if math.isfinite(now):
-            before = now if math.isnan(self.usual[view]) else self.usual[view]
-            self.usual[view] = _MEMORY * before + (1 - _MEMORY) * now
+        now = np.sort(ordered[:, :, m // 4], axis=1)[:, m // 4]
+        kept = np.where(np.isnan(self.usual), now, _MEMORY * self.usual + (1 - _MEMORY) * now)
+        np.copyto(self.usual, kept, where=np.isfinite(now))
+        return self.evidence()
 
     def evidence(self) -> Floats:
         """Return for each worker what the bets against it have won, trimmed over references."""

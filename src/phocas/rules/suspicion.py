@@ -24,6 +24,9 @@ _VISIBLE = 0.05  # a share that is larger by less than this is no news
 _STEPS_A_DOUBLING = 4  # how finely distances are told apart when a worker is compared to its past
 _DOUBLINGS = 8
 _FIRST = 20  # rounds until there is a past to be compared to
+_WATCHFUL = 64  # rounds at the beginning, of which none is left out
+_EVERY = 4  # later on, one round in so many is looked at as long as nothing stirs
+_STIRRED = 0.5  # odds of a worker that is then watched in every round
 _ABSURD = 1e6  # values so many times the usual size are nobody's gradient
 
 
@@ -53,9 +56,10 @@ class Suspicion:
     worker is *ever* accused, however long the run, whatever the liars send and whatever they know.
     (Each of at most m honest workers has probability alpha / m.) Who was accused once stays so.
 
-    Of 20 workers with b = 6, one liar is named after 5 rounds, three after 10, six after 19; a
-    fault that begins in round 400 after 5 to 9; one that is large and strikes in a fifth of the
-    rounds after about 30. Who hides among the honest (a little is enough) is not named.
+    Of 20 workers with b = 6, one liar is named after 5 rounds, three after 10, six after 19; one
+    that begins to lie in round 400 after 5 to 9, if every round is observed; one that lies grossly
+    in a fifth of the rounds after about 30. Who hides among the honest (a little is enough) is not
+    named.
 
     - Naming q liars needs q < m - b - 1. With m - b - 1 < 2, as with b = 1 of 3, nobody can be
       named, nor with b = 0. Not knowing b, take the largest for which anybody can be, the default:
@@ -99,6 +103,21 @@ class Suspicion:
         self.absurd = np.zeros((len(servers), m))
         self.momentum = momentum
         self.kept = np.zeros(0)
+        self.stirred = False
+
+    def wants(self) -> bool:
+        """Say whether the next round is to be observed; if not, :meth:`rest`.
+
+        Every round is at the beginning, with momentum, and while someone who is not accused has
+        odds above a half; otherwise one in four. This depends on the past alone, so that bets stay
+        fair.
+        """
+        early = self.judged < _WATCHFUL or bool(self.momentum)
+        return early or self.stirred or self.judged % _EVERY == 0
+
+    def rest(self) -> None:
+        """Let a round pass unobserved."""
+        self.judged += 1
 
     def observe(
         self,
@@ -125,6 +144,7 @@ class Suspicion:
             self.kept = np.asarray(following, np.float64)
         apart = views(products(seen))
         self.judge(self.bets.observe(apart)[None])
+        self.stirred = bool((self.odds[self.since == 0] > _STIRRED).any())
         self.past.observe(apart[0])
         if sample is not None and self.bounds:
             self._blame_servers(seen, sample)
@@ -159,8 +179,9 @@ class Suspicion:
 
         Without a guarantee, and liars who place themselves well can bring an honest worker here.
         """
-        middle = np.median(self.recent)
-        spread = np.median(np.abs(self.recent - middle))
+        half = self.num_workers // 2
+        middle = np.sort(self.recent)[half]
+        spread = np.sort(np.abs(self.recent - middle))[half]
         dropped = self.recent > middle + max(_VISIBLE, _DEVIATIONS * spread)
         changed = self.past.money >= self.num_workers / FALSE_ALARM
         return tuple(np.flatnonzero(dropped | changed).tolist())
@@ -168,7 +189,7 @@ class Suspicion:
     def servers(self) -> tuple[int, ...]:
         """Return the servers in whose columns more than b workers have sent absurd values.
 
-        A value is absurd if it is not finite or a million times the usual size in that round, and
+        A run of values is absurd if not finite or a million times the usual size in that round, and
         if its worker sent none to at least half of the servers. At most b workers lie, so it is not
         they: what is between the workers and this server is wrong. That holds if honest values are
         never absurd; it is not a matter of chance.
@@ -176,7 +197,8 @@ class Suspicion:
         return tuple(np.flatnonzero(self.absurd.sum(axis=1) > self.b).tolist())
 
     def _blame_servers(self, values: Floats, sample: Sample) -> None:
-        sizes = np.abs(values).max(axis=2)  # (m, runs); NaN stays NaN
+        with np.errstate(all="ignore"):
+            sizes = np.sqrt(np.einsum("mrw,mrw->mr", values, values))  # NaN stays NaN
         usual = np.partition(sizes.ravel(), sizes.size // 2)[sizes.size // 2]
         if not 0 < usual < math.inf:
             return
@@ -218,7 +240,9 @@ class Suspicion:
             "absurd": self.absurd,
             "kept": self.kept,
             "usual": self.bets.usual,
-            "numbers": np.array([self.bets.rounds, self.judged, self.rounds], np.float64),
+            "numbers": np.array(
+                [self.bets.rounds, self.judged, self.rounds, self.stirred], np.float64
+            ),
         }
 
     def load_state(self, state: dict[str, Floats]) -> None:
@@ -233,7 +257,8 @@ class Suspicion:
                 )
             np.copyto(own, state[name])
         numbers = state["numbers"].astype(int).tolist()
-        self.bets.rounds, self.judged, self.rounds = numbers
+        self.bets.rounds, self.judged, self.rounds, stirred = numbers
+        self.stirred = bool(stirred)
         self.past.rounds = self.bets.rounds
 
 

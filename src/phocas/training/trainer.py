@@ -154,9 +154,7 @@ class Trainer:
         start = time.perf_counter()
         with one_torch_thread():
             round_ = self.rounds_done
-            # What is new in a row with momentum shows beside its last values in the same columns.
-            ahead = range(round_, round_ + 1 + bool(self.task.worker_momentum))
-            samples = [self._sample(number) for number in ahead]
+            samples = self._samples(round_)
             seen = self.cluster.gather(round_, by_server=detailed, honest=detailed, samples=samples)
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
@@ -164,7 +162,10 @@ class Trainer:
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
-            self.suspicion.observe(seen.sampled[0], samples[0], *seen.sampled[1:])
+            if samples:
+                self.suspicion.observe(seen.sampled[0], samples[0], *seen.sampled[1:])
+            else:
+                self.suspicion.rest()
             self.suspicion.update(aggregate.dropped)
             self.rounds_done += 1
         seconds = {**seen.seconds, "update": updated - before}
@@ -193,10 +194,17 @@ class Trainer:
             news=seen.news,
         )
 
-    def _sample(self, round_: int) -> Sample:
-        """Return the columns in which the workers of a round are compared."""
+    def _samples(self, round_: int) -> list[Sample]:
+        """Return the columns in which workers are compared, and those of the next round if needed.
+
+        What is new in a row with momentum shows beside its last values in the same columns.
+        """
+        if not self.suspicion.wants():
+            return []
         d = self.server.parameters.size
-        return Sample.draw(d, generator(Stream.SAMPLE, self.task.seed, round_))
+        rounds = range(round_, round_ + 1 + bool(self.task.worker_momentum))
+        seed = self.task.seed
+        return [Sample.draw(d, generator(Stream.SAMPLE, seed, number)) for number in rounds]
 
     def evaluate(self) -> Metrics:
         """Return the loss and, where targets are classes, the accuracy on the test samples."""
