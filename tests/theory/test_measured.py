@@ -147,6 +147,33 @@ def test_phocas_stays_under_its_bound(
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("distribution", measure.DISTRIBUTIONS)
+@pytest.mark.parametrize(("m", "q", "b"), [(3, 1, 1), (5, 1, 2), (5, 2, 2), (10, 2, 4)])
+def test_the_bounds_of_heraclius_hold(
+    m: int, q: int, b: int, distribution: str, after: bool
+) -> None:
+    found = measure.measure(
+        "heraclius", m, q, b, distribution=distribution, after=after, trials=64, seed=0
+    )
+    assert found.error + 4 * found.spread < theory.delta_heraclius(m, q, b)
+    assert found.error + 4 * found.spread < theory.adaptive_heraclius(m, q, b)
+    if distribution == "normal":  # what is within reach is what an attacker uses
+        near = measure.measure(
+            "phocas", m, q, b, distribution=distribution, after=after, trials=64, seed=0
+        )
+        assert found.error > 1.1 * near.error
+
+
+def test_the_bound_of_heraclius_is_that_of_phocas_without_a_reach_and_grows_with_it() -> None:
+    for m, q, b in GRID:
+        assert theory.delta_heraclius(m, q, b, 0) == theory.delta_phocas(m, q, b)
+        for bound in (theory.delta_heraclius, theory.adaptive_heraclius):
+            values = [bound(m, q, b, reach) for reach in (1, 2, 4, 8, 16)]
+            assert values == sorted(values)
+            assert len({bound(m, 0, b, reach) for reach in (4, 8, 16)}) == 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("distribution", measure.DISTRIBUTIONS)
 @pytest.mark.parametrize(("m", "q"), [(3, 0), (5, 1), (9, 3), (10, 2)])
 def test_krum_stays_under_its_bound(m: int, q: int, distribution: str, *, after: bool) -> None:
     found = measure.measure(

@@ -2,9 +2,11 @@
 
 from phocas.theory.bounds import (
     Bound,
+    adaptive_heraclius,
     adaptive_krum,
     adaptive_phocas,
     adaptive_trimmed_mean,
+    delta_heraclius,
     delta_krum,
     delta_phocas,
     delta_trimmed_mean,
@@ -29,6 +31,7 @@ __all__ = [
     "Chance",
     "Exposure",
     "Survival",
+    "adaptive_heraclius",
     "adaptive_krum",
     "adaptive_phocas",
     "adaptive_trimmed_mean",
@@ -36,6 +39,7 @@ __all__ = [
     "against_mean",
     "against_selection",
     "contraction",
+    "delta_heraclius",
     "delta_krum",
     "delta_phocas",
     "delta_trimmed_mean",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from phocas.rules import RULES, Krum, Phocas, Rule, Told, TrimmedMean
+from phocas.rules import RULES, Heraclius, Krum, Phocas, Rule, Told, TrimmedMean
 from phocas.specs import count
 
 
@@ -63,6 +63,18 @@ def delta_phocas(m: int, q: int, b: int) -> float:
     return _bound(Phocas(b), m, q, adaptive=False)
 
 
+def delta_heraclius(m: int, q: int, b: int, reach: float = Heraclius.reach) -> float:
+    """Return Delta_3, the bound of Heraclius with q bad values a column (docs/theory.md).
+
+    ``(sqrt D + K (1 + sqrt D))^2`` with D = Delta_1 and K at least 1, which grows with the reach if
+    q > 0; for ``q <= b`` and ``2b < m``. Without a reach it is Delta_2.
+
+    >>> [round(delta_heraclius(m=20, q=q, b=6), 1) for q in (0, 3, 6)]
+    [14.6, 101.1, 500.6]
+    """
+    return _bound(Heraclius(b, reach), m, q, adaptive=False)
+
+
 def adaptive_krum(m: int, q: int) -> float:
     """Bound Krum against an attacker who picks the rows after seeing all: always below Delta_0.
 
@@ -94,6 +106,17 @@ def adaptive_phocas(m: int, q: int, b: int) -> float:
     21.985
     """
     return _bound(Phocas(b), m, q, adaptive=True)
+
+
+def adaptive_heraclius(m: int, q: int, b: int, reach: float = Heraclius.reach) -> float:
+    """Bound Heraclius against an attacker who picks the values after seeing all.
+
+    ``(sqrt D + K (sqrt(m/(m-q)) + sqrt D))^2`` with D the same bound of the trimmed mean.
+
+    >>> adaptive_heraclius(m=20, q=3, b=6, reach=0) == adaptive_phocas(m=20, q=3, b=6)
+    True
+    """
+    return _bound(Heraclius(b, reach), m, q, adaptive=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +181,9 @@ def _krum_bound(m: int, q: int, *, adaptive: bool) -> float:
     return _bound(Krum(q), m, q, adaptive=adaptive)
 
 
-def _bound(rule: Krum | TrimmedMean | Phocas, m: int, q: int, *, adaptive: bool) -> float:
+def _bound(
+    rule: Krum | TrimmedMean | Phocas | Heraclius, m: int, q: int, *, adaptive: bool
+) -> float:
     """Return a rule's bound, or raise with the condition that fails."""
     owner = type(rule).__name__
     m, q = count(owner, "m", m, minimum=1), count(owner, "q", q)

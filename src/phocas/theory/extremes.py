@@ -18,6 +18,8 @@ Reduce: TypeAlias = Callable[[Array], Array]
 
 # Just inside the tie, where the bad value is still the nearer one.
 _INSIDE = 1 - 1e-9
+# Of the reach, on both sides: spreads are not known before the values are placed.
+_SHARES = (-1.5, -1.25, -1, -0.75, -0.5, 0.5, 0.75, 1, 1.25, 1.5)
 
 
 def worst_trimmed_mean(columns: Array, q: int, b: int, *, after: bool) -> Array:
@@ -34,17 +36,20 @@ def worst_trimmed_mean(columns: Array, q: int, b: int, *, after: bool) -> Array:
     return worst
 
 
-def worst_error(rule: Reduce, centre: Reduce, columns: Array, q: int, *, after: bool) -> Array:
+def worst_error(
+    rule: Reduce, centre: Reduce, columns: Array, q: int, *, after: bool, reach: float = 0.0
+) -> Array:
     """Return the largest error of a column-wise rule in each column that the search finds.
 
     Some bad values go to one infinity, which moves the rule's ``centre``; the others sit together
     where the rule just still takes them in: at a correct value, at the mirror image of one about
-    the centre, or on a grid. After seeing, what is replaced are q neighbours in sorted order, the
-    two ends being neighbours: in the middle for a symmetric distribution, which spreads the rest.
+    the centre, about ``reach`` times as far away as the farthest, or on a grid. After seeing, what
+    is replaced are q neighbours in sorted order, the two ends being neighbours: in the middle for a
+    symmetric distribution, which spreads the rest.
     """
     worst = np.zeros(columns.shape[1])
     for kept in _kept(columns, q, after=after):
-        for bad in _placements(centre, kept, q):
+        for bad in _placements(centre, kept, q, reach):
             np.maximum(worst, np.abs(rule(np.concatenate([kept, bad]))), out=worst)
     return worst
 
@@ -58,7 +63,9 @@ def _kept(columns: Array, q: int, *, after: bool) -> Iterator[Array]:
         yield np.roll(ordered, -start, axis=0)[q:]
 
 
-def _placements(centre: Reduce, kept: Array, q: int, grid: int = 17) -> Iterator[Array]:
+def _placements(
+    centre: Reduce, kept: Array, q: int, reach: float, grid: int = 17
+) -> Iterator[Array]:
     trials = kept.shape[1]
     if q == 0:
         yield np.empty((0, trials))
@@ -68,6 +75,8 @@ def _placements(centre: Reduce, kept: Array, q: int, grid: int = 17) -> Iterator
     for infinity in (-np.inf, np.inf):
         middle = centre(np.concatenate([kept, np.full((q, trials), infinity)]))
         spots += list(middle + (middle - kept) * _INSIDE)
+        farthest = reach * np.abs(kept - middle).max(axis=0)
+        spots += [middle + share * farthest for share in _SHARES if reach]
     for infinity in (-np.inf, np.inf):
         yield np.full((q, trials), infinity)
         for far in range(q):

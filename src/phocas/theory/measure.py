@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.rules import Phocas, TrimmedMean, parse_rule
+from phocas.rules import Heraclius, Phocas, TrimmedMean, parse_rule
 from phocas.specs import unknown
 from phocas.theory import bounds, extremes
 
@@ -121,6 +121,13 @@ def _phocas_squares(columns: Array, q: int, b: int, *, after: bool) -> Array:
     return extremes.worst_error(Phocas(b), TrimmedMean(b), columns, q, after=after) ** 2
 
 
+def _heraclius_squares(columns: Array, q: int, b: int, *, after: bool) -> Array:
+    rule = Heraclius(b)
+    centre = TrimmedMean(b)
+    worst = extremes.worst_error(rule, centre, columns, q, after=after, reach=rule.reach)
+    return worst**2
+
+
 def _krum_squares(columns: Array, q: int, b: int, *, after: bool) -> Array:
     return extremes.worst_krum(columns.T[:, :, None], q, b, after=after)
 
@@ -129,6 +136,7 @@ MEASURED = {
     "krum": _krum_squares,
     "trimmed-mean": _trimmed_mean_squares,
     "phocas": _phocas_squares,
+    "heraclius": _heraclius_squares,
 }
 
 GRID = (
