@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from llvmlite import binding as llvm
 
-from phocas.kernels import Window, blocks, columns, distances, jit, means, mixing, programs
+from phocas.kernels import (
+    Window,
+    blocks,
+    columns,
+    distances,
+    jit,
+    means,
+    mixing,
+    products,
+    programs,
+)
 from phocas.kernels.emit import ELEMENTS, ColumnArguments, Element
 from phocas.kernels.target import ALL_TARGETS, ARM64, X86_AVX2, X86_BASELINE, Target, host
 from phocas.kernels.threads import write_threads
@@ -40,6 +50,10 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     "pairs": distances.pairs_module,
     "pairs wide": lambda t, e: distances.pairs_module(t, e.wide()),
     "norms": distances.norms_module,
+    "products": lambda t, e: (
+        # Doubles are for rows that products cannot hold.
+        products.products_module(t, e) if e.compute == "float" else distances.pairs_module(t, e)
+    ),
     "norms wide": lambda t, e: distances.norms_module(t, e.wide()),
 }
 
@@ -162,7 +176,7 @@ def test_lesser_processors_measure_the_same(target: Target) -> None:
         out = np.zeros(blocks * (blocks + 1) // 2 * side * side)
         local = np.zeros(distances.scratch_words(machine, 8) + 8, np.uint64)
         local = local[-local.ctypes.data % 64 // 8 :]
-        panels = distances.panel_pairs(8)
+        panels = distances.panel_pairs(8, 64)
         words = distances.Arguments(
             rows=addresses.ctypes.data,
             out=out.ctypes.data,
@@ -171,6 +185,7 @@ def test_lesser_processors_measure_the_same(target: Target) -> None:
             granule=1024,
             tile=128,
             pairs=panels.ctypes.data,
+            panel=64,
         )
         _run(machine, distances.pairs_module(machine, ELEMENTS["float32"]), [*words], local, 1)
         pairs = {}

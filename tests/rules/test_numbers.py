@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from tests.helpers import bits, stored
+from tests.helpers import bits, doubles, num_threads, stored
 
 import phocas
 from phocas import Evaluation, Rule
+from phocas.rules import measures
 from phocas.rules.algebra import Distances, Norms
 from phocas.rules.inputs import open_rows
+from phocas.rules.reference import squared_distances
 
 MEASURING = [
     phocas.parse_rule(text)
@@ -92,6 +97,77 @@ def test_scaled_requests_are_exact(power: int) -> None:
     ):
         wanted = np.ldexp(matrix.measure(request), 2 * power)
         np.testing.assert_array_equal(matrix.measure(scaled), wanted)
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def _far_crowd(rows: np.ndarray, rng: np.random.Generator) -> None:
+    rows[::3] = 5e4 + rng.normal(size=rows[::3].shape)
+
+
+def _crowd_at_the_centre(rows: np.ndarray, rng: np.random.Generator) -> None:
+    """All the rows that the centre is taken from are far away."""
+    rows[:: -(-len(rows) // 5)] = 3e4 + rng.normal(size=rows[:: -(-len(rows) // 5)].shape)
+
+
+def _overflowing(rows: np.ndarray, rng: np.random.Generator) -> None:
+    rows[1::4] = 1e20 + 1e14 * rng.normal(size=rows[1::4].shape)
+
+
+def _lost(rows: np.ndarray, rng: np.random.Generator) -> None:
+    rows[2::5, rng.integers(rows.shape[1])] = np.nan
+    rows[3::5, 7] = -np.inf
+
+
+def _equal(rows: np.ndarray, rng: np.random.Generator) -> None:
+    del rng
+    rows[1::2] = rows[0]
+
+
+@pytest.mark.parametrize(
+    "change", [None, _far_crowd, _crowd_at_the_centre, _overflowing, _lost, _equal]
+)
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+@pytest.mark.parametrize("m", [65, 100, 131, 200])
+def test_distances_of_many_rows_are_exact(
+    m: int, offset: float, change: Callable[[np.ndarray, np.random.Generator], None] | None
+) -> None:
+    """By products as by differences: neither an offset nor a crowd far away costs digits."""
+    rng = np.random.default_rng(m)
+    values = rng.normal(size=(m, 2500)) + offset
+    if change is not None:
+        change(values, rng)
+    rows = values.astype(np.float32)
+    got = open_rows(rows).measure(Distances())
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = squared_distances(rows.astype(np.float64))
+    wanted[np.isnan(wanted) | (wanted > 3e38)] = np.inf
+    np.fill_diagonal(wanted, 0.0)
+    assert np.array_equal(got, got.T)
+    np.testing.assert_allclose(got, wanted, rtol=4e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_distances_of_many_rows_in_half_precision(dtype: str) -> None:
+    rows = stored(np.random.default_rng(0).normal(size=(90, 3000)) * 40 + 300, dtype)
+    wanted = squared_distances(doubles(rows))
+    np.testing.assert_allclose(open_rows(rows).measure(Distances()), wanted, rtol=4e-6, atol=0)
+
+
+def test_cuts_and_threads_change_no_product() -> None:
+    rng = np.random.default_rng(1)
+    rows = rng.normal(size=(150, 9000)).astype(np.float32)
+    _far_crowd(rows, rng)
+    _lost(rows, rng)
+    request = Distances()
+    wanted = open_rows(rows).measure(request)
+    for threads, borders in ((1, [0, 9000]), (3, [0, 5, 3072, 4000, 9000]), (2, [0, 6143, 9000])):
+        with num_threads(threads):
+            parts = [
+                open_rows(rows[:, a:b]).partial(request, a) for a, b in itertools.pairwise(borders)
+            ]
+            assert bits(measures.total(request, parts)) == bits(wanted)
 
 
 # -- clipping --------------------------------------------------------------------------------------

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels import blocks, columns, distances, jit, means, mixing, programs
+from phocas.kernels import (
+    blocks,
+    columns,
+    distances,
+    jit,
+    means,
+    mixing,
+    products,
+    programs,
+)
 from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.emit import ELEMENTS, ColumnArguments
@@ -23,6 +32,7 @@ TILE_BYTES = 20480  # a mixed tile, its sources and the next tile stay in L1
 # Straight-line code beats the program up to here: 200 rows 2.9 against 4.3 times the mean; past
 # it, compiling takes more than a second.
 STRAIGHT_LINE_ROWS = 192
+PRODUCT_ROWS = 64  # more than so many are measured by products
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that takes a microsecond to make
@@ -266,15 +276,16 @@ def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
     """
     blocks = _blocks(len(rows))
     side = distances.block_rows(host())
-    pairs = distances.panel_pairs(len(rows))
     width = blocks * (blocks + 1) // 2 * side * side
-    return _granule_sums(rows, granule, "pairs", wide, width, pairs)
+    single = not wide and rows.element != "float64"
+    name = "products" if single and len(rows) > PRODUCT_ROWS else "pairs"
+    return _granule_sums(rows, granule, name, wide, width)
 
 
 def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
     """Return the sums of squares of granules: (granules, padded rows)."""
     width = _blocks(len(rows)) * distances.block_rows(host())
-    return _granule_sums(rows, granule, "norms", True, width, None)
+    return _granule_sums(rows, granule, "norms", True, width)
 
 
 def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
@@ -298,12 +309,7 @@ def _block_pairs(blocks: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
 
 
 def _granule_sums(
-    rows: Rows,
-    granule: int,
-    name: str,
-    wide: bool,
-    width: int,
-    pairs: NDArray[np.int64] | None,
+    rows: Rows, granule: int, name: str, wide: bool, width: int
 ) -> NDArray[np.float64]:
     m = len(rows)
     blocks = _blocks(m)
@@ -312,6 +318,10 @@ def _granule_sums(
     addresses = rows.addresses
     if m < padded:
         addresses = np.resize(addresses, padded)  # the padding repeats rows
+    by_products = name == "products"
+    panel = products.panel_rows(m) if by_products else distances.PANEL_ROWS
+    pairs = distances.panel_pairs(m, panel)
+    sampled = rows.addresses[:: -(-m // products.SAMPLED)].copy() if by_products else addresses
     out = np.empty((granules, width))
     words = distances.Arguments(
         rows=address(addresses),
@@ -319,12 +329,16 @@ def _granule_sums(
         blocks=blocks,
         columns=rows.columns,
         granule=granule,
-        tile=distances.tile_columns(m),
-        pairs=0 if pairs is None else address(pairs),
-        number=1 if pairs is None else len(pairs),
+        tile=products.TILE if by_products else distances.tile_columns(m),
+        pairs=address(pairs),
+        number=1 if name == "norms" else len(pairs),
+        panel=panel,
+        sampled=address(sampled),
     )
-    local = aligned((POOL.size(), distances.scratch_words(host(), m)), np.dtype(np.uint64))
-    POOL.run(_compiled(name, rows.element, wide), _words(*words), local, granules * words.number, 1)
+    size = products.SCRATCH_WORDS if by_products else distances.scratch_words(host(), m)
+    local = aligned((POOL.size(), size), np.dtype(np.uint64))
+    packed = struct.pack(f"{len(words)}Q", *words)
+    POOL.run(_compiled(name, rows.element, wide), packed, local, granules * words.number, 1)
     return out
 
 
@@ -368,6 +382,7 @@ def _compiled(name: str, element: str, wide: bool = False) -> int:
         "fused": mixing.fused_module,
         "pairs": distances.pairs_module,
         "norms": distances.norms_module,
+        "products": products.products_module,
     }
     kind = ELEMENTS[element].wide() if wide else ELEMENTS[element]
     return jit.address((name, kind.name, kind.compute), partial(_write, writers[name], kind))

@@ -4,16 +4,15 @@ A granule is a fixed number of columns, counted from column 0 of the whole matri
 taken in a fixed order. Servers that hold column ranges therefore get the same granule sums as one
 server would, and adding those up in order gives the same bits.
 
-Differences are squared directly: the Gram form |a|^2 + |b|^2 - 2ab cancels when rows nearly agree
-at an offset, and its one multiplication a pair is no faster where a core has one unit for 512-bit
-products (measured: 112 ns for 16 columns of 20 rows, against 81 ns). A sum that overflows or
-meets NaN is +inf.
+Differences are squared directly, or for many rows by products (:mod:`phocas.kernels.products`). A
+sum that overflows or meets NaN is +inf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,9 +49,9 @@ def scratch_words(target: Target, m: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def panel_pairs(m: int) -> NDArray[np.int64]:
+def panel_pairs(m: int, panel: int) -> NDArray[np.int64]:
     """Return the pairs of panels (I, J), I <= J, that m rows fall into."""
-    return np.stack(np.triu_indices(-(-m // PANEL_ROWS)), axis=1).astype(np.int64)
+    return np.stack(np.triu_indices(-(-m // panel)), axis=1).astype(np.int64)
 
 
 class Arguments(NamedTuple):
@@ -66,6 +65,8 @@ class Arguments(NamedTuple):
     tile: int
     pairs: int = 0
     number: int = 1  # of pairs of panels
+    panel: int = 0  # rows of one
+    sampled: int = 0  # a table of rows, for the centre of products
 
 
 def pairs_module(target: Target, element: Element) -> str:
@@ -78,42 +79,123 @@ def pairs_module(target: Target, element: Element) -> str:
     side = block_rows(target)
     f = Function(target, element, LANES[element.compute])
     args = f.named(Arguments._fields)
-    rows, blocks, number = args.pointer("rows"), args.integer("blocks"), args.integer("number")
+    rows = args.pointer("rows")
     square = [(i, j) for i in range(side) for j in range(side)]
     with f.loop("%start", "%stop") as item:
-        granule = f.op(f"udiv i64 {item.index}, {number}")
-        place = f.op(f"shl i64 {f.op(f'urem i64 {item.index}, {number}')}, 1")
-        pair = f.at(args.pointer("pairs"), place, "i64")
-        (top, bottom), (left, right) = (_panel(f, pair, i, blocks, side) for i in range(2))
-        height, width = f.op(f"sub i64 {bottom}, {top}"), f.op(f"sub i64 {right}, {left}")
-        same = f.op(f"icmp eq i64 {top}, {left}")
-        _clear(f, f.op(f"mul i64 {height}, {width}"), len(square))
-        with _tiles(f, args, granule) as (begin, end), f.loop(top, bottom) as row:
-            i = f.op(f"sub i64 {row.index}, {top}")
-            line = f.op(f"sub i64 {f.op(f'mul i64 {i}, {width}')}, {left}")
-            lefts = _block(f, rows, row.index, side)
-            following = f.op(f"add i64 {row.index}, 1")
-            with f.loop(row.index, f.op(f"select i1 {same}, i64 {following}, i64 {row.index}")):
+        panels = open_panels(f, args, item.index, side)
+        clear(f, panels.number, len(square))
+        with tiles(f, args, panels.granule) as (begin, end), f.loop(*panels.rows) as row:
+            line = panels.line(f, row.index)
+            lefts = row_block(f, rows, row.index, side)
+            with panels.diagonal(f, row.index, panels.same):
                 diagonal = [(i, j) for i, j in square if i < j]
                 slot = f.op(f"add i64 {line}, {row.index}")
-                _accumulate(f, lefts, lefts, begin, end, diagonal, slot)
-            first = f.op(f"select i1 {same}, i64 {following}, i64 {left}")
-            with f.loop(first, right) as column:
-                rights = _block(f, rows, column.index, side)
+                accumulate(f, lefts, lefts, begin, end, diagonal, slot)
+            later = panels.fetching(f, row.index, line)
+            with f.loop(panels.beyond(f, row.index), panels.columns[1]) as column:
+                rights = row_block(f, rows, column.index, side)
                 slot = f.op(f"add i64 {line}, {column.index}")
-                later = _later(f, rows, (top, height), (left, width), slot, i, same, side)
-                _accumulate(f, lefts, rights, begin, end, square, slot, later)
-        total = _triangle(f, blocks, blocks)
-        sums = _sums_at(f, args.pointer("out"), f.op(f"mul i64 {granule}, {total}"), len(square))
-        with f.loop(top, bottom) as row:
-            i = f.op(f"sub i64 {row.index}, {top}")
-            line = f.op(f"sub i64 {f.op(f'mul i64 {i}, {width}')}, {left}")
-            base = f.op(f"sub i64 {_triangle(f, row.index, blocks)}, {row.index}")
-            first = f.op(f"select i1 {same}, i64 {row.index}, i64 {left}")
-            with f.loop(first, right) as column:
+                fetch = panels.fetched(f, rows, f.op(f"add i64 {later}, {column.index}"))
+                accumulate(f, lefts, rights, begin, end, square, slot, fetch)
+        with panels.blocks(f, args, len(square)) as (_, _, slot, where):
+            store_sums(f, block_sums(f, slot, len(square)), len(square), where)
+    return finish(f)
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Two panels of a granule, the second not before the first, as ranges of blocks.
+
+    LLVM moves nothing out of loops here: what does not change is worked out once.
+    """
+
+    granule: str
+    rows: tuple[str, str]
+    columns: tuple[str, str]
+    height: str
+    width: str
+    same: str
+    number: str  # of pairs of blocks
+    above: str  # rows of the first panel
+    everyone: str  # rows of both
+    to_first: str  # from a place among those rows to the row
+    to_second: str
+
+    def line(self, f: Function, row: str) -> str:
+        """Return what makes a block of the second panel the number of its pair with this row."""
+        i = f.op(f"sub i64 {row}, {self.rows[0]}")
+        upper = f.op(f"sub i64 {triangle(f, i, self.width)}, {i}")
+        whole = f.op(f"mul i64 {i}, {self.width}")
+        start = f.op(f"select i1 {self.same}, i64 {upper}, i64 {whole}")
+        return f.op(f"sub i64 {start}, {self.columns[0]}")
+
+    @contextmanager
+    def diagonal(self, f: Function, row: str, condition: str) -> Iterator[None]:
+        """Write what is done for a block with itself, on a condition."""
+        following = f.op(f"add i64 {row}, 1")
+        with f.loop(row, f.op(f"select i1 {condition}, i64 {following}, i64 {row}")):
+            yield
+
+    def beyond(self, f: Function, row: str, past: int = 1) -> str:
+        """Return the first block to pair with a row: those before it have met it."""
+        following = f.op(f"add i64 {row}, {past}")
+        return f.op(f"select i1 {self.same}, i64 {following}, i64 {self.columns[0]}")
+
+    @contextmanager
+    def blocks(self, f: Function, args: Words, size: int) -> Iterator[tuple[str, str, str, str]]:
+        """Write the loops over all pairs of blocks: row, column, number, and where sums go."""
+        blocks = args.integer("blocks")
+        before = f.op(f"mul i64 {self.granule}, {triangle(f, blocks, blocks)}")
+        sums = sums_at(f, args.pointer("out"), before, size)
+        with f.loop(*self.rows) as row:
+            line = self.line(f, row.index)
+            base = f.op(f"sub i64 {triangle(f, row.index, blocks)}, {row.index}")
+            with f.loop(self.beyond(f, row.index, past=0), self.columns[1]) as column:
                 slot, to = (f.op(f"add i64 {start}, {column.index}") for start in (line, base))
-                _store_sums(f, slot, len(square), _sums_at(f, sums, to, len(square)))
-    return _finish(f)
+                yield row.index, column.index, slot, sums_at(f, sums, to, size)
+
+    def fetching(self, f: Function, row: str, line: str) -> str:
+        """Return what makes a block the number of its pair among those off the diagonal."""
+        i = f.op(f"sub i64 {row}, {self.rows[0]}")
+        skipped = f.op(f"select i1 {self.same}, i64 {f.op(f'add i64 {i}, 1')}, i64 0")
+        return f.op(f"sub i64 {line}, {skipped}")
+
+    def fetched(self, f: Function, rows: str, number: str) -> list[str]:
+        """Return two of the panels' rows, others for every pair, whose next tile to ask for."""
+        place = f.op(f"urem i64 {f.op(f'shl i64 {number}, 1')}, {self.everyone}")
+        upper = f.op(f"icmp slt i64 {place}, {self.above}")
+        shift = f.op(f"select i1 {upper}, i64 {self.to_first}, i64 {self.to_second}")
+        found = f.op(f"add i64 {place}, {shift}")
+        return [f.pointer(rows, f.op(f"add i64 {found}, {k}")) for k in range(2)]
+
+
+def open_panels(f: Function, args: Words, item: str, side: int) -> Panels:
+    """Return the panels of an item of work."""
+    blocks, pairs = args.integer("blocks"), args.integer("number")
+    granule = f.op(f"udiv i64 {item}, {pairs}")
+    place = f.op(f"shl i64 {f.op(f'urem i64 {item}, {pairs}')}, 1")
+    pair = f.at(args.pointer("pairs"), place, "i64")
+    size = f.op(f"udiv i64 {args.integer('panel')}, {side}")
+    rows, columns = (_panel(f, pair, i, blocks, size) for i in range(2))
+    height, width = (f.op(f"sub i64 {last}, {first}") for first, last in (rows, columns))
+    same = f.op(f"icmp eq i64 {rows[0]}, {columns[0]}")
+    upper, whole = triangle(f, width, width), f.op(f"mul i64 {height}, {width}")
+    above, beside = (f.op(f"mul i64 {size}, {side}") for size in (height, width))
+    more = f.op(f"select i1 {same}, i64 0, i64 {beside}")
+    top, left = (f.op(f"mul i64 {first}, {side}") for first, _ in (rows, columns))
+    return Panels(
+        granule=granule,
+        rows=rows,
+        columns=columns,
+        height=height,
+        width=width,
+        same=same,
+        number=f.op(f"select i1 {same}, i64 {upper}, i64 {whole}"),
+        above=above,
+        everyone=f.op(f"add i64 {above}, {more}"),
+        to_first=top,
+        to_second=f.op(f"sub i64 {left}, {above}"),
+    )
 
 
 def norms_module(target: Target, element: Element) -> str:
@@ -123,109 +205,92 @@ def norms_module(target: Target, element: Element) -> str:
     args = f.named(Arguments._fields)
     rows, blocks = args.pointer("rows"), args.integer("blocks")
     with f.loop("%start", "%stop") as granule:
-        _clear(f, blocks, side)
-        with _tiles(f, args, granule.index) as (begin, end), f.loop("0", blocks) as row:
-            lefts = _block(f, rows, row.index, side)
-            _accumulate(f, lefts, [], begin, end, [(i, 0) for i in range(side)], row.index)
+        clear(f, blocks, side)
+        with tiles(f, args, granule.index) as (begin, end), f.loop("0", blocks) as row:
+            lefts = row_block(f, rows, row.index, side)
+            accumulate(f, lefts, [], begin, end, [(i, 0) for i in range(side)], row.index)
         before = f.op(f"mul i64 {granule.index}, {blocks}")
-        sums = _sums_at(f, args.pointer("out"), before, side)
+        sums = sums_at(f, args.pointer("out"), before, side)
         with f.loop("0", blocks) as row:
-            _store_sums(f, row.index, side, _sums_at(f, sums, row.index, side))
-    return _finish(f)
+            where = sums_at(f, sums, row.index, side)
+            store_sums(f, block_sums(f, row.index, side), side, where)
+    return finish(f)
 
 
-def _panel(f: Function, pair: str, which: int, blocks: str, side: int) -> tuple[str, str]:
+def _panel(f: Function, pair: str, which: int, blocks: str, size: str) -> tuple[str, str]:
     """Return the range of blocks of one panel of a pair."""
-    size = PANEL_ROWS // side
     first = f.op(f"mul i64 {f.integer(pair, which)}, {size}")
-    return first, _lesser(f, f.op(f"add i64 {first}, {size}"), blocks)
+    return first, lesser(f, f.op(f"add i64 {first}, {size}"), blocks)
 
 
-def _triangle(f: Function, row: str, blocks: str) -> str:
+def triangle(f: Function, row: str, blocks: str) -> str:
     """Return how many pairs of blocks (I, J), I <= J, come before those with I = row."""
     above = f.op(f"mul i64 {row}, {f.op(f'sub i64 {row}, 1')}")
     return f.op(f"sub i64 {f.op(f'mul i64 {row}, {blocks}')}, {f.op(f'lshr i64 {above}, 1')}")
 
 
-def _later(
-    f: Function,
-    rows: str,
-    tops: tuple[str, str],
-    lefts: tuple[str, str],
-    slot: str,
-    i: str,
-    same: str,
-    side: int,
-) -> list[str]:
-    """Return two of the panels' rows, others for every block, whose next tile to ask for.
-
-    Off the diagonal of a panel with itself, a block's number skips those below the diagonal.
-    """
-    one, two = (f.op(f"add i64 {i}, {k}") for k in (1, 2))
-    skipped = f.op(f"lshr i64 {f.op(f'mul i64 {one}, {two}')}, 1")
-    number = f.op(f"sub i64 {slot}, {f.op(f'select i1 {same}, i64 {skipped}, i64 0')}")
-    heights = [f.op(f"mul i64 {size}, {side}") for _, size in (tops, lefts)]
-    below = f.op(f"select i1 {same}, i64 0, i64 {heights[1]}")
-    everything = f.op(f"add i64 {heights[0]}, {below}")
-    place = f.op(f"urem i64 {f.op(f'shl i64 {number}, 1')}, {everything}")
-    upper = f.op(f"icmp slt i64 {place}, {heights[0]}")
-    firsts = [f.op(f"mul i64 {first}, {side}") for first, _ in (tops, lefts)]
-    other = f.op(f"sub i64 {firsts[1]}, {heights[0]}")
-    row = f.op(f"add i64 {place}, {f.op(f'select i1 {upper}, i64 {firsts[0]}, i64 {other}')}")
-    return [f.pointer(rows, f.op(f"add i64 {row}, {k}")) for k in range(2)]
-
-
-def _lesser(f: Function, a: str, b: str) -> str:
+def lesser(f: Function, a: str, b: str) -> str:
     """Return the smaller of two integers."""
     return f.op(f"select i1 {f.op(f'icmp slt i64 {a}, {b}')}, i64 {a}, i64 {b}")
 
 
-def _clear(f: Function, blocks: str, size: int) -> None:
+def clear(f: Function, blocks: str, size: int, start: str = "%local") -> None:
     """Set the accumulators of some blocks to zero."""
     bytes_ = f.op(f"mul i64 {blocks}, {size * 64}")
-    f.line(f"  call void @llvm.memset.p0.i64(ptr %local, i8 0, i64 {bytes_}, i1 false)")
+    f.line(f"  call void @llvm.memset.p0.i64(ptr {start}, i8 0, i64 {bytes_}, i1 false)")
+
+
+def granule_range(f: Function, args: Words, granule: str) -> tuple[str, str]:
+    """Return the columns of a granule, the last of which may be cut short."""
+    size = args.integer("granule")
+    begin = f.op(f"mul i64 {granule}, {size}")
+    return begin, lesser(f, f.op(f"add i64 {begin}, {size}"), args.integer("columns"))
 
 
 @contextmanager
-def _tiles(f: Function, args: Words, granule: str) -> Iterator[tuple[str, str]]:
-    """Write the loop over the tiles of a granule, the last of which may be cut short."""
-    size, tile = args.integer("granule"), args.integer("tile")
-    begin = f.op(f"mul i64 {granule}, {size}")
-    end = _lesser(f, f.op(f"add i64 {begin}, {size}"), args.integer("columns"))
+def tiles(f: Function, args: Words, granule: str) -> Iterator[tuple[str, str]]:
+    """Write the loop over the tiles of a granule."""
+    begin, end = granule_range(f, args, granule)
+    tile = args.integer("tile")
     with f.loop(begin, end, tile) as loop:
-        yield loop.index, _lesser(f, f.op(f"add i64 {loop.index}, {tile}"), end)
+        yield loop.index, lesser(f, f.op(f"add i64 {loop.index}, {tile}"), end)
 
 
-def _sums_at(f: Function, out: str, block: str, size: int) -> str:
+def sums_at(f: Function, out: str, block: str, size: int) -> str:
     """Return where the sums of a block begin."""
     return f.at(out, f.op(f"mul i64 {block}, {size}"), "double")
 
 
-def _store_sums(f: Function, block: str, size: int, where: str) -> None:
-    """Add up the lanes of a block's accumulators, and store them as doubles."""
-    total = _reduce(f, [f.load_vector(place) for place in _slots(f, block, size)])
-    kind, mask = f"<{size} x {f.scalar}>", f"<{size} x i1>"
-    lost = f.op(f"fcmp uno {kind} {total}, {total}")
-    infinite = f"splat ({f.scalar} {constant(float('inf'), f.scalar)})"
-    total = f.op(f"select {mask} {lost}, {kind} {infinite}, {kind} {total}")
-    if f.scalar == "float":
-        total = f.op(f"fpext {kind} {total} to <{size} x double>")
-    f.line(f"  store <{size} x double> {total}, ptr {where}, align 8")
+def block_sums(f: Function, block: str, size: int, start: str = "%local") -> str:
+    """Return the sums of the lanes of a block's accumulators, as doubles."""
+    total = lane_sums(f, [f.load_vector(place) for place in slots(f, block, size, start)])
+    if f.scalar == "double":
+        return total
+    return f.op(f"fpext <{size} x float> {total} to <{size} x double>")
 
 
-def _slots(f: Function, block: str, size: int) -> list[str]:
+def store_sums(f: Function, sums: str, size: int, where: str) -> None:
+    """Store doubles; what is not a number is infinite."""
+    kind, mask = f"<{size} x double>", f"<{size} x i1>"
+    lost = f.op(f"fcmp uno {kind} {sums}, {sums}")
+    infinite = f"splat (double {constant(float('inf'), 'double')})"
+    sums = f.op(f"select {mask} {lost}, {kind} {infinite}, {kind} {sums}")
+    f.line(f"  store {kind} {sums}, ptr {where}, align 8")
+
+
+def slots(f: Function, block: str, size: int, start: str = "%local") -> list[str]:
     """Return the addresses of a block's accumulators."""
-    start = f.at("%local", f.op(f"mul i64 {block}, {size}"), f.vector)
-    return [f.at(start, str(i), f.vector) for i in range(size)]
+    first = f.at(start, f.op(f"mul i64 {block}, {size}"), f.vector)
+    return [f.at(first, str(i), f.vector) for i in range(size)]
 
 
-def _block(f: Function, rows: str, block: str, side: int) -> list[str]:
+def row_block(f: Function, rows: str, block: str, side: int) -> list[str]:
     """Load the pointers of a block's rows."""
     start = f.op(f"mul i64 {block}, {side}")
     return [f.pointer(rows, f.op(f"add i64 {start}, {i}")) for i in range(side)]
 
 
-def _accumulate(
+def accumulate(
     f: Function,
     lefts: list[str],
     rights: list[str],
@@ -241,8 +306,8 @@ def _accumulate(
     are to the origin.
     """
     width = max(1, len(rights))
-    slots = _slots(f, block, len(lefts) * width)
-    used = [slots[i * width + j] for i, j in pairs]
+    places = slots(f, block, len(lefts) * width)
+    used = [places[i * width + j] for i, j in pairs]
     ahead = f.op(f"sub i64 {end}, {begin}")
     initial = [f.load_vector(slot) for slot in used]
     with f.loop(begin, end, f.lanes) as loop:
@@ -259,11 +324,11 @@ def _accumulate(
         f.store_vector(total, slot)
 
 
-def _reduce(f: Function, vectors: list[str]) -> str:
+def lane_sums(f: Function, vectors: list[str]) -> str:
     """Return the sums of the lanes of each vector, as one vector, adding neighbours first."""
     size, lanes, step = len(vectors), f.lanes, 1
     if size > lanes:
-        halves = [_reduce(f, vectors[:lanes]), _reduce(f, vectors[lanes:])]
+        halves = [lane_sums(f, vectors[:lanes]), lane_sums(f, vectors[lanes:])]
         return _shuffle(f, halves[0], halves[1], list(range(size)))
     while step < lanes:
         paired = len(vectors) > 1
@@ -288,7 +353,8 @@ def _shuffle(f: Function, a: str, b: str, order: list[int]) -> str:
     return f.op(f"shufflevector {f.vector} {a}, {f.vector} {b}, <{len(order)} x i32> <{lanes}>")
 
 
-def _finish(f: Function) -> str:
+def finish(f: Function) -> str:
+    """Wrap the body into a kernel."""
     body = "\n".join(f.lines)
     return f"""{declarations(f)}
 define void @kernel{SIGNATURE} {{
