@@ -104,13 +104,14 @@ def test_shards_are_blamed_alike() -> None:
     rows = rows_of_shards(3000)
     for rule in strongest(M):
         evaluation = Evaluation(rule, M)
+        ranges = [(0, 1000), (1000, 3000)]
         while evaluation.request is not None:
-            evaluation.answer([evaluation.partial(rows, start=0)])
+            evaluation.answer([evaluation.partial(rows[:, a:b], a) for a, b in ranges])
         told = rule.explain(rows)
         explained = evaluation.explain(rows, start=0)
         assert bits(explained.value) == bits(told.value)
         np.testing.assert_array_equal(explained.dropped, told.dropped)
-        parts = [evaluation.explain(rows[:, a:b], a) for a, b in ((0, 1000), (1000, 3000))]
+        parts = [evaluation.explain(rows[:, a:b], a) for a, b in ranges]
         joined = (parts[0].dropped + 2 * parts[1].dropped) / 3
         if rule.columnwise:
             np.testing.assert_allclose(joined, told.dropped, atol=1e-12)
