@@ -310,6 +310,7 @@ def test_checkpoints_attacks_momentum_adam_and_batch_norm_are_those_of_the_local
     with make("local", data, model=model(), **options) as local:
         expected = list(local.rounds(6))
         whole = bits(local)
+        odds = local.suspicion.odds
         statistics = {name: value.clone() for name, value in local.model.named_buffers()}
     assert float(statistics["2.running_mean"].abs().max()) > 0
     with make("ray", data, model=model(), processes=2, **options) as trainer:
@@ -321,6 +322,7 @@ def test_checkpoints_attacks_momentum_adam_and_batch_norm_are_those_of_the_local
         assert trainer.rounds_done == 3
         again = list(trainer.rounds(3))
         assert np.array_equal(bits(trainer), whole)
+        assert np.array_equal(trainer.suspicion.odds, odds)
         for name, value in trainer.model.named_buffers():
             assert torch.equal(value, statistics[name]), name
     for mine, theirs in zip([*rounds, *again], [*expected, *expected[3:]], strict=True):

@@ -88,7 +88,7 @@ def test_who_turns_bad_late_is_named_as_soon(q: int, scale: float, limit: int) -
     assert max(found.values()) <= 400 + limit
 
 
-@pytest.mark.parametrize(("scale", "limit"), [(50, 9), (1.5, 40)])
+@pytest.mark.parametrize(("scale", "limit"), [(50, 9), (1.5, 24)])
 def test_who_turns_bad_while_few_rounds_are_observed_is_named_too(scale: float, limit: int) -> None:
     rng = np.random.default_rng(0)
     suspicion = Suspicion(M, B)
