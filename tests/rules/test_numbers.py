@@ -165,7 +165,8 @@ def test_cuts_and_threads_change_no_product() -> None:
     for threads, borders in ((1, [0, 9000]), (3, [0, 5, 3072, 4000, 9000]), (2, [0, 6143, 9000])):
         with num_threads(threads):
             parts = [
-                open_rows(rows[:, a:b]).partial(request, a) for a, b in itertools.pairwise(borders)
+                measures.partial(request, a, measures.rows_of(np.ascontiguousarray(rows[:, a:b])))
+                for a, b in itertools.pairwise(borders)
             ]
             assert bits(measures.total(request, parts)) == bits(wanted)
 

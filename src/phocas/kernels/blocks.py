@@ -189,7 +189,8 @@ def second_text(
         limit = f.high(radius, twice)
         f.store_vector(limit, slot(f, HIGH, place))
         if weigh is not None:
-            inverse = f.low(f.op(f"fdiv {f.vector} {f.splat(1)}, {full}"), f.splat(largest))
+            # Infinite where the spread is subnormal: weights there are 1 up to twice the reach.
+            inverse = f.op(f"fdiv {f.vector} {f.splat(1)}, {full}")
             weights = Weights(f, radius, twice, inverse, limit)
             total, weight = weigh(f, weights, place)
             step = f.op(f"fdiv {f.vector} {total}, {f.mul(weight, scale)}")
