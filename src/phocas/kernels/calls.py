@@ -290,11 +290,10 @@ def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
 
 def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
     """Return the symmetric m x m matrix that a vector of padded pairs stands for."""
-    side, blocks = distances.block_rows(host()), _blocks(m)
-    above = np.zeros((blocks, side, blocks, side))
-    lefts, rights = _block_pairs(blocks)
-    above[lefts, :, rights] = sums.reshape(-1, side, side)
-    matrix = above.reshape(blocks * side, blocks * side)[:m, :m]
+    padded = _blocks(m) * distances.block_rows(host())
+    above = np.zeros(padded * padded)
+    above[_pair_places(padded)] = sums
+    matrix = above.reshape(padded, padded)[:m, :m]
     return matrix + matrix.T
 
 
@@ -302,10 +301,14 @@ def _blocks(m: int) -> int:
     return -(-m // distances.block_rows(host()))
 
 
-@lru_cache(maxsize=64)
-def _block_pairs(blocks: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the pairs of blocks I <= J in their order."""
-    return np.triu_indices(blocks)
+@lru_cache(maxsize=16)
+def _pair_places(padded: int) -> NDArray[np.intp]:
+    """Return where each of the padded pairs stands in a flat square matrix."""
+    side = distances.block_rows(host())
+    lefts, rights = np.triu_indices(padded // side)
+    corners = (lefts * padded + rights) * side
+    within = np.arange(side)[:, None] * padded + np.arange(side)
+    return (corners[:, None, None] + within).reshape(-1)
 
 
 def _granule_sums(
@@ -337,8 +340,8 @@ def _granule_sums(
     )
     size = products.SCRATCH_WORDS if by_products else distances.scratch_words(host(), m)
     local = aligned((POOL.size(), size), np.dtype(np.uint64))
-    packed = struct.pack(f"{len(words)}Q", *words)
-    POOL.run(_compiled(name, rows.element, wide), packed, local, granules * words.number, 1)
+    work, items = _compiled(name, rows.element, wide), granules * words.number
+    POOL.run(work, _MEASURED(*words), local, items, 1)
     return out
 
 
@@ -374,6 +377,7 @@ def _words(*words: int) -> bytes:
 
 
 _EIGHT, _ZEROS = struct.Struct("8Q").pack, (0,) * 8
+_MEASURED = struct.Struct(f"{len(distances.Arguments._fields)}Q").pack
 
 
 def _compiled(name: str, element: str, wide: bool = False) -> int:

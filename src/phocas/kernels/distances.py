@@ -309,13 +309,14 @@ def accumulate(
     places = slots(f, block, len(lefts) * width)
     used = [places[i * width + j] for i, j in pairs]
     ahead = f.op(f"sub i64 {end}, {begin}")
+    following = [f.at(row, ahead) for row in fetch]
     initial = [f.load_vector(slot) for slot in used]
     with f.loop(begin, end, f.lanes) as loop:
         totals = [loop.carry(f.vector, value) for value in initial]
         left = [f.load(f.at(row, loop.index)) for row in lefts]
-        for row in fetch:
+        for row in following:
             # The next tile is asked for while this one is worked on, a little in every turn.
-            f.prefetch(f.at(row, f.op(f"add i64 {loop.index}, {ahead}")), 0)
+            f.prefetch(f.at(row, loop.index), 0)
         right = left if rights is lefts else [f.load(f.at(row, loop.index)) for row in rights]
         for total, (i, j) in zip(totals, pairs, strict=True):
             difference = f.sub(left[i], right[j]) if rights else left[i]

@@ -164,8 +164,7 @@ def _in_range(
 def _typical(squared: Floats) -> float:
     """Return the median of the rows' median distances, that of honest rows if most are honest."""
     middle = max(1, (len(squared) - 1) // 2)
-    medians = np.partition(squared, middle, axis=1)[:, middle]
-    return float(np.partition(medians, middle)[middle])
+    return float(np.sort(np.sort(squared, axis=1)[:, middle])[middle])
 
 
 def clipped(radius: float, weights: Floats | None = None) -> Generator[Request, Floats, Floats]:
