@@ -169,8 +169,8 @@ def drops(
     label: str,
     whose: Literal["liars", "honest"],
     *,
-    at_least: float = 0.0,
-    at_most: float = 1.0,
+    at_least: float = -np.inf,
+    at_most: float = np.inf,
 ) -> Predicate:
     """Want the share of values dropped, of liars or of honest workers, in a range."""
 
