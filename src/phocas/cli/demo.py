@@ -1,4 +1,4 @@
-"""``phocas demo``: real MNIST, twenty workers, the gambler attack, five rules side by side."""
+"""``phocas demo``: real MNIST, twenty workers, the gambler attack, six rules side by side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-RULES = ("mean", "krum:b=8", "multi-krum:b=8", "trimmed-mean:b=8", "phocas:b=8")
+RULES = ("mean", "krum:b=8", "multi-krum:b=8", "trimmed-mean:b=8", "phocas:b=8", "heraclius:b=8")
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +29,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Train five rules under the gambler attack, and the mean without one; a table and a figure.
+    """Train six rules under the gambler attack, and the mean without one; a table and a figure.
 
     One of the twenty servers is hit: each value that reaches it is multiplied by -1e20 with
     probability 0.05%. That is three values of each worker, so that no worker can be trusted whole.
@@ -61,7 +61,7 @@ def demo(
         for rule, attack in [("mean", "none"), *((rule, "gambler") for rule in RULES)]
     ]
     check_writable(results, "the results file")
-    load(dataset, data_dir)  # fetched once, before six runs want it
+    load(dataset, data_dir)  # fetched once, before all runs want it
     with interruptible() as stop, SweepProgress(configs) as progress:
         records = sweep(configs, watch=progress.show, should_stop=stop.is_set)
     ended = [record for record in records if record is not None]

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def reproduce(
-    task: Annotated[str, typer.Argument(help="mnist, cifar10, or a task's TOML file.")],
+    task: Annotated[str, typer.Argument(help="mnist, cifar10, heraclius, or a task's TOML file.")],
     repeats: Annotated[
         int | None,
         typer.Option(min=1, help="Repeats of each run.", show_default="10, or what the scale says"),
@@ -153,7 +153,7 @@ def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[s
             draw(figure, outcomes, folder / figure.name)
         except MissingError as error:
             typer.echo(f"{error}: not drawn", err=True)
-    findings = [judge(claim, outcomes) for claim in CLAIMS]
+    findings = [judge(claim, outcomes) for claim in CLAIMS[reproduction.claims]]
     text = markdown(
         reproduction,
         outcomes,

@@ -44,7 +44,7 @@ STYLES = {
     "centered-clipping": Style(PINK, _DASH_DOT, "d"),
     "mda": Style(ORANGE, _DOTS, "h"),
     "cge": Style(BLACK, _DOTS, "+"),
-    "watch": Style(BLACK, _LONG, "1"),
+    "watch": Style(BLACK, _DASH_DOT, "p"),
 }
 _TAKEN = {(style.colour, style.marker) for style in STYLES.values()}
 _OTHERS = tuple(

@@ -71,7 +71,7 @@ def reproduce(task: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_settings_are_those_of_the_papers_first_table() -> None:
-    assert tasks() == ["cifar10", "mnist"]
+    assert tasks() == ["cifar10", "heraclius", "mnist"]
     expected = {
         "mnist": ("mnist", "mlp", 0.1, 500, 32, "top1"),
         "cifar10": ("cifar10", "cnn", 5e-4, 4000, 128, "top3"),
@@ -113,6 +113,43 @@ def test_attacks_and_b_are_the_papers() -> None:
     assert figures["gambler-b"].value == "best"
 
 
+def test_a_task_like_another_differs_in_what_it_says() -> None:
+    ours, paper = plan("heraclius", repeats=1), plan("mnist", repeats=1)
+    assert (ours.claims, paper.claims) == ("heraclius", "paper")
+    assert ours.title != paper.title
+    figures = {figure.name: figure for figure in paper.figures}
+    assert [figure.name for figure in ours.figures] == [
+        "none", "gaussian", "omniscient", "bit-flip", "gambler"
+    ]  # fmt: skip
+    for figure in ours.figures:
+        theirs = figures[figure.name]
+        assert (figure.title, figure.zoom) == (theirs.title, theirs.zoom)
+        first, *others = figure.cases
+        assert first == theirs.cases[0]  # the mean without failures
+        assert [case.config.rule for case in others] == [
+            "trimmed-mean:b=8", "phocas:b=8", "heraclius:b=8"
+        ]  # fmt: skip
+        for case in others:
+            same = {"rule": theirs.cases[-1].config.rule, "name": theirs.cases[-1].config.name}
+            assert case.config.model_copy(update=same) == theirs.cases[-1].config
+            liars = 6 if figure.name in ("gaussian", "omniscient") else 0
+            assert case.liars == range(liars)
+
+
+def test_a_tasks_rules_are_not_written_into_a_figure_over_b(tmp_path: Path) -> None:
+    task = task_file(tmp_path, figure="krum-q")
+    plain = plan(str(task)).figures
+    task.write_text('rules = ["median"]\n' + task.read_text())
+    assert plan(str(task)).figures == plain
+
+
+def test_liars_drawn_anew_are_no_certain_workers(tmp_path: Path) -> None:
+    own = OWN_FIGURE.replace("gaussian:q=6", "gaussian:q=6,who=resampled")
+    task = task_file(tmp_path, figure="own")
+    (tmp_path / "own.toml").write_text(own)
+    assert {len(case.liars) for case in plan(str(task)).figures[0].cases} == {0}
+
+
 def test_repeats_are_seeds_and_the_first_come_first() -> None:
     one, three = plan("mnist", repeats=1).runs(), plan("mnist", repeats=3).runs()
     assert [config.identity() for config in three[: len(one)]] == [c.identity() for c in one]
@@ -122,7 +159,7 @@ def test_repeats_are_seeds_and_the_first_come_first() -> None:
 
 
 def test_small_scales_are_smaller() -> None:
-    for task in tasks():
+    for task in ("cifar10", "mnist"):
         small, paper = plan(task, scale="small", repeats=1), plan(task, repeats=1)
         assert len(small.runs()) < len(paper.runs())
         assert small.runs()[0].rounds < paper.runs()[0].rounds
@@ -142,13 +179,16 @@ def test_small_scales_are_smaller() -> None:
     [
         ({"task": "mnits"}, "unknown task 'mnits'; did you mean 'mnist'"),
         ({"task": "nowhere.toml"}, "there is no configuration file nowhere.toml"),
+        ({"task": "like.toml"}, "unknown task 'mnits'; did you mean 'mnist'"),
         ({"task": "mnist", "scale": "smal"}, "unknown scale 'smal'; did you mean 'small'"),
         ({"task": "mnist", "only": ["gausian"]}, "unknown figure 'gausian'; did you mean 'gauss"),
     ],
 )
 def test_what_there_is_not_is_refused_with_what_there_is(
-    words: dict[str, str], complaint: str
+    words: dict[str, str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("like.toml").write_text('like = "mnits"')
     with pytest.raises(ConfigError) as error:
         plan(**words)  # type: ignore[arg-type]
     assert complaint in str(error.value)
@@ -188,6 +228,10 @@ def test_a_task_from_its_file_to_figures_and_claims(tmp_path: Path) -> None:
     assert phocas.final.tolist() == [by_seed[seed].final_accuracy for seed in (0, 1)]
     assert phocas.best.tolist() == [by_seed[seed].best_accuracy for seed in (0, 1)]
     assert phocas.rounds == (0, 10, 20)
+    # With b = 6, the six liars are all that is dropped.
+    assert phocas.dropped.shape == (2, 20)
+    assert phocas.dropped_of_liars.tolist() == pytest.approx([1.0, 1.0], abs=0.01)
+    assert phocas.dropped_of_honest.tolist() == pytest.approx([0.0, 0.0], abs=0.01)
 
     again = reproduce(task)
     assert again.returncode == 0

@@ -10,7 +10,7 @@ repeat by repeat: a repeat has the same initial weights and the same batches und
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -160,6 +160,24 @@ def farther(figure: str, first: str, second: str) -> Predicate:
         one, two = outcomes.get(figure, first), outcomes.get(figure, second)
         what = f"distance to the honest mean, {first} - {second} ({figure})"
         return [Check(what, interval(difference(one, two, "distance")), at_least=0.0)]
+
+    return checks
+
+
+def drops(
+    figure: str,
+    label: str,
+    whose: Literal["liars", "honest"],
+    *,
+    at_least: float = -np.inf,
+    at_most: float = np.inf,
+) -> Predicate:
+    """Want the share of values dropped, of liars or of honest workers, in a range."""
+
+    def checks(outcomes: Outcomes) -> list[Check]:
+        found = getattr(outcomes.get(figure, label), f"dropped_of_{whose}")
+        what = f"share dropped of the {whose}, {label} ({figure})"
+        return [Check(what, interval(found), at_least, at_most)]
 
     return checks
 

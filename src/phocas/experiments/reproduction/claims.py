@@ -1,6 +1,8 @@
-"""Every claim of the paper's experiments, its discussion and its appendix, in our words."""
+"""What is claimed, by the paper in our words and by us of Heraclius, and of which results."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from phocas.experiments.reproduction.checks import (
     against_baseline,
     best_of,
     cheaper,
+    drops,
     every,
     fails,
     farther,
@@ -25,7 +28,15 @@ from phocas.experiments.reproduction.checks import (
 )
 from phocas.experiments.reproduction.verdicts import Claim
 
-ATTACKS = ("gaussian", "omniscient", "bit-flip", "gambler")
+if TYPE_CHECKING:
+    from phocas.experiments.reproduction.tasks import ClaimsOf
+
+ATTACKS = {
+    "gaussian": "the Gaussian attack",
+    "omniscient": "the omniscient attack",
+    "bit-flip": "the bit-flip attack",
+    "gambler": "the gambler",
+}
 SETTINGS = ("none", *ATTACKS)
 
 # What was found out about the claims that did not hold on MNIST (docs/reproduction.md has more).
@@ -47,7 +58,7 @@ SAME_ROWS = (
     " Multi-Krum may average fewer: one of m - q - 2 = 12 rows is 0.2 points behind, as it says."
 )
 
-CLAIMS: tuple[Claim, ...] = (
+PAPER: tuple[Claim, ...] = (
     Claim(
         "none-phocas",
         "Appendix, batch size",
@@ -286,3 +297,46 @@ CLAIMS: tuple[Claim, ...] = (
         BIASED,
     ),
 )
+
+# The numbers were asked for before the rule was written; its default reach was then chosen by them.
+HERACLIUS: tuple[Claim, ...] = (
+    Claim(
+        "none-heraclius",
+        "Accuracy",
+        "Without failures Heraclius is within 0.4 points of Mean.",
+        against_baseline("none", "Heraclius", -0.004, 0.004),
+    ),
+    *(
+        Claim(
+            f"{figure}-heraclius",
+            "Accuracy",
+            f"Under {attack} Heraclius is within 0.7 points of Mean without failures.",
+            against_baseline(figure, "Heraclius", -0.007, 0.007),
+        )
+        for figure, attack in ATTACKS.items()
+    ),
+    *(
+        Claim(
+            f"{figure}-heraclius-phocas",
+            "Accuracy",
+            f"Under {attack} Heraclius is not behind Phocas.",
+            against(figure, "Heraclius", "Phocas", 0.0, np.inf, "final"),
+        )
+        for figure, attack in ATTACKS.items()
+    ),
+    Claim(
+        "dropped-honest",
+        "Blame",
+        "Honest workers lose at most 3% of their values.",
+        every(drops(figure, "Heraclius", "honest", at_most=0.03) for figure in SETTINGS),
+    ),
+    Claim(
+        "dropped-liars",
+        "Blame",
+        "Gaussian liars lose at least 95% of theirs.",
+        drops("gaussian", "Heraclius", "liars", at_least=0.95),
+    ),
+)
+
+CLAIMS: dict[ClaimsOf, tuple[Claim, ...]] = {"paper": PAPER, "heraclius": HERACLIUS}
+"""By what a task file has as its ``claims``."""

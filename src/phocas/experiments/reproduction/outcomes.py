@@ -33,6 +33,8 @@ class Repeats:
     """For each repeat, the mean distance from the aggregate to the honest gradients' mean."""
     aggregate_ms: npt.NDArray[np.float64]
     """For each repeat, the least time of an aggregation: other work on the machine adds to it."""
+    dropped: npt.NDArray[np.float64]
+    """By repeat and worker, the mean share of its values that did not enter."""
     nonfinite: npt.NDArray[np.int64]
     """For each repeat, the rounds whose aggregate was not finite."""
 
@@ -45,6 +47,16 @@ class Repeats:
     def best(self) -> npt.NDArray[np.float64]:
         """The greatest accuracy on the way."""
         return np.asarray(self.accuracy.max(axis=1))
+
+    @property
+    def dropped_of_liars(self) -> npt.NDArray[np.float64]:
+        """The mean share dropped of the workers that lie in every round."""
+        return np.asarray(self.dropped[:, self.case.liars].mean(axis=1))
+
+    @property
+    def dropped_of_honest(self) -> npt.NDArray[np.float64]:
+        """The mean share dropped of the other workers."""
+        return np.asarray(np.delete(self.dropped, self.case.liars, axis=1).mean(axis=1))
 
     @property
     def average(self) -> npt.NDArray[np.float64]:
@@ -130,18 +142,21 @@ class _Run:
     accuracy: tuple[float, ...]
     distance: float
     aggregate_ms: float
+    dropped: npt.NDArray[np.float64]
     nonfinite: int
 
 
 def _read(file: Results, record: RunRecord, metric: str) -> _Run:
     points = file.table("evaluations", record.id)
     rounds = file.table("rounds", record.id)
+    shares = [row["share"] for row in file.table("dropped", record.id)]  # by round, then worker
     distances = [row["honest_distance"] for row in rounds if row["honest_distance"] is not None]
     return _Run(
         tuple(point["round"] for point in points),
         tuple(point[metric] for point in points),
         math.fsum(distances) / len(distances) if distances else math.nan,
         min(row["aggregate_ms"] for row in rounds),
+        np.reshape(shares, (-1, record.config["workers"])).mean(axis=0),
         record.nonfinite_rounds,
     )
 
@@ -159,6 +174,7 @@ def _repeats(case: Case, wanted: int, runs: dict[int, _Run]) -> Repeats:
         ),
         distance=np.array([run.distance for run in runs.values()]),
         aggregate_ms=np.array([run.aggregate_ms for run in runs.values()]),
+        dropped=np.array([run.dropped for run in runs.values()]),
         nonfinite=np.array([run.nonfinite for run in runs.values()]),
     )
 

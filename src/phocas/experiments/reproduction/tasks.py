@@ -1,8 +1,9 @@
-"""The paper's experiments as data: a task and its figures, read from TOML, as runs of a sweep.
+"""Experiments as data, the paper's and ours: a task and its figures, from TOML to a sweep's runs.
 
-A task file has the settings that its figures share (the paper's Table 1) and its scales; a figure
-file has a title, what its axes are, and a grid of runs. Both are kept in ``reproduction/`` here,
-where each says what was chosen where the paper is silent.
+A task file has the settings that its figures share (the paper's Table 1) and its scales, or the
+task that it is ``like`` but for what it says itself; a figure file has a title, what its axes are,
+and a grid of runs. Both are kept in ``reproduction/`` here, where each says what was chosen where
+the paper is silent.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from phocas.attacks import parse_attack
+from phocas.attacks.base import RowAttack
 from phocas.experiments.config import ConfigError, RunConfig, expand_grid, read_toml
 from phocas.rules import parse_rule
 from phocas.specs import unknown
@@ -23,12 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 Metric = Literal["top1", "top3"]
+ClaimsOf = Literal["paper", "heraclius"]
 LABELS = {
     "mean": "Mean",
     "krum": "Krum",
     "multi-krum": "Multi-Krum",
     "trimmed-mean": "Trmean",
     "phocas": "Phocas",
+    "heraclius": "Heraclius",
 }
 REPEATS = 10  # the paper's
 BASELINE = "Mean without Byzantine"
@@ -51,7 +56,10 @@ class _TaskFile(BaseModel):
 
     title: str
     metric: Metric
+    claims: ClaimsOf = "paper"
     figures: list[str]
+    rules: list[str] | None = None
+    """What stands in the figures for each list of rules, unless it is one of a figure over b."""
     settings: dict[str, Any]
     zoom: dict[str, list[float]] = Field(default_factory=dict)
     scale: dict[str, _Scale] = Field(default_factory=lambda: {"paper": _Scale()})
@@ -80,6 +88,12 @@ class Case:
         """What the rule was told to survive."""
         return getattr(parse_rule(self.config.rule), "b", None)
 
+    @property
+    def liars(self) -> range:
+        """The workers that lie in every round."""
+        attack = parse_attack(self.config.attack) if self.config.attack else None
+        return range(attack.q if isinstance(attack, RowAttack) and attack.who == "fixed" else 0)
+
     def repeat(self, number: int) -> RunConfig:
         """Return the run of a repeat, from 0."""
         return self.config.model_copy(update={"seed": self.config.seed + number})
@@ -100,12 +114,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A task of the paper at a scale."""
+    """A task at a scale."""
 
     task: str
     title: str
     scale: str
     metric: Metric
+    claims: ClaimsOf
     figures: tuple[Figure, ...]
     repeats: int
 
@@ -124,7 +139,7 @@ def tasks() -> list[str]:
     """Return the tasks that come with the package.
 
     >>> tasks()
-    ['cifar10', 'mnist']
+    ['cifar10', 'heraclius', 'mnist']
     """
     found = [path.stem for path in _folder().glob("*.toml") if "figures" in read_toml(path)]
     return sorted(found)
@@ -148,7 +163,7 @@ def plan(
     (100, ['none', 'batch-size', 'gaussian'])
     """
     path = _task_path(task)
-    file: _TaskFile = _read(path, _TaskFile)
+    file = _read(path, _TaskFile, _with_what_it_is_like(path))
     if scale not in file.scale:
         raise ConfigError(unknown("scale", scale, file.scale))
     chosen = file.scale[scale]
@@ -158,7 +173,7 @@ def plan(
             raise ConfigError(unknown("figure", name, names))
     settings = {**file.settings, **(chosen.model_extra or {}), **(places or {})}
     figures = [
-        _figure(_figure_path(name, path), settings, chosen, file.zoom)
+        _figure(_figure_path(name, path), file, settings, chosen)
         for name in names
         if not only or name in only
     ]
@@ -167,13 +182,14 @@ def plan(
         title=file.title,
         scale=scale,
         metric=file.metric,
+        claims=file.claims,
         figures=tuple(figures),
         repeats=chosen.repeats if repeats is None else repeats,
     )
 
 
 def label_of(config: RunConfig) -> str:
-    """Return the paper's name of a rule, or the rule itself where the paper has none."""
+    """Return the name of a rule in figures and claims, or the rule itself where it has none."""
     name = config.rule.partition(":")[0]
     return LABELS.get(name, config.rule)
 
@@ -190,15 +206,22 @@ def _task_path(task: str) -> Path:
     return _folder() / f"{task}.toml"
 
 
+def _with_what_it_is_like(path: Path) -> dict[str, Any]:
+    """Read a task; what it does not say is taken from the task that it is like, if any."""
+    own = read_toml(path)
+    like = own.pop("like", None)
+    return own if like is None else {**read_toml(_task_path(str(like))), **own}
+
+
 def _figure_path(name: str, task: Path) -> Path:
     """Look beside the task first, then among the figures that come with the package."""
     beside = task.parent / f"{name}.toml"
     return beside if beside.exists() else _folder() / f"{name}.toml"
 
 
-def _read(path: Path, kind: type[_File]) -> _File:
+def _read(path: Path, kind: type[_File], content: Mapping[str, Any]) -> _File:
     try:
-        return kind.model_validate(read_toml(path))
+        return kind.model_validate(content)
     except ValidationError as error:
         problems = [
             f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
@@ -207,14 +230,14 @@ def _read(path: Path, kind: type[_File]) -> _File:
         raise ConfigError("\n".join(problems)) from None
 
 
-def _figure(
-    path: Path, settings: Mapping[str, Any], scale: _Scale, zoom: Mapping[str, list[float]]
-) -> Figure:
-    file: _FigureFile = _read(path, _FigureFile)
+def _figure(path: Path, task: _TaskFile, settings: Mapping[str, Any], scale: _Scale) -> Figure:
+    file = _read(path, _FigureFile, read_toml(path))
     model = str(settings.get("model", "mlp"))
-    blocks = [block for given in file.grid for block in _blocks(given, file, scale, model)]
+    blocks = [
+        block for given in file.grid for block in _blocks(given, file, scale, model, task.rules)
+    ]
     configs = expand_grid({**settings, "grid": blocks}, str(path))
-    window = zoom.get(path.stem, zoom.get("default"))
+    window = task.zoom.get(path.stem, task.zoom.get("default"))
     attacked = any(config.attack for config in configs)
     cases = []
     for config in configs:
@@ -238,9 +261,9 @@ def _figure(
 
 
 def _blocks(
-    block: dict[str, Any], file: _FigureFile, scale: _Scale, model: str
+    block: dict[str, Any], file: _FigureFile, scale: _Scale, model: str, rules: list[str] | None
 ) -> Iterator[dict[str, Any]]:
-    """Write a list of b into the rules, and leave out what the scale leaves out.
+    """Write the task's rules and a list of b into a block; leave out what the scale leaves out.
 
     Initial weights, ``init``, are written into the task's model, if it is one that has them.
     """
@@ -254,7 +277,9 @@ def _blocks(
         return
     values = block.pop("b", None)
     if values is not None:
-        rules = block["rule"] if isinstance(block["rule"], list) else [block["rule"]]
+        named = block["rule"] if isinstance(block["rule"], list) else [block["rule"]]
         wanted = [b for b in values if scale.b is None or b in scale.b]
-        block["rule"] = [f"{rule}:b={b}" for rule in rules for b in wanted]
+        block["rule"] = [f"{rule}:b={b}" for rule in named for b in wanted]
+    elif rules is not None and isinstance(block.get("rule"), list):
+        block["rule"] = rules
     yield block

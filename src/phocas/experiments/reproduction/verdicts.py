@@ -101,7 +101,7 @@ def contrast(parts: Sequence[tuple[int, Repeats]], quantity: str) -> npt.NDArray
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of the paper, in our words, and what must be true of the results for it."""
+    """One sentence, the paper's in our words or ours, and what must be true of the results."""
 
     name: str
     section: str
