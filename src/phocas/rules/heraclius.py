@@ -30,11 +30,13 @@ class Heraclius(TrimmingRule):
     Blocks are of 1024 columns, counted from the first column of the matrix. They are what sparse
     columns need: where most gradients are zero, r is zero, and everything honest would be far.
 
-    The default reach is from MNIST as in the paper (20 workers, b = 8, ten repeats): without
-    failures and under each of the paper's attacks the accuracy is within 0.4 points of the mean's
-    without failures (Phocas: 1.8 to 2.1 behind), and honest workers lose 0.2% of their values. A
-    reach of 3 loses accuracy, one of 8 gains nothing and gives a liar twice the room. Who faces
-    liars that adapt to the rule takes a smaller reach, or nearest-neighbour mixing before it.
+    The default reach is from MNIST as in the paper (20 workers, b = 8, means of ten repeats). The
+    accuracy is 0.932 without failures and under bit flips and the gambler, 0.934 under Gaussian
+    and omniscient rows; the mean has 0.934 without failures, Phocas 0.913. Honest workers lose 0.2%
+    of their values, Gaussian liars all. A liar counts for at most ``reach`` spreads: who faces some
+    that adapt to the rule takes a smaller reach, or nearest-neighbour mixing before it. A weight
+    that ends at once, at 6 spreads, does as well here, and worse where lies are small: 0.88 under
+    "a little is enough" where this has 0.91 (six repeats).
 
     Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
 
