@@ -114,6 +114,21 @@ def _column_rules(m: int, b: int, d: int, limit: float) -> list[Case]:
     return [Case(name, m, d, limit=limit) for name in names]
 
 
+def _heraclius(large: int, small: int, million: int) -> list[Case]:
+    told = "heraclius:b=8"
+    return [
+        Case(told, 20, large, limit=1.3),
+        Case(told, 20, small),
+        Case("heraclius:b=16", 64, million, limit=2.2),
+        *(
+            Case(EXPLAIN + rule, 20, d, limit=1.5)
+            for rule in ("phocas:b=8", told)
+            for d in (large, small)
+        ),
+        Case(EXPLAIN + f"watch:rule={told}", 20, large, limit=1.6),
+    ]
+
+
 def default_cases() -> list[Case]:
     """Return the cases of the README: the paper's two models, many workers, distance rules."""
     large, small, million = 2_431_018, 118_282, 1_000_000
@@ -129,8 +144,7 @@ def default_cases() -> list[Case]:
         Case("multi-krum:b=6", 20, million, limit=3.0),
         Case("geometric-median", 20, million, limit=3.0),
         Case("nnm:b=6|phocas:b=6", 20, million, limit=6.0),
-        Case(EXPLAIN + "phocas:b=8", 20, large, limit=1.6),
-        Case(EXPLAIN + "phocas:b=8", 20, small, limit=1.6),
+        *_heraclius(large, small, million),
         *(Case("phocas:b=8", 20, million, dtype) for dtype in ("float16", "bfloat16", "float64")),
     ]
 

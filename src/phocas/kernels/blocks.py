@@ -4,9 +4,8 @@ A block is a fixed number of columns, counted from column 0 of the whole matrix.
 it sorts, and leaves in scratch memory what is known of each column: where its kept values are and,
 with a reach, which values were dropped. Now the spread of the block is known, the root mean square
 of its radii, and a second sweep gives the dropped values their weights. Blame is a last sweep, over
-rows that are still in cache, a few rows at a time along the block: counters stay in registers, and
-a value costs five instructions. (A count for each vector of columns as it is sorted cost nine: 2.5
-times the rule without blame on AVX2 at d = 118,282.)
+rows that are still in cache, a few rows at a time along the block, so that counters stay in
+registers.
 
 The spread is summed in lanes that are the same on every processor, so that it has the same bits
 whoever works it out. It is given instead where a block is cut and others hold the rest of it.
