@@ -35,6 +35,7 @@ TILE = 512  # columns
 STRIDE = TILE + 16  # from row to row of a packed tile: a power of two would crowd the cache's sets
 GROUP_ROWS = 12  # of a tile that stay in L1
 MOST_ROWS = 128  # in cache at a time, in one panel or two
+FEW_GRANULES = 8
 SAMPLED = 5  # rows whose median is the centre
 CANCELLED = 1 / 8  # the part of |a|^2 + |b|^2 below which a distance is measured directly
 
@@ -47,9 +48,12 @@ PACKED = CENTRE + STRIDE // 2
 SCRATCH_WORDS = PACKED + MOST_ROWS * STRIDE // 2
 
 
-def panel_rows(m: int) -> int:
-    """Return the rows of a panel: all of them, or half of what there is memory for."""
-    return MOST_ROWS if m <= MOST_ROWS else MOST_ROWS // 2
+def panel_rows(m: int, granules: int) -> int:
+    """Return the rows of a panel: all of them, or half of what there is memory for.
+
+    Half as well where there are few granules, so that several threads have something to do.
+    """
+    return MOST_ROWS if m <= MOST_ROWS and granules >= FEW_GRANULES else MOST_ROWS // 2
 
 
 def products_module(target: Target, element: Element) -> str:
