@@ -178,7 +178,7 @@ def test_cuts_and_threads_change_no_product() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("radius", [1e-3, 2e-7, 1.0])
+@pytest.mark.parametrize("radius", [1e-3, 3.1e-5, 2e-7, 1.0])
 @pytest.mark.parametrize("m", [3, 20])
 def test_the_longest_row_is_clipped_to_its_radius(dtype: str, radius: float, m: int) -> None:
     """What makes 3e38 as short as 1e-7 has no digits left in single precision."""

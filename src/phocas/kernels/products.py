@@ -1,7 +1,7 @@
 """Distances between many rows by products: |a - b|^2 = |a|^2 + |b|^2 - 2ab, around a centre.
 
 That is half the arithmetic of squared differences, which shows where rows are many: measured on
-AVX-512 with one thread, 12.4 ms against 19.9 ms for 100 rows of 118,282 columns.
+AVX-512, Krum took 14 ms of processor time instead of 20 for 100 rows of 118,282 columns.
 
 The form cancels where two rows are nearer to one another than to the centre. The centre is the
 median of a few rows, column by column, so that this is rare; and where it happens in a granule,
