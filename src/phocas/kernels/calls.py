@@ -322,7 +322,7 @@ def _granule_sums(
     if m < padded:
         addresses = np.resize(addresses, padded)  # the padding repeats rows
     by_products = name == "products"
-    panel = products.panel_rows(m) if by_products else distances.PANEL_ROWS
+    panel = products.panel_rows(m, granules) if by_products else distances.PANEL_ROWS
     pairs = distances.panel_pairs(m, panel)
     sampled = rows.addresses[:: -(-m // products.SAMPLED)].copy() if by_products else addresses
     out = np.empty((granules, width))
