@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
-from PIL import Image
 
 from phocas.experiments.reproduction.tasks import BASELINE, label_of
 from phocas.report import palette
-from phocas.report.figures import Curve, draw_by_round, draw_legend, draw_line, plain
+from phocas.report.figures import Curve, draw_by_round, draw_legend, draw_line, plain, save_png
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,21 +50,12 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
         ha="left",
         fontsize=10.5,
     )
-    stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    _save_png(canvas, paths[0])
+    save_png(canvas, paths[0])
     # Text stays text, and the same results give the same file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.name}):
         canvas.savefig(paths[1], metadata={"Date": None})
     return paths
-
-
-def _save_png(canvas: Canvas, path: Path) -> None:
-    """Write 256 colours, which is all there are: a third of the bytes."""
-    memory = io.BytesIO()
-    canvas.savefig(memory, format="png", dpi=100)
-    with Image.open(memory) as image:
-        image.convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def _repeats(cases: Sequence[Repeats]) -> str:
