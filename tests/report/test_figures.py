@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
+import matplotlib.image
 import pytest
 
 from phocas import RULES
 from phocas.cli import main
 from phocas.report.figures import Curve, accuracy_figure
-from phocas.report.palette import STYLES, style_of
+from phocas.report.palette import BASELINE, STYLES, style_of
 from phocas.report.tables import listing
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from phocas.report.palette import Style
 
 
 def test_the_demo_writes_a_table_and_a_figure(
@@ -44,6 +48,17 @@ def test_a_figure_draws_every_curve(tmp_path: Path) -> None:
     other = Curve("two", [0, 20], [0.1, 0.2], style_of("phocas:b=2"))
     accuracy_figure([curve, other], many, title="t")
     assert few.read_bytes() != many.read_bytes()
+
+
+def test_a_rule_on_the_line_of_the_baseline_does_not_hide_it(tmp_path: Path) -> None:
+    def drawn(*styles: Style) -> bytes:
+        curves = [Curve(str(i), [0, 20], [0.1, 0.9], style) for i, style in enumerate(styles)]
+        accuracy_figure(curves, tmp_path / "figure.png", title="t")
+        pixels = matplotlib.image.imread(tmp_path / "figure.png")
+        return pixels[:, : pixels.shape[1] * 3 // 4].tobytes()  # without the legend
+
+    rule = dataclasses.replace(style_of("heraclius"), marker="")
+    assert drawn(BASELINE, rule) == drawn(rule, BASELINE) != drawn(rule, rule)
 
 
 def test_every_rule_has_a_look_of_its_own() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
+
+from phocas.report.palette import BASELINE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from phocas.report.palette import Style
 
 MARKS = 8  # along a line
+BELOW, ABOVE = 0.13, 0.03  # the best accuracy at the end: what is shown zoomed
 
 
 @dataclass(frozen=True)
@@ -31,31 +36,54 @@ class Curve:
 
 def accuracy_figure(curves: Sequence[Curve], path: Path, *, title: str) -> None:
     """Draw test accuracy against rounds; the legend is in the order of the final accuracies."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for index, curve in enumerate(sorted(curves, key=lambda curve: -curve.accuracy[-1])):
-        draw_line(axes, curve, index, f"{curve.label}  {curve.accuracy[-1]:.3f}")
-    axes.set_xlabel("round")
-    axes.set_ylabel("top-1 accuracy on the test set")
-    axes.set_xlim(0, max(curve.rounds[-1] for curve in curves))
-    axes.set_ylim(0, 1)
-    plain(axes)
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.legend(
-        title="rule, and final accuracy",
-        loc="center left",
-        bbox_to_anchor=(1.01, 0.5),
-        frameon=False,
-        alignment="left",
-        handlelength=3,
+    ordered = sorted(curves, key=lambda curve: -curve.accuracy[-1])
+    best = ordered[0].accuracy[-1]
+
+    def lines(axes: Axes) -> None:
+        for index, curve in enumerate(ordered):
+            draw_line(axes, curve, index, f"{curve.label}  {curve.accuracy[-1]:.3f}")
+
+    draw_by_round(figure, lines, "top-1 accuracy", zoom=(best - BELOW, best + ABOVE))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    save_png(figure, path)
+
+
+def draw_by_round(
+    canvas: Figure,
+    lines: Callable[[Axes], None],
+    metric: str,
+    zoom: tuple[float, float] | None,
+) -> None:
+    """Draw lines against rounds, beside it the accuracies that ``zoom`` says, and a legend."""
+    panels = canvas.subplots(1, 2 if zoom else 1, squeeze=False)[0]
+    for axes in panels:
+        lines(axes)
+        axes.set_xlabel("round")
+        axes.set_xlim(0, max(line.get_xdata()[-1] for line in axes.lines))
+        plain(axes)
+    panels[0].set_ylim(0, 1)
+    panels[0].set_ylabel(f"{metric} on the test set")
+    if zoom:
+        panels[1].set_ylim(*zoom)
+        panels[1].set_title("zoomed", fontsize=9, loc="left")
+    draw_legend(canvas, panels[0])
+
+
+def draw_legend(canvas: Figure, axes: Axes) -> None:
+    """Say beside the panels what their lines are."""
+    handles, labels = axes.get_legend_handles_labels()
+    canvas.legend(
+        handles, labels, loc="outside right center", frameon=False, handlelength=3.5, fontsize=9
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 def draw_line(axes: Axes, curve: Curve, index: int, label: str) -> None:
-    """Draw one curve; the index moves its marks, so that lines which coincide are told apart."""
+    """Draw one curve; lines which coincide are told apart.
+
+    The index moves a line's marks, and the baseline is dotted and on top of the others.
+    """
     every = max(1, len(curve.rounds) // MARKS)
     axes.plot(
         curve.rounds,
@@ -66,8 +94,18 @@ def draw_line(axes: Axes, curve: Curve, index: int, label: str) -> None:
         markevery=(index * every // 6, every),
         markersize=5,
         linewidth=1.6,
+        zorder=2.1 if curve.style == BASELINE else 2.0,
         label=label,
     )
+
+
+def save_png(canvas: Figure, path: Path) -> None:
+    """Write 256 colours, which is all there are: a third of the bytes."""
+    memory = io.BytesIO()
+    canvas.savefig(memory, format="png", dpi=100)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Image.open(memory) as image:
+        image.convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def plain(axes: Axes) -> None:

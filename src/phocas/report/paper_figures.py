@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
-from PIL import Image
 
 from phocas.experiments.reproduction.tasks import BASELINE, label_of
 from phocas.report import palette
-from phocas.report.figures import Curve, draw_line, plain
+from phocas.report.figures import Curve, draw_by_round, draw_legend, draw_line, plain, save_png
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,21 +50,12 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
         ha="left",
         fontsize=10.5,
     )
-    stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    _save_png(canvas, paths[0])
+    save_png(canvas, paths[0])
     # Text stays text, and the same results give the same file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.name}):
         canvas.savefig(paths[1], metadata={"Date": None})
     return paths
-
-
-def _save_png(canvas: Canvas, path: Path) -> None:
-    """Write 256 colours, which is all there are: a third of the bytes."""
-    memory = io.BytesIO()
-    canvas.savefig(memory, format="png", dpi=100)
-    with Image.open(memory) as image:
-        image.convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def _repeats(cases: Sequence[Repeats]) -> str:
@@ -104,13 +93,6 @@ def _crashes(case: Repeats) -> bool:
     return learnt > 0.1 and float(np.ptp(case.final)) > CRASH * learnt
 
 
-def _legend(canvas: Canvas, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    canvas.legend(
-        handles, labels, loc="outside right center", frameon=False, handlelength=3.5, fontsize=9
-    )
-
-
 def _style(case: Repeats, index: int) -> Style:
     """Return the style of a rule; lines of one rule with names of their own must differ."""
     if case.case.label == BASELINE:
@@ -120,20 +102,11 @@ def _style(case: Repeats, index: int) -> Style:
 
 
 def _by_round(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
-    panels = canvas.subplots(1, 2 if figure.zoom else 1, squeeze=False)[0]
-    for axes in panels:
+    def lines(axes: Axes) -> None:
         for index, case in enumerate(cases):
-            label = f"{_name(case)}  {case.final.mean():.3f}"
-            _line(axes, case, index, label)
-        axes.set_xlabel("round")
-        axes.set_xlim(0, max(case.rounds[-1] for case in cases))
-        plain(axes)
-    panels[0].set_ylim(0, 1)
-    panels[0].set_ylabel(f"{metric} on the test set")
-    if figure.zoom:
-        panels[1].set_ylim(*figure.zoom)
-        panels[1].set_title("zoomed", fontsize=9, loc="left")
-    _legend(canvas, panels[0])
+            _line(axes, case, index, f"{_name(case)}  {case.final.mean():.3f}")
+
+    draw_by_round(canvas, lines, metric, figure.zoom)
 
 
 def _by_panel(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
@@ -152,7 +125,7 @@ def _by_panel(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: 
             axes.set_ylim(*figure.zoom)
         plain(axes)
     panels[0].set_ylabel(f"{metric} on the test set")
-    _legend(canvas, panels[0])
+    draw_legend(canvas, panels[0])
 
 
 def _by_b(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
@@ -187,4 +160,4 @@ def _by_b(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str)
     axes.set_ylabel(f"{metric}, {when}")
     axes.set_ylim(0, 1)
     plain(axes)
-    _legend(canvas, axes)
+    draw_legend(canvas, axes)
