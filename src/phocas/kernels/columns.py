@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from phocas.kernels.emit import Element, Function, module_text
+from phocas.kernels.emit import Element, Function, Vectors, module_text
 from phocas.kernels.networks import prune, sorting_network
 from phocas.kernels.target import Target
 
@@ -85,17 +85,17 @@ def straight_module(target: Target, element: Element, m: int, window: Window, bl
         rows = [f.load(address) for address in addresses]
         if not window.plain:
             rows = [f.nan_to_inf(value) for value in rows]
-        wires = _run_network(f, rows, addresses, window)
-        result, kept = _average(f, wires, window)
+        wires = run_network(f, rows, addresses, window)
+        result, kept = average(f, wires, window)
         f.store(result, f.at(out, loop.index))
         if blame:
             # Loaded again, from L1: kept in registers they would crowd out the network.
             for i, address in enumerate(addresses):
-                f.count(_outside(f, f.load(address), kept), "%local", i)
+                f.count(outside(f, f.load(address), kept), "%local", i)
     return module_text(f)
 
 
-def _run_network(f: Function, rows: list[str], addresses: list[str], window: Window) -> list[str]:
+def run_network(f: Vectors, rows: list[str], addresses: list[str], window: Window) -> list[str]:
     """Sort across the registers; fetch the next turn's rows meanwhile, a few at a time."""
     wires = list(rows)
     m = len(rows)
@@ -125,15 +125,16 @@ class Kept:
     radius: str = ""
 
 
-def _outside(f: Function, value: str, kept: Kept) -> str:
+def outside(f: Vectors, value: str, kept: Kept) -> str:
+    """Return where a value is outside what is kept; NaN always is."""
     if kept.radius:
         distance = f.absolute(f.scaled_add(value, kept.scale, kept.minus_centre))
         return f.compare("ugt", distance, kept.radius)
     below, above = f.compare("ult", value, kept.low), f.compare("ugt", value, kept.high)
-    return f.op(f"or {f.mask} {below}, {above}")
+    return f.either(below, above)
 
 
-def _average(f: Function, wires: list[str], window: Window) -> tuple[str, Kept]:
+def average(f: Vectors, wires: list[str], window: Window) -> tuple[str, Kept]:
     """Return the window's mean, and how to tell a kept value from a dropped one.
 
     What only blame needs is written all the same: without blame it is dead code.
@@ -163,7 +164,7 @@ def _average(f: Function, wires: list[str], window: Window) -> tuple[str, Kept]:
             choices.append((below, wires[k], wires[m - b + k]))
         else:
             nearer, value = _nearest_of(f, wires[k :: m - b], scale, minus_y)
-            choices.append(("splat (i1 true)", value, value))
+            choices.append((f.everywhere, value, value))
         total = f.add(total, nearer) if total else nearer
         distance = f.absolute(nearer)
         radius = f.high(radius, distance) if radius else distance
@@ -179,7 +180,7 @@ def _average(f: Function, wires: list[str], window: Window) -> tuple[str, Kept]:
     return result, Kept(scale=scale, minus_centre=minus_y, radius=radius)
 
 
-def _nearest_of(f: Function, values: list[str], scale: float, minus_y: str) -> tuple[str, str]:
+def _nearest_of(f: Vectors, values: list[str], scale: float, minus_y: str) -> tuple[str, str]:
     """Return the scaled distance to y of the nearest of ordered values, and that value."""
     chosen, nearest = values[0], f.scaled_add(values[0], scale, minus_y)
     for value in values[1:]:
@@ -189,7 +190,7 @@ def _nearest_of(f: Function, values: list[str], scale: float, minus_y: str) -> t
     return nearest, chosen
 
 
-def _bounds(f: Function, values: list[str]) -> tuple[str, str]:
+def _bounds(f: Vectors, values: list[str]) -> tuple[str, str]:
     """Return the smallest and the largest of some values."""
     low = high = values[0]
     for value in values[1:]:
@@ -197,7 +198,7 @@ def _bounds(f: Function, values: list[str]) -> tuple[str, str]:
     return low, high
 
 
-def _held(f: Function, mean: str, values: Callable[[], list[str]]) -> str:
+def _held(f: Vectors, mean: str, values: Callable[[], list[str]]) -> str:
     """Return a mean within the values that it is of; away from zero it is there by itself.
 
     Always to compare took a tenth more time at d = 118,282. Half precision has no number that
@@ -207,23 +208,16 @@ def _held(f: Function, mean: str, values: Callable[[], list[str]]) -> str:
         return mean
     small = f.splat(2.0**-100 if f.scalar == "float" else 2.0**-900)
     near_zero = f.compare("olt", f.absolute(mean), small)
-    any_ = f.op(f"icmp ne i{f.lanes} {f.op(f'bitcast {f.mask} {near_zero} to i{f.lanes}')}, 0")
-    before, tag = f.block, f.name()[1:]
-    f.line(f"  br i1 {any_}, label %small{tag}, label %held{tag}")
-    f.label(f"small{tag}")
-    held = within(f, mean, *_bounds(f, values()))
-    f.line(f"  br label %held{tag}")
-    f.label(f"held{tag}")
-    return f.op(f"phi {f.vector} [ {mean}, %{before} ], [ {held}, %small{tag} ]")
+    return f.where_any(near_zero, lambda: within(f, mean, *_bounds(f, values())), mean)
 
 
-def within(f: Function, value: str, low: str, high: str) -> str:
+def within(f: Vectors, value: str, low: str, high: str) -> str:
     """Return the value within bounds; NaN stays NaN."""
     value = f.select(f.compare("ogt", low, value), low, value)
     return f.select(f.compare("olt", high, value), high, value)
 
 
-def _mean_from(f: Function, pivot: str, others: list[str]) -> str:
+def _mean_from(f: Vectors, pivot: str, others: list[str]) -> str:
     """Return the mean of the pivot and the others, from the others' distances to the pivot."""
     if not others:
         return pivot
@@ -236,7 +230,7 @@ def _mean_from(f: Function, pivot: str, others: list[str]) -> str:
     return f.fma(total, f.splat(1 / (scale * size)), pivot)
 
 
-def _plain_mean(f: Function, values: list[str]) -> str:
+def _plain_mean(f: Vectors, values: list[str]) -> str:
     scale = 0.5 ** math.ceil(math.log2(len(values)))
     total = f.mul(values[0], f.splat(scale))
     for value in values[1:]:
