@@ -163,7 +163,7 @@ def open_rows(rows: Any) -> Any:
         if rows.shape[0] == 0:
             raise ValueError("there must be at least one row: got none")
         if _on_accelerator(rows):
-            return _on_device([rows], lambda answers: answers[0])
+            return _on_device([_strided(rows, "the matrix")], lambda answers: answers[0])
         array, element = _array(rows, "the matrix")
         piece = Piece(0, array.shape[1], array, element)
         return HostMatrix([piece], lambda answers: _like(rows, answers[0]))
@@ -182,8 +182,7 @@ def _open_vectors(rows: Sequence[Any]) -> Any:
         _same(row, first, f"row {i}", "row 0")
     if _on_accelerator(first):
         shape = first.shape
-        stacked = _stack(rows)
-        return _on_device([stacked], lambda answers: answers[0].reshape(shape))
+        return _on_device([_flat(rows)], lambda answers: answers[0].reshape(shape))
     piece = _piece(0, rows, "row 0")
     return HostMatrix([piece], lambda answers: _like(first, answers[0]).reshape(first.shape))
 
@@ -212,9 +211,8 @@ def _open_mappings(rows: Sequence[Any]) -> Any:
         )
     if on_device:
         shapes = [first[key].shape for key in keys]
-        stacked = [_stack([row[key] for row in rows]) for key in keys]
         return _on_device(
-            stacked,
+            [_flat([row[key] for row in rows]) for key in keys],
             lambda answers: {
                 key: answer.reshape(shape)
                 for key, answer, shape in zip(keys, answers, shapes, strict=True)
@@ -311,8 +309,7 @@ def _array(value: Any, place: str) -> tuple[NDArray[Any], str]:
     if isinstance(value, np.ndarray):
         raw = value.view(np.uint16) if name == "bfloat16" else value
         return np.asarray(raw), name
-    if value.layout is not sys.modules["torch"].strided:
-        raise TypeError(f"tensors must be dense: {place} is {value.layout}")
+    _strided(value, place)
     detached = (value.detach() if value.requires_grad else value).resolve_neg()
     if name == "bfloat16":
         return detached.view(sys.modules["torch"].uint16).numpy(), name
@@ -328,16 +325,26 @@ def _like(example: Any, answer: NDArray[Any]) -> Any:
     return tensor.view(torch.bfloat16) if example.dtype == torch.bfloat16 else tensor
 
 
-def _stack(rows: Sequence[Any]) -> Any:
-    torch = sys.modules["torch"]
-    return torch.stack([row.detach().reshape(-1) for row in rows])
+def _flat(rows: Sequence[Any]) -> list[Any]:
+    return [_strided(row).reshape(-1) for row in rows]
 
 
-def _on_device(stacked: list[Any], rebuild: Callable[[list[Any]], Any]) -> Any:
-    from phocas.rules.accelerator import DeviceMatrix  # noqa: PLC0415 - needs torch
+def _strided(tensor: Any, place: str = "a row") -> Any:
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise TypeError(f"tensors must be dense: {place} is {tensor.layout}")
+    return tensor
 
-    for tensor in stacked:
-        name = str(tensor.dtype).removeprefix("torch.")
+
+def _on_device(pieces: list[Any], rebuild: Callable[[list[Any]], Any]) -> Any:
+    from phocas.rules.device import open_device  # noqa: PLC0415 - needs torch
+
+    dtypes = {str(piece[0].dtype).removeprefix("torch.") for piece in pieces}
+    for name in dtypes:
         if name not in FORMATS:
             raise TypeError(f"values must be {', '.join(FORMATS)}: got {name}")
-    return DeviceMatrix(stacked, rebuild)
+    if len(dtypes) > 1:
+        raise TypeError(f"all tensors must have one dtype: got {', '.join(sorted(dtypes))}")
+    devices = sorted({str(piece[0].device) for piece in pieces})
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device: got {', '.join(devices)}")
+    return open_device(pieces, rebuild)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -18,16 +18,25 @@ class KernelError(RuntimeError):
 
 
 @lru_cache(maxsize=1)
-def interpreted() -> bool:
-    """Tell whether Triton interprets its kernels, on the CPU; refuse a Triton that is too old."""
+def obstacle() -> str | None:
+    """Say why Triton cannot be used at all, if it cannot."""
     try:
         import triton  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise KernelError(f"Triton cannot be imported ({error}): pip install triton") from None
+        return f"Triton cannot be imported ({error}): pip install 'phocas[gpu]'"
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise KernelError(f"Triton must be {oldest} or newer: got {triton.__version__}")
+        return f"Triton must be {'.'.join(map(str, OLDEST))} or newer: got {triton.__version__}"
+    return None
+
+
+def interpreted() -> bool:
+    """Tell whether Triton interprets its kernels, on the CPU."""
+    reason = obstacle()
+    if reason:
+        raise KernelError(reason)
+    import triton  # noqa: PLC0415
+
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -36,25 +45,31 @@ class Kernel:
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self._works = False
+        self._works: set[torch.device] = set()
+        self._fails: dict[torch.device, KernelError] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """Launch; what goes wrong the first time, as the kernel is compiled, is a KernelError."""
+        """Launch; what goes wrong the first time, as the kernel is compiled, is a KernelError.
+
+        It is raised again without another try.
+        """
         device = args[0].device
-        with torch.cuda.device(device if device.type == "cuda" else -1):
+        if device in self._fails:
+            raise self._fails[device]
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
                 # Bits must not depend on what a compiler likes to fuse.
                 self.function[grid](*args, **constants, enable_fp_fusion=False)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                if self._works:
+                if device in self._works:
                     raise
                 reason = str(error).strip().splitlines() or [type(error).__name__]
-                raise KernelError(
-                    f"Triton could not make a kernel for {device}: {reason[-1]}"
-                ) from error
-        self._works = True
+                message = f"Triton could not make a kernel for {device}: {reason[-1]}"
+                self._fails[device] = KernelError(message)
+                raise self._fails[device] from error
+        self._works.add(device)
 
 
 @lru_cache(maxsize=1024)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from phocas.kernels.columns import Kept, Window, average, outside, run_network
 from phocas.kernels.emit import Element
-from phocas.kernels.triton.writer import STORED, Source
+from phocas.kernels.triton.writer import HEADER, STORED, Source
 
 BLAMED_ROWS = 16  # at a time
-HEADER = "import triton\nimport triton.language as tl\n"
 
 
 def window_source(

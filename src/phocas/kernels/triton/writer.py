@@ -2,7 +2,9 @@
 
 What it writes is the body of a function of one column, whose values are scalars: the compiler maps
 it over the columns (``tl.map_elementwise``). Triton's interpreter cannot map, so for it the same
-text is written over vectors. Constants are written with their type: a bare Python number would be rounded to single precision.
+text is written over vectors.
+
+Constants are written with their type: a bare Python number would be rounded to single precision.
 Multiplications and additions are fused only where the text says so, as on the processor.
 """
 
@@ -13,6 +15,7 @@ from contextlib import contextmanager
 
 from phocas.kernels.emit import Element
 
+HEADER = "import triton\nimport triton.language as tl\n"
 TYPES = {"float": "tl.float32", "double": "tl.float64"}
 # bfloat16 is read and written as 16-bit words and converted by hand, so that every device, and the
 # interpreter, which cuts digits off, rounds as the processor does.
