@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from phocas.kernels.triton import calls
 from phocas.kernels.triton.calls import Rows
 from phocas.kernels.triton.loader import KernelError, obstacle
 from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix
-from phocas.rules.algebra import Decision, Distances, Floats, Request
+from phocas.rules.algebra import Decision, Distances, Floats, Norms, Request
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
 CHOICES = ("triton", "torch")
@@ -169,6 +169,8 @@ def _granules(pieces: list[Piece], granule: int) -> Iterator[Piece]:
 
 
 def _measured(pieces: list[Piece], m: int, request: Request) -> Floats:
+    if replace(request, weights=None) not in (Distances(), Distances(wide=True), Norms()):
+        raise KernelError(f"Triton's kernels do not measure {request}")
     pairs = isinstance(request, Distances)
     wide = not isinstance(request, Distances) or request.wide
     k = m if request.weights is None else len(request.weights)
