@@ -7,16 +7,19 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 import phocas
+from phocas.kernels import Window
 from phocas.kernels.triton import loader
 from phocas.kernels.triton.loader import Kernel, KernelError
 from phocas.rules import device, inputs
 from phocas.rules.accelerator import DeviceMatrix
+from phocas.rules.algebra import UNMIXED, Decision, Distances
 
 CUDA = torch.device("cuda", 0)
 
@@ -118,6 +121,28 @@ def test_counts_of_a_failed_try_are_not_kept(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(inputs, "_on_accelerator", lambda _: True)
     with pytest.warns(RuntimeWarning, match="no; torch's operations"):
         assert phocas.TrimmedMean(1).explain(rows).dropped.tolist() == [1.0, 0.0, 1.0]
+
+
+@dataclass(slots=True, eq=False)
+class Longer(Decision):
+    """A decision that says more than the kernels know."""
+
+    function: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(Distances):
+    scale: float = 2.0
+
+
+def test_what_the_kernels_do_not_know_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device.VARIABLE, "triton")
+    matrix = device.open_device([torch.ones(3, 4)], lambda answers: answers[0])
+    decision = Longer(UNMIXED, Window(1), function=max)
+    with pytest.raises(KernelError, match="nothing of the function"):
+        matrix.apply(decision, None)
+    with pytest.raises(KernelError, match="do not measure Scaled"):
+        matrix.measure(Scaled())
 
 
 def test_nothing_of_triton_is_loaded_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:

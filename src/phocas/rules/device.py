@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -92,6 +92,7 @@ class KernelMatrix:
         """Mix and reduce; count what was dropped of each mixed row."""
 
         def work() -> Any:
+            _check(decision)
             lost = None if counts is None else np.zeros_like(counts)
             answers = [_reduced(piece, decision, lost) for piece in self.pieces]
             if counts is not None and lost is not None:
@@ -191,6 +192,14 @@ def _measured(pieces: list[Piece], m: int, request: Request) -> Floats:
     return sums.result()
 
 
+def _check(decision: Decision) -> None:
+    """Refuse what a decision may hold beside a mix and a window: it must not be left out."""
+    known = ("mix", "window")
+    for field in fields(decision):
+        if field.name not in known and getattr(decision, field.name) is not None:
+            raise KernelError(f"Triton's kernels know nothing of the {field.name} of a decision")
+
+
 def _reduced(piece: Piece, decision: Decision, counts: NDArray[np.int64] | None) -> torch.Tensor:
     out = torch.empty(_columns(piece), dtype=piece[0].dtype, device=piece[0].device)
     done = 0
@@ -210,13 +219,20 @@ def _reduce(
         calls.reduce(rows, decision.window, out, counts)
         return
     k = len(weights)
+    dtype = torch.float64 if _too_small_for_single(weights) else rows.computed
     step = max(1, BLOCK_VALUES // k)
     for start in range(0, rows.columns, step):
         part = rows.shifted(start, min(rows.columns, start + step))
-        mixed = part.empty(k, part.columns, dtype=part.computed)
+        mixed = part.empty(k, part.columns, dtype=dtype)
         calls.combine(part, weights, mixed, fused=k > 1)
         answer = mixed[0]
         if k > 1:
-            answer = part.empty(part.columns, dtype=part.computed)
+            answer = part.empty(part.columns, dtype=dtype)
             calls.reduce(Rows.of(mixed), decision.window, answer, counts)
         out[start : start + part.columns] = answer
+
+
+def _too_small_for_single(weights: Floats) -> bool:
+    """Tell whether some weight has few digits, or none, in single precision."""
+    smallest = torch.finfo(torch.float32).tiny
+    return bool(np.any((weights != 0) & (np.abs(weights) < smallest)))

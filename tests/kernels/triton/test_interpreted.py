@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 import phocas
 from phocas import Pipeline, Rule, kernels
+from phocas.experiments import doctor
 from phocas.kernels import PLAIN_MEAN, Window
 from phocas.kernels.triton import calls
 from phocas.kernels.triton.loader import KernelError, interpreted
@@ -210,6 +211,24 @@ def test_blocks_change_nothing(there: Aggregate, monkeypatch: pytest.MonkeyPatch
     wanted = there(rule, rows)
     monkeypatch.setattr(device, "BLOCK_VALUES", M * 7)
     same(there(rule, rows), wanted)
+
+
+def test_weights_too_small_for_single_precision(there: Aggregate) -> None:
+    """A row of 3e38 in every column is clipped by a weight that float32 has few digits for."""
+    rows = torch.randn(M, 9, generator=torch.Generator().manual_seed(0)) / 100
+    rows[4] = 3e38
+    rule = phocas.Clipping(radius=2.5e-7) | phocas.Mean()
+    value = there(rule, rows).value.double()
+    others = rows.double()
+    others *= (2.5e-7 / others.norm(dim=1, keepdim=True)).clamp(max=1)
+    torch.testing.assert_close(value, others.mean(dim=0), rtol=1e-5, atol=0)
+
+
+def test_the_doctor_finds_it_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phocas.rules.inputs._on_accelerator", lambda _: True)
+    monkeypatch.setattr(doctor, "COLUMNS", 40)
+    checks = list(doctor.checks(torch.device("cpu")))
+    assert [check for check in checks if not check.passed] == []
 
 
 def test_more_rows_than_registers(there: Aggregate, monkeypatch: pytest.MonkeyPatch) -> None:
