@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from phocas.kernels import Window
 from phocas.kernels.emit import ELEMENTS
 from phocas.kernels.triton.calls import BLOCK
-from phocas.kernels.triton.loader import load
+from phocas.kernels.triton.loader import THREADS, load
 from phocas.kernels.triton.windows import window_source
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -94,8 +94,9 @@ def compiled(
     constants = constants or {}
     kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=load(text)[name].function, signature=kinds, constexprs=constants)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return triton.compile(source, target=DEVICES[device].target, options=options)
+    target = DEVICES[device].target
+    options = {"num_warps": THREADS // target.warp_size, "enable_fp_fusion": False}
+    return triton.compile(source, target=target, options=options)
 
 
 @lru_cache(maxsize=64)

@@ -15,11 +15,11 @@ from phocas.kernels.calls import SparseMix
 from phocas.kernels.columns import Window
 from phocas.kernels.emit import ELEMENTS
 from phocas.kernels.mixing import PLAIN, UNIFORM
-from phocas.kernels.triton.loader import Kernel, KernelError, interpreted, load
+from phocas.kernels.triton.loader import THREADS, Kernel, KernelError, interpreted, load
 from phocas.kernels.triton.sums import SIDE, mix_source, sums_source
 from phocas.kernels.triton.windows import window_source
 
-BLOCK = 128  # columns of a program: one a thread
+BLOCK = THREADS  # columns of a program: one a thread
 MIXES = 16  # of a program
 SUMS_BYTES = 1 << 26  # of sums that wait to be added up
 # A column's values are in one thread's registers, of which it has 255: more rows than these do not
@@ -85,7 +85,7 @@ def reduce(
     programs = -(-rows.columns // BLOCK)
     tallies = rows.empty(programs if blame else 1, m, dtype=torch.int32)
     kernel = _window_kernel(rows.element, m, window, blame)
-    kernel((programs,), rows.table, _words(out), tallies, rows.columns, BLOCK=BLOCK, num_warps=4)
+    kernel((programs,), rows.table, _words(out), tallies, rows.columns, BLOCK=BLOCK)
     if counts is not None and blame:
         counts += tallies.sum(dim=0, dtype=torch.int64).cpu().numpy()
 
@@ -125,7 +125,6 @@ def combine(rows: Rows, weights: NDArray[np.float64], out: torch.Tensor, *, fuse
         SAME=fused and mix.mode == UNIFORM,
         MIXES=min(MIXES, 1 << (k - 1).bit_length()),
         BLOCK=BLOCK,
-        num_warps=4,
     )
 
 
@@ -157,11 +156,10 @@ class Sums:
                 self.m,
                 part.columns,
                 self.granule,
-                num_warps=4,
             )
             add_up = _compiled("add_up", rows.element, wide)
             programs = -(-width // BLOCK)
-            add_up((programs,), sums, self.total, granules, width, BLOCK=BLOCK, num_warps=4)
+            add_up((programs,), sums, self.total, granules, width, BLOCK=BLOCK)
 
     def result(self) -> NDArray[np.float64]:
         """Return the squared distances between the m rows, or their squared norms."""

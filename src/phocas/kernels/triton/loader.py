@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+THREADS = 128  # of a program
 OLDEST = (3, 5)  # the first Triton that maps a function over the columns
 
 
@@ -40,6 +41,14 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+@lru_cache(maxsize=64)
+def warps(device: torch.device) -> int:
+    """Return how many warps a program's threads are: those of AMD may be twice as wide."""
+    if device.type != "cuda":
+        return THREADS // 32
+    return THREADS // int(torch.cuda.get_device_properties(device).warp_size)
+
+
 class Kernel:
     """A Triton function, launched on the device of its first tensor."""
 
@@ -59,7 +68,8 @@ class Kernel:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
                 # Bits must not depend on what a compiler likes to fuse.
-                self.function[grid](*args, **constants, enable_fp_fusion=False)
+                options = {"num_warps": warps(device), "enable_fp_fusion": False}
+                self.function[grid](*args, **constants, **options)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
