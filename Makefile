@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-ray bench lint format clean
+.PHONY: demo test test-slow test-ray test-gpu bench lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -23,6 +23,12 @@ test-slow: $(VENV)/.installed
 test-ray: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest tests/engines/test_ray.py tests/engines/test_faults.py
+
+# Without a GPU: Triton's interpreter runs its kernels, and its compiler makes them for devices.
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton/test_interpreted.py
+	$(BIN)/python -m pytest tests/kernels/triton/test_compiled.py
 
 bench: $(VENV)/.installed
 	$(BIN)/phocas bench

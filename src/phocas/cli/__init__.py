@@ -20,6 +20,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from phocas.kernels.triton import KernelError
+
 HELP = {"help_option_names": ["-h", "--help"]}
 TRACEBACK = "PHOCAS_TRACEBACK"
 _EXTRAS = {
@@ -30,6 +32,7 @@ _EXTRAS = {
     "PIL": "report",
     "ray": "ray",
 }
+_EXPECTED = (ValueError, TypeError, OSError, sqlite3.DatabaseError, KernelError)
 
 
 class Commands(TyperGroup):
@@ -83,7 +86,7 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return ": ".join([*names, error.strerror[:1].lower() + error.strerror[1:]])
-    if isinstance(error, ValueError | TypeError | OSError | sqlite3.DatabaseError):
+    if isinstance(error, _EXPECTED):
         return str(error)
     return None
 

@@ -25,6 +25,7 @@ def bench(
     workers: Annotated[int, typer.Option(help="With --rule: the number of rows.")] = 20,
     dims: Annotated[int, typer.Option(help="With --rule: the number of columns.")] = 1_000_000,
     dtype: Annotated[str, typer.Option(help="With --rule: the type of values.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where the rows are, such as cuda.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="Time for each case.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -34,14 +35,17 @@ def bench(
     """
     from rich.console import Console
 
-    from phocas.experiments import benchmark
+    from phocas.experiments import benchmark, doctor
 
+    where = doctor.find(device)
     console = Console(quiet=as_json)
     if rule:
         cases = [benchmark.Case(name, workers, dims, dtype) for name in rule]
-    else:
+    elif device == "cpu":
         cases = benchmark.default_cases()
-    bandwidth = benchmark.read_bandwidth()
+    else:
+        cases = benchmark.device_cases()
+    bandwidth = benchmark.read_bandwidth(device=device)
     about = benchmark.machine()
     console.print(
         f"{about['cpu']}, {about['vector_bits']}-bit vectors, {about['threads']} threads,"
@@ -49,13 +53,14 @@ def bench(
         f" {bandwidth:.0f} GB/s. Best times, in turns with the baseline: torch.mean, or the plain"
         " rule for explain."
     )
+    console.print(f"{device}: {doctor.route(where)}.")
     timings = []
     for case in cases:
         with console.status(str(case)):
-            timings.append(benchmark.measure(case, seconds=seconds))
+            timings.append(benchmark.measure(case, seconds=seconds, device=device))
     console.print(_table(timings))
     first_uses = {}
-    if not rule:
+    if not rule and device == "cpu":
         for name, m in (("phocas:b=8", 20), ("phocas:b=32", 128)):
             with console.status(f"first use of {name}"):
                 first_uses[f"{name}, m={m}"] = benchmark.first_use(name, m)
@@ -64,7 +69,7 @@ def bench(
                 f"First use of {name}: {result['cold']:.2f} s, in another process"
                 f" {result['remembered']:.2f} s (import phocas: {result['import']:.2f} s)"
             )
-    rivals = benchmark.peer_ratios(seconds)
+    rivals = benchmark.peer_ratios(seconds) if device == "cpu" else []
     for rival in rivals:
         console.print(
             f"{rival['peer']} {rival['rule']}: {rival['ratio']:.1f} times the time of"
@@ -73,6 +78,7 @@ def bench(
     if as_json:
         everything: dict[str, Any] = {
             "machine": about,
+            "device": device,
             "read_bandwidth": bandwidth,
             "timings": [timing.as_dict() for timing in timings],
             "first_use": first_uses,

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -158,17 +158,17 @@ def matrix(m: int, d: int, dtype: str, seed: int = 0) -> Any:
     return torch.from_numpy(np.ascontiguousarray(tiled)).to(getattr(torch, dtype))
 
 
-def measure(case: Case, *, seconds: float = 0.5, rounds: int = 5) -> Timing:
+def measure(case: Case, *, seconds: float = 0.5, rounds: int = 5, device: str = "cpu") -> Timing:
     """Time one case against its baseline: the mean, or for explain the plain rule."""
     import torch  # noqa: PLC0415
 
-    rows = matrix(case.m, case.d, case.dtype)
+    rows = matrix(case.m, case.d, case.dtype).to(device)
     rule = case.parsed()
     if case.rule.startswith(EXPLAIN):
         work, baseline = (lambda: rule.explain(rows)), (lambda: rule(rows))
     else:
         work, baseline = (lambda: rule(rows)), (lambda: torch.mean(rows, 0))
-    turns = in_turns(baseline, work, seconds, rounds)
+    turns = in_turns(completed(baseline, device), completed(work, device), seconds, rounds)
     lowest, highest = turns.ratios
     best = min(turns.work)
     return Timing(
@@ -181,6 +181,25 @@ def measure(case: Case, *, seconds: float = 0.5, rounds: int = 5) -> Timing:
         moved=turns.moved,
         gigabytes=rows.numel() * rows.element_size() / best / 1e9,
     )
+
+
+def device_cases() -> list[Case]:
+    """Return the default cases that an accelerator has kernels for; limits are not known yet."""
+    return [replace(case, limit=None) for case in default_cases() if case.m <= 128]
+
+
+def completed(function: Callable[[], object], device: str) -> Callable[[], object]:
+    """Return a function that waits until the device is done."""
+    import torch  # noqa: PLC0415
+
+    if device == "cpu":
+        return function
+
+    def wait() -> None:
+        function()
+        torch.accelerator.synchronize(device)
+
+    return wait
 
 
 def in_turns(
@@ -207,15 +226,16 @@ def _best(function: Callable[[], object], seconds: float) -> float:
             return best
 
 
-def read_bandwidth(megabytes: int = 512) -> float:
+def read_bandwidth(megabytes: int = 512, device: str = "cpu") -> float:
     """Return how many GB/s of memory ``torch.sum`` reads, on all threads, best of several."""
     import torch  # noqa: PLC0415
 
-    block = torch.ones(megabytes << 18, dtype=torch.float32)
+    block = torch.ones(megabytes << 18, dtype=torch.float32, device=device)
+    read = completed(block.sum, device)
     best = float("inf")
     for _ in range(7):
         start = time.perf_counter()
-        block.sum()
+        read()
         best = min(best, time.perf_counter() - start)
     return block.numel() * 4 / best / 1e9
 

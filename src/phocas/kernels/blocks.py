@@ -21,7 +21,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels.columns import Window, average, held, plain_mean, run_network, scale_for
+from phocas.kernels.columns import (
+    Window,
+    average,
+    held,
+    outside,
+    plain_mean,
+    run_network,
+    scale_for,
+)
 from phocas.kernels.emit import (
     SIGNATURE,
     ColumnArguments,
@@ -232,14 +240,8 @@ def blame_text(target: Target, element: Element, scaled: Scale) -> str:
                 high = f.load_vector(slot(f, HIGH, place))
                 for source, count in zip(sources, counts, strict=True):
                     value = f.load(f.at(source, loop.index))
-                    if scale is None:
-                        below = f.compare("ult", value, low)
-                        above = f.compare("ugt", value, high)
-                        outside = f.op(f"or {f.mask} {below}, {above}")
-                    else:
-                        length = f.absolute(f.multiply_add(value, scale, low))
-                        outside = f.compare("ugt", length, high)
-                    loop.update(count, _counted(f, kind, count, outside))
+                    lost = outside(f, value, low, high, scale)
+                    loop.update(count, _counted(f, kind, count, lost))
             for number, count in zip(numbers, counts, strict=True):
                 bits = element.compute_bits
                 sum_ = f.op(

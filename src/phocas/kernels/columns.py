@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from phocas.kernels.emit import ColumnArguments, Element, Function, module_text
+from phocas.kernels.emit import ColumnArguments, Element, Function, Vectors, module_text
 from phocas.kernels.networks import prune, sorting_network
 from phocas.kernels.target import Target
 
@@ -105,7 +105,7 @@ def straight_module(target: Target, element: Element, m: int, window: Window) ->
     return module_text(f)
 
 
-def run_network(f: Function, rows: list[str], addresses: list[str], window: Window) -> list[str]:
+def run_network(f: Vectors, rows: list[str], addresses: list[str], window: Window) -> list[str]:
     """Sort across the registers; fetch the next turn's rows meanwhile, a few at a time."""
     wires = list(rows)
     m = len(rows)
@@ -142,7 +142,14 @@ class Averaged:
     """The scaled distances of the dropped values, where each is one of a pair."""
 
 
-def average(f: Function, wires: list[str], window: Window) -> Averaged:
+def outside(f: Vectors, value: str, low: str, high: str, scale: str | None) -> str:
+    """Return where a value is not kept, by the bounds of :class:`Averaged`; NaN never is."""
+    if scale is None:
+        return f.either(f.compare("ult", value, low), f.compare("ugt", value, high))
+    return f.compare("ugt", f.absolute(f.multiply_add(value, scale, low)), high)
+
+
+def average(f: Vectors, wires: list[str], window: Window) -> Averaged:
     """Average a window of sorted values."""
     m = len(wires)
     if window.plain:
@@ -170,7 +177,7 @@ def average(f: Function, wires: list[str], window: Window) -> Averaged:
             choices.append((below, wires[k], wires[m - b + k]))
         else:
             nearer, value = _nearest_of(f, wires[k :: m - b], scale, minus_y)
-            choices.append(("splat (i1 true)", value, value))
+            choices.append((f.everywhere, value, value))
         total = f.add(total, nearer) if total else nearer
         distance = f.absolute(nearer)
         radius = f.high(radius, distance) if radius else distance
@@ -190,7 +197,7 @@ def average(f: Function, wires: list[str], window: Window) -> Averaged:
     return Averaged(result, minus_y, radius)
 
 
-def _nearest_of(f: Function, values: list[str], scale: float, minus_y: str) -> tuple[str, str]:
+def _nearest_of(f: Vectors, values: list[str], scale: float, minus_y: str) -> tuple[str, str]:
     """Return the scaled distance to y of the nearest of ordered values, and that value."""
     chosen, nearest = values[0], f.scaled_add(values[0], scale, minus_y)
     for value in values[1:]:
@@ -200,7 +207,7 @@ def _nearest_of(f: Function, values: list[str], scale: float, minus_y: str) -> t
     return nearest, chosen
 
 
-def _bounds(f: Function, values: list[str]) -> tuple[str, str]:
+def _bounds(f: Vectors, values: list[str]) -> tuple[str, str]:
     """Return the smallest and the largest of some values."""
     low = high = values[0]
     for value in values[1:]:
@@ -208,7 +215,7 @@ def _bounds(f: Function, values: list[str]) -> tuple[str, str]:
     return low, high
 
 
-def held(f: Function, mean: str, bounds: Callable[[], tuple[str, str]]) -> str:
+def held(f: Vectors, mean: str, bounds: Callable[[], tuple[str, str]]) -> str:
     """Return a mean within the values that it is of; away from zero it is there by itself.
 
     Always to compare took a tenth more time at d = 118,282. Half precision has no number that
@@ -218,24 +225,16 @@ def held(f: Function, mean: str, bounds: Callable[[], tuple[str, str]]) -> str:
         return mean
     small = f.splat(2.0**-100 if f.scalar == "float" else 2.0**-900)
     near_zero = f.compare("olt", f.absolute(mean), small)
-    any_ = f.op(f"icmp ne i{f.lanes} {f.op(f'bitcast {f.mask} {near_zero} to i{f.lanes}')}, 0")
-    before, tag = f.block, f.name()[1:]
-    f.line(f"  br i1 {any_}, label %small{tag}, label %held{tag}")
-    f.label(f"small{tag}")
-    inside = within(f, mean, *bounds())
-    after = f.block
-    f.line(f"  br label %held{tag}")
-    f.label(f"held{tag}")
-    return f.op(f"phi {f.vector} [ {mean}, %{before} ], [ {inside}, %{after} ]")
+    return f.where_any(near_zero, lambda: within(f, mean, *bounds()), mean)
 
 
-def within(f: Function, value: str, low: str, high: str) -> str:
+def within(f: Vectors, value: str, low: str, high: str) -> str:
     """Return the value within bounds; NaN stays NaN."""
     value = f.select(f.compare("ogt", low, value), low, value)
     return f.select(f.compare("olt", high, value), high, value)
 
 
-def _mean_from(f: Function, pivot: str, others: list[str]) -> str:
+def _mean_from(f: Vectors, pivot: str, others: list[str]) -> str:
     """Return the mean of the pivot and the others, from the others' distances to the pivot."""
     if not others:
         return pivot
@@ -248,7 +247,7 @@ def _mean_from(f: Function, pivot: str, others: list[str]) -> str:
     return f.fma(total, f.splat(1 / (scale * size)), pivot)
 
 
-def plain_mean(f: Function, values: list[str]) -> str:
+def plain_mean(f: Vectors, values: list[str]) -> str:
     """Return the mean of all values, NaN if one is."""
     scale = plain_scale(len(values))
     total = f.mul(values[0], f.splat(scale))

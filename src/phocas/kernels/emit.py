@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from phocas.floats import FORMATS
 from phocas.kernels.target import Target
@@ -50,8 +50,70 @@ def constant(value: float, kind: str) -> str:
     return "0x" + struct.pack(">d", value).hex().upper()
 
 
+class Vectors(Protocol):
+    """Arithmetic on vectors of columns, written down for a processor or for a GPU.
+
+    Values are the names that the writer gave them. What a window does to a column is written once,
+    with these operations; each back end has a writer.
+    """
+
+    element: Element
+    scalar: str
+    everywhere: str
+
+    def splat(self, value: float) -> str:
+        """Return a constant in every lane."""
+
+    def add(self, a: str, b: str) -> str:
+        """Return a + b."""
+
+    def mul(self, a: str, b: str) -> str:
+        """Return a * b, rounded on its own."""
+
+    def fma(self, a: str, b: str, c: str) -> str:
+        """Return a * b + c, rounded once."""
+
+    def multiply_add(self, a: str, b: str, c: str) -> str:
+        """Return a * b + c, rounded once or twice."""
+
+    def scaled_add(self, a: str, power: float, c: str) -> str:
+        """Return a * power + c for a power of two."""
+
+    def compare(self, predicate: str, a: str, b: str) -> str:
+        """Return the mask of a comparison, by the name that LLVM has for it."""
+
+    def either(self, a: str, b: str) -> str:
+        """Return where one of two masks is set."""
+
+    def select(self, mask: str, a: str, b: str) -> str:
+        """Return a where the mask is set, b elsewhere."""
+
+    def where_any(self, mask: str, rare: Callable[[], str], usual: str) -> str:
+        """Return what ``rare`` writes if the mask is set anywhere, and what is usual otherwise."""
+
+    def low(self, a: str, b: str) -> str:
+        """Return the smaller of two ordered values."""
+
+    def high(self, a: str, b: str) -> str:
+        """Return the larger of two ordered values."""
+
+    def negate(self, a: str) -> str:
+        """Return -a."""
+
+    def absolute(self, a: str) -> str:
+        """Return |a|."""
+
+    def nan_to_inf(self, a: str) -> str:
+        """Make NaN the largest value of all."""
+
+    def prefetch(self, address: str, distance: int) -> None:
+        """Ask for the cache line that many bytes further on."""
+
+
 class Function:
     """The body of one function over vectors of ``lanes`` computed values."""
+
+    everywhere = "splat (i1 true)"
 
     def __init__(self, target: Target, element: Element, lanes: int | None = None) -> None:
         self.element = element
@@ -143,6 +205,23 @@ class Function:
     def compare(self, predicate: str, a: str, b: str) -> str:
         """Return the mask of a comparison."""
         return self.op(f"fcmp {predicate} {self.vector} {a}, {b}")
+
+    def either(self, a: str, b: str) -> str:
+        """Return where one of two masks is set."""
+        return self.op(f"or {self.mask} {a}, {b}")
+
+    def where_any(self, mask: str, rare: Callable[[], str], usual: str) -> str:
+        """Return what ``rare`` writes if the mask is set anywhere, and what is usual otherwise."""
+        bits = self.op(f"bitcast {self.mask} {mask} to i{self.lanes}")
+        any_ = self.op(f"icmp ne i{self.lanes} {bits}, 0")
+        before, tag = self.block, self.name()[1:]
+        self.line(f"  br i1 {any_}, label %rare{tag}, label %join{tag}")
+        self.label(f"rare{tag}")
+        other = rare()
+        after = self.block
+        self.line(f"  br label %join{tag}")
+        self.label(f"join{tag}")
+        return self.op(f"phi {self.vector} [ {usual}, %{before} ], [ {other}, %{after} ]")
 
     def select(self, mask: str, a: str, b: str) -> str:
         """Return a where the mask is set, b elsewhere."""

@@ -264,7 +264,7 @@ def open_rows(rows: Any) -> Matrix:
         if rows.shape[0] == 0:
             raise ValueError("there must be at least one row: got none")
         if _on_accelerator(rows):
-            return _on_device([rows], lambda answers: answers[0])
+            return _on_device([_strided(rows, "the matrix")], lambda answers: answers[0])
         array, element = _array(rows, "the matrix")
         piece = Piece(0, array.shape[1], array, element)
         return HostMatrix([piece], lambda answers: _like(rows, answers[0]))
@@ -286,8 +286,7 @@ def _open_vectors(rows: Sequence[Any]) -> Matrix:
             _same(row, first, f"row {i}", "row 0")
     if _on_accelerator(first):
         shape = first.shape
-        stacked = _stack(rows)
-        return _on_device([stacked], lambda answers: answers[0].reshape(shape))
+        return _on_device([_flat(rows)], lambda answers: answers[0].reshape(shape))
     piece = _piece(0, rows, "row 0")
     return HostMatrix([piece], lambda answers: _like(first, answers[0]).reshape(first.shape))
 
@@ -361,7 +360,7 @@ def _open_parts(
         return rebuild([found[index].reshape(first[index].shape) for index in range(len(first))])
 
     if any(elsewhere):
-        return _on_device([_stack([row[index] for row in rows]) for index in by_rule], join)
+        return _on_device([_flat([row[index] for row in rows]) for index in by_rule], join)
     pieces: list[Piece] = []
     start = 0
     for index in by_rule:
@@ -390,7 +389,7 @@ def _middle(rows: Sequence[Any], place: str) -> Any:
     """Return the lower median of whole numbers, exact in their own type; of flags, the majority."""
     middle = (len(rows) - 1) // 2
     if _on_accelerator(rows[0]):
-        return _stack(rows).sort(dim=0).values[middle]
+        return sys.modules["torch"].stack(_flat(rows)).sort(dim=0).values[middle]
     values = np.stack([_on_host(row, place).reshape(-1) for row in rows])
     return _like(rows[0], np.sort(values, axis=0)[middle])
 
@@ -483,9 +482,8 @@ def _on_host(value: Any, place: str) -> NDArray[Any]:
     """Return an array that shares the memory of the values; of bfloat16 tensors, the bits."""
     if isinstance(value, np.ndarray):
         return np.asarray(value)
+    _strided(value, place)
     torch = sys.modules["torch"]
-    if value.layout is not torch.strided:
-        raise TypeError(f"tensors must be dense: {place} is {value.layout}")
     detached = (value.detach() if value.requires_grad else value).resolve_neg()
     if value.dtype == torch.bfloat16:
         detached = detached.view(torch.uint16)
@@ -502,16 +500,27 @@ def _like(example: Any, answer: NDArray[Any]) -> Any:
     return tensor.view(torch.bfloat16) if example.dtype == torch.bfloat16 else tensor
 
 
-def _stack(rows: Sequence[Any]) -> Any:
-    torch = sys.modules["torch"]
-    return torch.stack([row.detach().reshape(-1) for row in rows])
+def _flat(rows: Sequence[Any]) -> list[Any]:
+    return [_strided(row).reshape(-1) for row in rows]
 
 
-def _on_device(stacked: list[Any], rebuild: Callable[[list[Any]], Any]) -> Matrix:
-    from phocas.rules.accelerator import DeviceMatrix  # noqa: PLC0415 - needs torch
+def _strided(tensor: Any, place: str = "a row") -> Any:
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise TypeError(f"tensors must be dense: {place} is {tensor.layout}")
+    return tensor
 
-    for tensor in stacked:
-        name = str(tensor.dtype).removeprefix("torch.")
+
+def _on_device(pieces: list[Any], rebuild: Callable[[list[Any]], Any]) -> Matrix:
+    from phocas.rules.device import open_device  # noqa: PLC0415 - needs torch
+
+    dtypes = {str(piece[0].dtype).removeprefix("torch.") for piece in pieces}
+    for name in dtypes:
         if name not in FORMATS:
             raise TypeError(f"values must be {', '.join(FORMATS)}: got {name}")
-    return DeviceMatrix(stacked, rebuild)
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(dtypes))
+        raise TypeError(f"all floating-point values must have one dtype: got {names}")
+    devices = sorted({str(piece[0].device) for piece in pieces})
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device: got {', '.join(devices)}")
+    return open_device(pieces, rebuild)

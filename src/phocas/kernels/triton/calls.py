@@ -1,0 +1,191 @@
+"""The kernels as functions of tensors on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phocas.kernels.calls import SparseMix
+from phocas.kernels.columns import Window
+from phocas.kernels.emit import ELEMENTS
+from phocas.kernels.mixing import PLAIN, UNIFORM
+from phocas.kernels.triton import KernelError
+from phocas.kernels.triton.loader import THREADS, Kernel, interpreted, load
+from phocas.kernels.triton.sums import SIDE, mix_source, sums_source
+from phocas.kernels.triton.windows import window_source
+
+BLOCK = THREADS  # columns of a program: one a thread
+MIXES = 16  # of a program
+SUMS_BYTES = 1 << 26  # of sums that wait to be added up
+# A column's values are in one thread's registers, of which it has 255: more rows than these do not
+# fit, or take a minute to compile.
+LARGEST_ROWS = {torch.float32: 128, torch.float64: 64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Where m rows of ``columns`` adjacent values begin, as a tensor, and what keeps them alive."""
+
+    table: torch.Tensor
+    columns: int
+    dtype: torch.dtype
+    owner: object
+
+    @staticmethod
+    def of(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Rows:
+        """Return the rows of a matrix, or of m vectors; the values of each must be adjacent."""
+        if isinstance(tensors, torch.Tensor):
+            step = tensors.stride(0) * tensors.element_size()
+            table = torch.arange(len(tensors), device=tensors.device) * step + tensors.data_ptr()
+            return Rows(table, tensors.shape[1], tensors.dtype, tensors)
+        first = tensors[0]
+        addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
+        return Rows(addresses.to(first.device), first.numel(), first.dtype, tensors)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def element(self) -> str:
+        """Return the name of the stored type."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def computed(self) -> torch.dtype:
+        """Return the type that values are computed in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def shifted(self, start: int, stop: int) -> Rows:
+        """Return a range of columns of the same rows."""
+        table = self.table + start * ELEMENTS[self.element].size
+        return Rows(table, stop - start, self.dtype, self.owner)
+
+    def take(self, indices: NDArray[np.intp]) -> Rows:
+        """Return some of the rows."""
+        chosen = torch.tensor(indices).to(self.table.device)
+        return Rows(self.table[chosen], self.columns, self.dtype, self.owner)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor on the device of the rows."""
+        return torch.empty(shape, dtype=dtype, device=self.table.device)
+
+
+def reduce(
+    rows: Rows, window: Window, out: torch.Tensor, counts: NDArray[np.int64] | None = None
+) -> None:
+    """Average a window of every column into ``out``; add dropped values to ``counts``."""
+    m = len(rows)
+    check(window)
+    largest = LARGEST_ROWS[rows.computed]
+    if m > largest:
+        raise KernelError(
+            f"Triton's kernels reduce at most {largest} rows of {rows.element}: got {m}"
+        )
+    blame = counts is not None and not window.plain
+    programs = -(-rows.columns // BLOCK)
+    tallies = rows.empty(programs if blame else 1, m, dtype=torch.int32)
+    kernel = _window_kernel(rows.element, m, window, blame)
+    kernel((programs,), rows.table, _words(out), tallies, rows.columns, BLOCK=BLOCK)
+    if counts is not None and blame:
+        counts += tallies.sum(dim=0, dtype=torch.int64).cpu().numpy()
+
+
+def check(window: Window) -> None:
+    """Refuse a window that has more than the kernels know: nothing of it must be left out."""
+    if window != Window(window.trim, window.drop, window.plain):
+        raise KernelError(f"Triton's kernels have no {window}")
+
+
+def combine(rows: Rows, weights: NDArray[np.float64], out: torch.Tensor, *, fused: bool) -> None:
+    """Write the mixed rows to ``out``, (k, columns) of computed values or of doubles.
+
+    ``fused`` scales equal weights as the processor does where it reduces what it mixes.
+    """
+    m, k = len(rows), len(weights)
+    mix = SparseMix.of(weights)
+    around = mix.mode != PLAIN
+    scales = mix.scales() if fused else (0.5, 2.0) if around else (1.0, 1.0)
+    centres = rows.take(mix.centres[mix.groups[m:]]).table
+    grid = (-(-rows.columns // BLOCK), -(-k // MIXES))
+    _compiled("mix", rows.element, out.dtype == torch.float64)(
+        grid,
+        rows.table,
+        torch.tensor(weights, dtype=out.dtype).to(rows.table.device),
+        centres,
+        torch.tensor(scales, dtype=out.dtype).to(rows.table.device),
+        out,
+        m,
+        k,
+        rows.columns,
+        AROUND=around,
+        SAME=fused and mix.mode == UNIFORM,
+        MIXES=min(MIXES, 1 << (k - 1).bit_length()),
+        BLOCK=BLOCK,
+    )
+
+
+class Sums:
+    """Sums over granules of columns, added up in the order in which they are given."""
+
+    def __init__(self, m: int, granule: int, *, pairs: bool, device: torch.device) -> None:
+        self.m = m
+        self.granule = granule
+        self.blocks = -(-m // SIDE)
+        self.grid = (self.blocks, self.blocks) if pairs else (self.blocks,)
+        self.name = "pairs" if pairs else "squares"
+        width = (self.blocks * SIDE) ** len(self.grid)
+        self.total = torch.zeros(width, dtype=torch.float64, device=device)
+
+    def add(self, rows: Rows, *, wide: bool) -> None:
+        """Add whole granules; columns missing from the last one are zeros."""
+        width = len(self.total)
+        together = max(1, SUMS_BYTES // (8 * width))
+        for start in range(0, rows.columns, together * self.granule):
+            part = rows.shifted(start, min(rows.columns, start + together * self.granule))
+            granules = -(-part.columns // self.granule)
+            sums = torch.zeros((granules, width), dtype=torch.float64, device=self.total.device)
+            measure = _compiled(self.name, rows.element, wide)
+            measure(
+                (granules, *self.grid),
+                part.table,
+                sums,
+                self.m,
+                part.columns,
+                self.granule,
+            )
+            add_up = _compiled("add_up", rows.element, wide)
+            programs = -(-width // BLOCK)
+            add_up((programs,), sums, self.total, granules, width, BLOCK=BLOCK)
+
+    def result(self) -> NDArray[np.float64]:
+        """Return the squared distances between the m rows, or their squared norms."""
+        total = self.total.cpu().numpy()
+        if self.name == "squares":
+            return total[: self.m]
+        cells = total.reshape(self.blocks, self.blocks, SIDE, SIDE).swapaxes(1, 2)
+        side = self.blocks * SIDE
+        upper = np.triu(cells.reshape(side, side)[: self.m, : self.m], 1)
+        return np.asarray(upper + upper.T)
+
+
+def _words(out: torch.Tensor) -> torch.Tensor:
+    return out.view(torch.uint16) if out.dtype == torch.bfloat16 else out
+
+
+@lru_cache(maxsize=1024)
+def _window_kernel(element: str, m: int, window: Window, blame: bool) -> Kernel:
+    text = window_source(ELEMENTS[element], m, window, blame=blame, interpreted=interpreted())
+    return load(text)["kernel"]
+
+
+@lru_cache(maxsize=64)
+def _compiled(name: str, element: str, wide: bool) -> Kernel:
+    kind = ELEMENTS[element].wide() if wide else ELEMENTS[element]
+    source: Any = mix_source if name == "mix" else sums_source
+    return load(source(kind))[name]

@@ -1,0 +1,95 @@
+"""From Triton source to a kernel that can be launched."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from phocas.kernels.triton import KernelError
+
+THREADS = 128  # of a program
+OLDEST = (3, 5)  # the first Triton that maps a function over the columns
+
+
+@lru_cache(maxsize=1)
+def obstacle() -> str | None:
+    """Say why Triton cannot be used at all, if it cannot."""
+    try:
+        import triton  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}): pip install 'phocas[gpu]'"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST:
+        return f"Triton must be {'.'.join(map(str, OLDEST))} or newer: got {triton.__version__}"
+    return None
+
+
+def interpreted() -> bool:
+    """Tell whether Triton interprets its kernels, on the CPU."""
+    reason = obstacle()
+    if reason:
+        raise KernelError(reason)
+    import triton  # noqa: PLC0415
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache(maxsize=64)
+def warps(device: torch.device) -> int:
+    """Return how many warps a program's threads are: those of AMD may be twice as wide."""
+    if device.type != "cuda":
+        return THREADS // 32
+    return THREADS // int(torch.cuda.get_device_properties(device).warp_size)
+
+
+class Kernel:
+    """A Triton function, launched on the device of its first tensor."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._works: set[torch.device] = set()
+        self._fails: dict[torch.device, KernelError] = {}
+
+    def __call__(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Launch; what goes wrong the first time, as the kernel is compiled, is a KernelError.
+
+        It is raised again without another try.
+        """
+        device = args[0].device
+        if device in self._fails:
+            raise self._fails[device]
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            try:
+                # Bits must not depend on what a compiler likes to fuse.
+                options = {"num_warps": warps(device), "enable_fp_fusion": False}
+                self.function[grid](*args, **constants, **options)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if device in self._works:
+                    raise
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                message = f"Triton could not make a kernel for {device}: {reason[-1]}"
+                self._fails[device] = KernelError(message)
+                raise self._fails[device] from error
+        self._works.add(device)
+
+
+@lru_cache(maxsize=1024)
+def load(text: str) -> dict[str, Kernel]:
+    """Return the kernels in a module of Triton source, by their names.
+
+    The text stays in memory, where Triton asks for it by its digest: a file that is executed is one
+    more thing to trust. Triton keeps what it compiled in a cache of its own.
+    """
+    interpreted()
+    name = f"<phocas {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    names: dict[str, Any] = {"__name__": "phocas.kernels.triton.written"}
+    exec(compile(text, name, "exec"), names)  # noqa: S102 - our own text
+    return {key: Kernel(value) for key, value in names.items() if hasattr(value, "run")}

