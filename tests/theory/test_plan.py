@@ -262,7 +262,7 @@ def test_bounds_measured(
     status, out, _ = command(asked + " --json", monkeypatch, capsys)
     assert status == 0
     rows = [row for row in json.loads(out)["bounds"] if "measured" in row]
-    assert {row["rule"] for row in rows} == {"krum", "trimmed-mean", "phocas"}
+    assert {row["rule"] for row in rows} == {"krum", "trimmed-mean", "phocas", "heraclius"}
     for row in rows:
         found = row["measured"]
         assert 0 < found["before"]["error"] < found["after"]["error"] < row["adaptive"]

@@ -51,8 +51,8 @@ def rules(
         print_table(columns, prose=("what it does",))
         print()
     print(
-        f"of {workers}: the wrong values in every column, or the wrong rows, that the rule survives"
-        f" among {workers} workers if it is told to survive as much as it can"
+        f"of {workers}: how many wrong values in every column, or wrong rows, a rule survives\n"
+        f"among {workers} workers if it is told to survive as much as it can"
     )
     print("written as phocas:b=6, or nnm:b=6|phocas:b=6 with a pre-aggregator")
 

@@ -125,7 +125,6 @@ def _heraclius(large: int, small: int, million: int) -> list[Case]:
             for rule in ("phocas:b=8", told)
             for d in (large, small)
         ),
-        Case(EXPLAIN + f"watch:rule={told}", 20, large, limit=1.6),
     ]
 
 
