@@ -724,8 +724,11 @@ def test_the_command_line_trains_on_ray_through_a_script_of_faults(tmp_path: Pat
     assert "round 4: server 1 died: restored from its checkpoint" in ended.stderr
     assert "complete" in ended.stdout
     start = time.monotonic()
-    refused = phocas("--address", "127.0.0.1:1")
+    refused = phocas("--restart", "--address", "127.0.0.1:1")
     assert time.monotonic() - start < 60  # most of it is loading the data set and torch
     assert refused.returncode == 3
     assert "no Ray at 127.0.0.1:1" in refused.stderr
     assert "Traceback" not in refused.stderr
+    again = phocas()  # what was complete before the failed restart still is
+    assert again.returncode == 0, again.stderr
+    assert "is complete already" in again.stdout + again.stderr
