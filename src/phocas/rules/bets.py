@@ -136,24 +136,30 @@ class Bets:
         limits = ordered[:, :, self._places].transpose(0, 2, 1)
         won = (views[:, None] > limits[..., None])[:, None]
         somewhere = np.isfinite(ordered[:, :, 1])
-        striking = views > _STRIKING * self.usual[:, None, None]  # nobody before it is known
-        alarm = somewhere & striking.any(axis=2)
-        for styles, staked, wins in (
-            (slice(_CALM), somewhere, won),
-            (slice(_CALM, None), alarm, won & striking[:, None, None]),
-        ):
-            money = self.money[:, styles]
-            money *= np.where(staked[:, None, None, :, None], self._lose[styles], 1.0)
-            np.multiply(money, self._win[styles], out=money, where=wins)
-        np.minimum(self.money, _RICH, out=self.money)
+        self._settle(slice(_CALM), somewhere, won)
+        if (ordered[:, :, -1] > _STRIKING * self.usual[:, None]).any():  # never before it is known
+            striking = views > _STRIKING * self.usual[:, None, None]
+            alarm = somewhere & striking.any(axis=2)
+            self._settle(slice(_CALM, None), alarm, won & striking[:, None, None])
         # The quartile of a reference at the quartile of references: liars are in few such pairs.
         now = np.sort(ordered[:, :, m // 4], axis=1)[:, m // 4]
         kept = np.where(np.isnan(self.usual), now, _MEMORY * self.usual + (1 - _MEMORY) * now)
         np.copyto(self.usual, kept, where=np.isfinite(now))
         return self.evidence()
 
+    def _settle(
+        self, styles: slice, staked: npt.NDArray[np.bool_], wins: npt.NDArray[np.bool_]
+    ) -> None:
+        """Take the stakes of references that have staked, and pay who has won."""
+        money, lose = self.money[:, styles], self._lose[styles]
+        money *= lose if staked.all() else np.where(staked[:, None, None, :, None], lose, 1.0)
+        np.multiply(money, self._win[styles], out=money, where=wins)
+
     def evidence(self) -> Floats:
         """Return for each worker what the bets against it have won, trimmed over references."""
         won = self.money.sum(axis=(0, 1, 2))
+        if won.max(initial=0.0) > _RICH:
+            np.minimum(self.money, _RICH, out=self.money)
+            won = self.money.sum(axis=(0, 1, 2))
         np.fill_diagonal(won, np.inf)  # a worker is no reference of itself
         return np.asarray(np.sort(won, axis=0)[: self.num_workers - 1 - self.b].mean(axis=0))
