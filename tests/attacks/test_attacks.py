@@ -32,7 +32,6 @@ from phocas.attacks import (
     WorstCase,
     attack_rng,
     blocks,
-    paper,
     parse_attack,
 )
 from phocas.attacks.memory import WritableMatrix
@@ -145,10 +144,7 @@ def test_same_seed_and_round_same_corruption_in_any_memory(attack: Attack, kind:
 
 @each
 @each_kind
-def test_a_server_corrupts_its_columns_as_the_whole_would_be(
-    attack: Attack, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paper, "STREAM", 60)
+def test_a_server_corrupts_its_columns_as_the_whole_would_be(attack: Attack, kind: str) -> None:
     whole, parts, previous = tensor(kind), tensor(kind), tensor(kind, seed=2)
     expected = corrupt(attack, whole).mask()
     masks = []
@@ -200,7 +196,6 @@ def test_the_number_of_threads_changes_nothing(
     attack: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "BLOCK", 100)
-    monkeypatch.setattr(paper, "STREAM", 300)
     d = 2000
     results = []
     for threads in (1, 2, 5):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from llvmlite import binding as llvm
 
+from phocas.floats import FORMATS
 from phocas.kernels import (
     Window,
     blocks,
@@ -18,6 +19,7 @@ from phocas.kernels import (
     jit,
     means,
     mixing,
+    normals,
     products,
     programs,
 )
@@ -55,6 +57,7 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
         products.products_module(t, e) if e.compute == "float" else distances.pairs_module(t, e)
     ),
     "norms wide": lambda t, e: distances.norms_module(t, e.wide()),
+    "normals": lambda t, e: normals.normals_module(t, ELEMENTS[FORMATS[e.name].work.name]),
 }
 
 
@@ -161,6 +164,21 @@ def test_lesser_processors_run_the_program(target: Target, window: Window) -> No
         words += [window.trim, window.drop or 0, numbers.ctypes.data]
         _run(machine, text, words, counts, 37)
         answers.append((out.tobytes(), counts.tolist()))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_lesser_processors_draw_the_same_numbers(target: Target, kind: str) -> None:
+    key, std = np.arange(1, 5, dtype=np.uint64), np.array(200.0)
+    answers = []
+    for machine in (host(), target):
+        out = np.zeros(64 * 500, kind)
+        words = normals.Arguments(
+            out.ctypes.data, first=9, row=3, key=key.ctypes.data, std=std.ctypes.data
+        )
+        _run(machine, normals.normals_module(machine, ELEMENTS[kind]), [*words], key, 500)
+        answers.append(out.tobytes())
     assert answers[0] == answers[1]
 
 

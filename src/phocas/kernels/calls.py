@@ -19,6 +19,7 @@ from phocas.kernels import (
     jit,
     means,
     mixing,
+    normals,
     products,
     programs,
 )
@@ -29,6 +30,7 @@ from phocas.kernels.target import Target, host
 from phocas.kernels.threads import POOL, address
 
 CHUNK_COLUMNS = 4096
+NORMAL_GROUPS = 256  # of normal numbers that a thread draws at a time
 TILE_BYTES = 20480  # a mixed tile, its sources and the next tile stay in L1
 # Straight-line code beats the program up to here: 200 rows 2.9 against 4.3 times the mean; past
 # it, compiling takes more than a second.
@@ -346,6 +348,38 @@ def _granule_sums(
     return out
 
 
+def draw_normals(
+    out: NDArray[np.floating], key: tuple[int, int], row: int, start: int, std: float
+) -> None:
+    """Fill floats or doubles that lie side by side with a part of a row of normal numbers.
+
+    The numbers of a key of two words of 64 bits and a row are always the same, and do not depend on
+    where a part of them begins. They have the precision of floats.
+    """
+    size = normals.GROUP
+    if misplaced := start % size:
+        head = np.empty(size, out.dtype)
+        draw_normals(head, key, row, start - misplaced, std)
+        kept = min(len(out), size - misplaced)
+        out[:kept] = head[misplaced : misplaced + kept]
+        out, start = out[kept:], start + kept
+    groups = len(out) // size
+    words = np.array([half for word in key for half in divmod(word, 1 << 32)], np.uint64)
+    deviation = np.array(std, np.float64)
+    arguments = normals.Arguments(
+        out=address(out),
+        first=start // size,
+        row=row,
+        key=address(words),
+        std=address(deviation),
+    )
+    POOL.run(_compiled("normals", out.dtype.name), _words(*arguments), None, groups, NORMAL_GROUPS)
+    if groups * size < len(out):
+        tail = np.empty(size, out.dtype)
+        draw_normals(tail, key, row, start + groups * size, std)
+        out[groups * size :] = tail[: len(out) - groups * size]
+
+
 def aligned(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
     """Return an uninitialised array at the start of a cache line."""
     size = math.prod(shape) * kind.itemsize
@@ -407,6 +441,7 @@ def _compiled(name: str, element: str, wide: bool = False) -> int:
         "pairs": distances.pairs_module,
         "norms": distances.norms_module,
         "products": products.products_module,
+        "normals": normals.normals_module,
     }
     kind = ELEMENTS[element].wide() if wide else ELEMENTS[element]
     return jit.address((name, kind.name, kind.compute), partial(_write, writers[name], kind))
