@@ -19,6 +19,7 @@ from phocas.seeds import Stream, generator
 from phocas.specs import count
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
 from phocas.training.cluster import find_engine
+from phocas.training.course import Course
 from phocas.training.evaluation import Metrics, evaluate
 from phocas.training.lanes import one_torch_thread
 from phocas.training.task import Task
@@ -128,7 +129,9 @@ class Trainer:
             if task.num_servers > 1
             else [],
             task.worker_momentum,
+            course=True,
         )
+        self.course = Course(self.server.vector)
         self.rounds_done = 0
 
     @property
@@ -158,16 +161,19 @@ class Trainer:
             seen = self.cluster.gather(round_, by_server=detailed, honest=detailed, samples=samples)
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
+            course = self.course.sampled(samples[0]) if samples else None
             before = time.perf_counter()
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
             if samples:
-                self.suspicion.observe(seen.sampled[0], samples[0], *seen.sampled[1:])
+                now, *following = seen.sampled
+                self.suspicion.observe(now, samples[0], following[0] if following else None, course)
             else:
                 self.suspicion.rest()
             self.suspicion.update(aggregate.dropped)
             self.rounds_done += 1
+            self.course.advance(self.rounds_done)
         seconds = {**seen.seconds, "update": updated - before}
         seconds["metrics"] = (
             time.perf_counter()
