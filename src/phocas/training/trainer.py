@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from phocas.rules.census import Count, census
 from phocas.rules.sampling import Sample
 from phocas.rules.suspicion import Suspicion
 from phocas.seeds import Stream, generator
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from phocas.training.gradients.base import Loss
     from phocas.training.models import Builder
     from phocas.training.server import Action, ParameterServer
+
+
+_CENSUS_EVERY = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +73,8 @@ class Round:
     """Workers that are lately left out far more than most, or have changed: a warning, no proof."""
     suspect_servers: tuple[int, ...] = ()
     """Servers that more than b workers' values reach absurdly wrong."""
+    census: tuple[Count, ...] = ()
+    """How many values of some columns were implausible, in one round of four."""
 
 
 class Trainer:
@@ -172,6 +178,8 @@ class Trainer:
             else:
                 self.suspicion.rest()
             self.suspicion.update(aggregate.dropped)
+            counted = samples and round_ % _CENSUS_EVERY == 0
+            counts = census(seen.sampled[0]) if counted else ()
             self.rounds_done += 1
             self.course.advance(self.rounds_done)
         seconds = {**seen.seconds, "update": updated - before}
@@ -195,6 +203,7 @@ class Trainer:
             suspects=self.suspicion.suspects(),
             unusual=self.suspicion.unusual(),
             suspect_servers=self.suspicion.servers(),
+            census=counts,
             seconds=seconds,
             missing=seen.missing,
             news=seen.news,
