@@ -22,11 +22,15 @@ if TYPE_CHECKING:
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
 Status = Literal["running", "complete", "interrupted", "stopped", "failed"]
 ENDED = ("complete", "stopped")
 """The statuses of runs that have come to their end: there is nothing left to do."""
+TABLES = ("rounds", "evaluations", "dropped", "dropped_by_server", "implausible")
+"""What is kept of each run, beside the table of runs."""
+NUMBERED = ("suspects", "unusual", "suspect_servers")
+"""What is known against workers and servers, by their numbers, as of the last round."""
 
 _EVALUATIONS = """
 CREATE TABLE evaluations (
@@ -37,6 +41,15 @@ CREATE TABLE evaluations (
 ) STRICT, WITHOUT ROWID
 """
 
+_IMPLAUSIBLE = """
+CREATE TABLE implausible (
+    run INTEGER NOT NULL REFERENCES runs (id),
+    round INTEGER NOT NULL, reach REAL NOT NULL,
+    most INTEGER NOT NULL, rows INTEGER NOT NULL, share REAL NOT NULL,
+    PRIMARY KEY (run, round, reach)
+) STRICT, WITHOUT ROWID
+"""
+
 _SCHEMA = f"""
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY,
@@ -44,7 +57,7 @@ CREATE TABLE runs (
     name TEXT,
     dataset TEXT NOT NULL, model TEXT NOT NULL, rule TEXT NOT NULL, attack TEXT,
     seed INTEGER NOT NULL, rounds INTEGER NOT NULL,
-    config TEXT NOT NULL,                 -- JSON, as do versions, host and suspects
+    config TEXT NOT NULL,                 -- JSON, like versions, host and lists of workers
     versions TEXT NOT NULL,
     host TEXT NOT NULL,
     started TEXT NOT NULL,
@@ -58,6 +71,8 @@ CREATE TABLE runs (
     nonfinite_rounds INTEGER NOT NULL DEFAULT 0,
     skipped_rounds INTEGER NOT NULL DEFAULT 0,
     suspects TEXT NOT NULL DEFAULT '[]',
+    unusual TEXT NOT NULL DEFAULT '[]',
+    suspect_servers TEXT NOT NULL DEFAULT '[]',
     origin TEXT                           -- the run and the round that it goes on from, if any
 ) STRICT;
 CREATE INDEX runs_identity ON runs (identity);
@@ -72,6 +87,7 @@ CREATE TABLE rounds (
     PRIMARY KEY (run, round)
 ) STRICT, WITHOUT ROWID;
 {_EVALUATIONS};
+{_IMPLAUSIBLE};
 CREATE TABLE dropped (                    -- mean share since the evaluation before
     run INTEGER NOT NULL REFERENCES runs (id),
     round INTEGER NOT NULL, worker INTEGER NOT NULL, share REAL NOT NULL,
@@ -92,6 +108,14 @@ _FROM_1_TO_2 = (
     "DROP TABLE earlier",
     "PRAGMA user_version = 2",
 )
+_FROM_2_TO_3 = (
+    "ALTER TABLE runs ADD COLUMN unusual TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE runs ADD COLUMN suspect_servers TEXT NOT NULL DEFAULT '[]'",
+    _IMPLAUSIBLE,
+    "PRAGMA user_version = 3",
+)
+_STEPS = {1: (*_FROM_1_TO_2, *_FROM_2_TO_3), 2: _FROM_2_TO_3}
+"""What brings a file of an older version up to date."""
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 
@@ -129,6 +153,8 @@ class RunRecord:
     skipped_rounds: int
     suspects: tuple[int, ...]
     origin: str | None = None
+    unusual: tuple[int, ...] = ()
+    suspect_servers: tuple[int, ...] = ()
 
 
 class Results:
@@ -156,7 +182,7 @@ class Results:
             except BaseException:
                 self._connection.close()
                 raise
-        if version not in ((1, SCHEMA_VERSION) if read else (SCHEMA_VERSION,)):
+        if version not in ((*_STEPS, SCHEMA_VERSION) if read else (SCHEMA_VERSION,)):
             self._connection.close()
             raise ResultsError(
                 f"{self.path} has schema version {version}, this phocas reads {SCHEMA_VERSION}"
@@ -193,7 +219,7 @@ class Results:
             version = self._version()
             (tables,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             new = _SCHEMA.split(";") if version == tables == 0 else ()
-            for statement in _FROM_1_TO_2 if version == 1 else new:
+            for statement in _STEPS.get(version, new):
                 self._connection.execute(statement)
             return self._version()
 
@@ -268,7 +294,7 @@ class Results:
     def rewind(self, run: int, rounds_done: int) -> None:
         """Forget what a run wrote after its checkpoint; it will be written again."""
         with self.transaction():
-            for table in ("rounds", "evaluations", "dropped"):
+            for table in ("rounds", "evaluations", "dropped", "implausible"):
                 self._connection.execute(
                     f"DELETE FROM {table} WHERE run = ? AND round > ?",  # noqa: S608
                     (run, rounds_done),
@@ -291,6 +317,11 @@ class Results:
                 f"INSERT INTO rounds SELECT ?2, {copied} FROM rounds"  # noqa: S608
                 " WHERE run = ?1 AND round <= ?3",
                 (origin, run, rounds_done, evaluate_every),
+            )
+            self._connection.execute(
+                "INSERT INTO implausible SELECT ?2, round, reach, most, rows, share"
+                " FROM implausible WHERE run = ?1 AND round <= ?3",
+                (origin, run, rounds_done),
             )
             for table in ("evaluations", "dropped", "dropped_by_server"):
                 self._connection.execute(
@@ -343,6 +374,14 @@ class Results:
                 "INSERT INTO dropped VALUES (?, ?, ?, ?)",
                 [(run, at, i, share) for at, shares in dropped for i, share in enumerate(shares)],
             )
+            self._connection.executemany(
+                "INSERT INTO implausible VALUES (?, ?, ?, ?, ?, ?)",
+                [
+                    (run, done.number, each.reach, each.most, each.rows, each.share)
+                    for done in rounds
+                    for each in done.census
+                ],
+            )
             detailed = [done for done in rounds if done.by_server is not None]
             for done in detailed[-1:]:
                 assert done.by_server is not None
@@ -356,8 +395,14 @@ class Results:
                 )
             if rounds:
                 self._connection.execute(
-                    "UPDATE runs SET rounds_done = ?, updated = ?, suspects = ? WHERE id = ?",
-                    (rounds[-1].number, _now(), json.dumps(rounds[-1].suspects), run),
+                    "UPDATE runs SET rounds_done = ?, updated = ?, suspects = ?, unusual = ?,"
+                    " suspect_servers = ? WHERE id = ?",
+                    (
+                        rounds[-1].number,
+                        _now(),
+                        *(json.dumps(getattr(rounds[-1], name)) for name in NUMBERED),
+                        run,
+                    ),
                 )
                 self._summarise(run)
 
@@ -410,15 +455,18 @@ class Results:
         try:
             for key in ("config", "versions", "host"):
                 values[key] = dict(json.loads(values[key]))
-            values["suspects"] = tuple(json.loads(values["suspects"]))
+            for key in NUMBERED:
+                values[key] = tuple(json.loads(values.get(key, "[]")))
             return RunRecord(**values)
         except (TypeError, ValueError) as error:
             raise ResultsError(f"a run in {self.path} cannot be read: {error}") from error
 
     def table(self, name: str, run: int) -> list[dict[str, Any]]:
-        """Return the rows of one run in rounds, evaluations, dropped or dropped_by_server."""
-        if name not in ("rounds", "evaluations", "dropped", "dropped_by_server"):
+        """Return the rows of one run in one of :data:`TABLES`; an older file may lack one."""
+        if name not in TABLES:
             raise ValueError(f"there is no table {name!r} in the results")
+        if not self._columns(name):
+            return []
         rows = self._connection.execute(f"SELECT * FROM {name} WHERE run = ?", (run,))  # noqa: S608
         return [dict(row) for row in rows]
 
