@@ -31,6 +31,8 @@ def a_round(number: int, *, finite: bool = True, by_server: bool = False, ms: fl
         by_server=np.array([[0.0, 0.5], [1.0, 0.5]]) if by_server else None,
         touched=3,
         suspects=(1,) if number > 2 else (),
+        unusual=(0, 1) if number > 1 else (),
+        suspect_servers=(5,) if number > 3 else (),
         seconds=dict.fromkeys(PHASES, ms / 6e3),
     )
 
@@ -60,7 +62,7 @@ def test_a_run_is_kept_with_everything_about_it(tmp_path: Path) -> None:
         assert (record.final_accuracy, record.best_accuracy) == (0.8, 0.9)
         assert (record.final_top3, record.best_top3) == (0.97, 0.97)
         assert (record.rounds_done, record.nonfinite_rounds, record.skipped_rounds) == (4, 1, 1)
-        assert record.suspects == (1,)
+        assert (record.suspects, record.unusual, record.suspect_servers) == ((1,), (0, 1), (5,))
         assert record.ms_per_round == pytest.approx(1)
         assert record.config["workers"] == 20
         table = results.table("rounds", run)
@@ -131,22 +133,31 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         Results(tmp_path / "none.sqlite", read=True)
 
 
-def test_files_of_the_first_version_are_read_and_brought_up_to_date(tmp_path: Path) -> None:
+VERSION_2 = """
+    ALTER TABLE runs DROP COLUMN unusual; ALTER TABLE runs DROP COLUMN suspect_servers;
+    PRAGMA user_version = 2;
+"""
+VERSION_1 = f"""
+    {VERSION_2}
+    ALTER TABLE runs DROP COLUMN origin;
+    CREATE TABLE old (run INTEGER NOT NULL REFERENCES runs (id), round INTEGER NOT NULL,
+        loss REAL, top1 REAL NOT NULL, top3 REAL NOT NULL, seconds REAL NOT NULL,
+        PRIMARY KEY (run, round)) STRICT, WITHOUT ROWID;
+    INSERT INTO old SELECT * FROM evaluations; DROP TABLE evaluations;
+    ALTER TABLE old RENAME TO evaluations; PRAGMA user_version = 1;
+"""
+
+
+@pytest.mark.parametrize("back", [VERSION_1, VERSION_2], ids=["1", "2"])
+def test_files_of_older_versions_are_read_and_brought_up_to_date(tmp_path: Path, back: str) -> None:
     path = tmp_path / "r.sqlite"
     with Results(path) as results:
         run = begin(results)
         results.record(run, [a_round(1)], [(1, Metrics(1, 0.5, 0.6, 0))])
         results.end(run, "complete")
         expected = results.run(run), results.table("evaluations", run)
-    with sqlite3.connect(path) as connection:  # what version 1 was like
-        connection.executescript(
-            "ALTER TABLE runs DROP COLUMN origin;"
-            "CREATE TABLE old (run INTEGER NOT NULL REFERENCES runs (id), round INTEGER NOT NULL,"
-            " loss REAL, top1 REAL NOT NULL, top3 REAL NOT NULL, seconds REAL NOT NULL,"
-            " PRIMARY KEY (run, round)) STRICT, WITHOUT ROWID;"
-            "INSERT INTO old SELECT * FROM evaluations; DROP TABLE evaluations;"
-            "ALTER TABLE old RENAME TO evaluations; PRAGMA user_version = 1;"
-        )
+    with sqlite3.connect(path) as connection:
+        connection.executescript(back)
     connection.close()
     for read in (True, False, True):
         with Results(path, read=read) as results:
@@ -154,8 +165,10 @@ def test_files_of_the_first_version_are_read_and_brought_up_to_date(tmp_path: Pa
     with Results(path) as results:
         longer = results.begin(make_config({}), {}, {}, origin="run 1, round 1")
         results.copy(run, longer, 1, evaluate_every=1)
+        results.record(longer, [a_round(2)])
         assert results.run(longer).origin == "run 1, round 1"
-        assert len(results.table("rounds", longer)) == 1
+        assert results.run(longer).unusual == (0, 1)
+        assert len(results.table("rounds", longer)) == 2
 
 
 def write_many(path: str, seed: int, start: multiprocessing.synchronize.Barrier) -> None:

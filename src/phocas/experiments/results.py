@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
 Status = Literal["running", "complete", "interrupted", "stopped", "failed"]
 ENDED = ("complete", "stopped")
 """The statuses of runs that have come to their end: there is nothing left to do."""
+NUMBERED = ("suspects", "unusual", "suspect_servers")
+"""What is known against workers and servers, by their numbers, as of the last round."""
 
 _EVALUATIONS = """
 CREATE TABLE evaluations (
@@ -47,7 +49,7 @@ CREATE TABLE runs (
     name TEXT,
     dataset TEXT NOT NULL, model TEXT NOT NULL, rule TEXT NOT NULL, attack TEXT,
     seed INTEGER NOT NULL, rounds INTEGER NOT NULL,
-    config TEXT NOT NULL,                 -- JSON, as do versions, host and suspects
+    config TEXT NOT NULL,                 -- JSON, like versions, host and lists of workers
     versions TEXT NOT NULL,
     host TEXT NOT NULL,
     started TEXT NOT NULL,
@@ -61,6 +63,8 @@ CREATE TABLE runs (
     nonfinite_rounds INTEGER NOT NULL DEFAULT 0,
     skipped_rounds INTEGER NOT NULL DEFAULT 0,
     suspects TEXT NOT NULL DEFAULT '[]',
+    unusual TEXT NOT NULL DEFAULT '[]',
+    suspect_servers TEXT NOT NULL DEFAULT '[]',
     origin TEXT                           -- the run and the round that it goes on from, if any
 ) STRICT;
 CREATE INDEX runs_identity ON runs (identity);
@@ -95,6 +99,13 @@ _FROM_1_TO_2 = (
     "DROP TABLE earlier",
     "PRAGMA user_version = 2",
 )
+_FROM_2_TO_3 = (
+    "ALTER TABLE runs ADD COLUMN unusual TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE runs ADD COLUMN suspect_servers TEXT NOT NULL DEFAULT '[]'",
+    "PRAGMA user_version = 3",
+)
+_STEPS = {1: (*_FROM_1_TO_2, *_FROM_2_TO_3), 2: _FROM_2_TO_3}
+"""What brings a file of an older version up to date."""
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 
@@ -132,6 +143,8 @@ class RunRecord:
     skipped_rounds: int
     suspects: tuple[int, ...]
     origin: str | None = None
+    unusual: tuple[int, ...] = ()
+    suspect_servers: tuple[int, ...] = ()
 
 
 class Results:
@@ -159,7 +172,7 @@ class Results:
             except BaseException:
                 self._connection.close()
                 raise
-        if version not in ((1, SCHEMA_VERSION) if read else (SCHEMA_VERSION,)):
+        if version not in ((*_STEPS, SCHEMA_VERSION) if read else (SCHEMA_VERSION,)):
             self._connection.close()
             raise ResultsError(
                 f"{self.path} has schema version {version}, this phocas reads {SCHEMA_VERSION}"
@@ -196,7 +209,7 @@ class Results:
             version = self._version()
             (tables,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             new = _SCHEMA.split(";") if version == tables == 0 else ()
-            for statement in _FROM_1_TO_2 if version == 1 else new:
+            for statement in _STEPS.get(version, new):
                 self._connection.execute(statement)
             version = self._version()
             if version == SCHEMA_VERSION:  # and not a file of someone else
@@ -382,8 +395,14 @@ class Results:
                 ).fetchone()
                 blame.write(self._connection, run, rounds, total, evidence)
                 self._connection.execute(
-                    "UPDATE runs SET rounds_done = ?, updated = ?, suspects = ? WHERE id = ?",
-                    (rounds[-1].number, _now(), json.dumps(rounds[-1].suspects), run),
+                    "UPDATE runs SET rounds_done = ?, updated = ?, suspects = ?, unusual = ?,"
+                    " suspect_servers = ? WHERE id = ?",
+                    (
+                        rounds[-1].number,
+                        _now(),
+                        *(json.dumps(getattr(rounds[-1], name)) for name in NUMBERED),
+                        run,
+                    ),
                 )
                 self._summarise(run)
 
@@ -436,7 +455,8 @@ class Results:
         try:
             for key in ("config", "versions", "host"):
                 values[key] = dict(json.loads(values[key]))
-            values["suspects"] = tuple(json.loads(values["suspects"]))
+            for key in NUMBERED:
+                values[key] = tuple(json.loads(values.get(key, "[]")))
             return RunRecord(**values)
         except (TypeError, ValueError) as error:
             raise ResultsError(f"a run in {self.path} cannot be read: {error}") from error

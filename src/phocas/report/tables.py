@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phocas.experiments.locks import state_path
+from phocas.experiments.results import NUMBERED
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -68,7 +69,7 @@ def outcome(record: RunRecord) -> dict[str, Any]:
     state = state_path(results, record.id)
     return {
         **found,
-        "suspects": list(record.suspects),
+        **{key: list(getattr(record, key)) for key in NUMBERED},
         "results": results,
         "state": str(state) if state.exists() else None,
         "config": record.config,
@@ -233,14 +234,27 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
     columns["ms/round"] = [
         "" if record.ms_per_round is None else f"{record.ms_per_round:.1f}" for record in records
     ]
-    if any(record.suspects for record in records):
-        columns["suspects"] = [listing(record.suspects) for record in records]
+    for heading, numbers in {
+        "suspects": [record.suspects for record in records],
+        "unusual": [_besides(record.unusual, record.suspects) for record in records],
+        "suspect servers": [record.suspect_servers for record in records],
+    }.items():
+        if any(numbers):
+            columns[heading] = list(map(listing, numbers))
     if any(record.origin for record in records):
         columns["goes on from"] = [record.origin or "" for record in records]
     print_table(
         columns,
         right=("skipped", "rounds", "final", "best", "ms/round"),
-        optional=("ms/round", "best", "goes on from", "name", "suspects"),
+        optional=(
+            "unusual",
+            "ms/round",
+            "best",
+            "goes on from",
+            "name",
+            "suspect servers",
+            "suspects",
+        ),
     )
 
 
@@ -252,7 +266,7 @@ def export_csv(results: Results, table: str, runs: Sequence[RunRecord], file: Te
         if table == "runs":
             about = outcome(record)
             config = about.pop("config")
-            about["suspects"] = " ".join(map(str, record.suspects))
+            about |= {key: " ".join(map(str, about[key])) for key in NUMBERED}
             rows.append({**about, **{k: v for k, v in config.items() if k not in about}})
         else:
             about = {key: record.config.get(key) for key in told}
@@ -279,6 +293,10 @@ def _said(config: Mapping[str, Any], key: str) -> str:
         return "no attack" if value == "none" else value
     plain = (*MAIN[:-1], "split")  # whose values say what they are
     return value if key in plain else f"{key.replace('_', ' ')} {value}"
+
+
+def _besides(workers: tuple[int, ...], told: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(worker for worker in workers if worker not in told)
 
 
 def _share(value: float | None) -> str:
