@@ -117,3 +117,16 @@ def test_files_without_these_tables_are_read_and_get_them(tmp_path: Path) -> Non
         shares = results.shares(longer.id)
         assert shares is not None
         assert shares.rounds.tolist() == [25, 26]
+
+
+def test_links_with_absurd_values_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "r.sqlite"
+    attack = "gambler:server=1,probability=0.2"
+    record = execute(config(path, attack=attack, rounds=12, rule="phocas:b=2"))
+    with Results(path, read=True) as results:
+        absurd = results.absurd(record.id)
+    assert absurd is not None
+    assert absurd.shape == (3, 9)
+    assert absurd[1].sum() > 2
+    assert not absurd[[0, 2]].any()
+    assert record.suspect_servers == (1,)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 
-TABLES = ("shares", "pictures", "evidence", "layers")
+TABLES = ("shares", "pictures", "evidence", "absurd", "layers")
 BY_ROUND = ("shares", "pictures")
 MOST_ROUNDS = 2000
 """So many rounds of a run have their shares kept; of longer ones, one in so many rounds."""
@@ -57,6 +57,11 @@ CREATE TABLE IF NOT EXISTS evidence (     -- against each worker, as of the last
     odds REAL NOT NULL, since INTEGER, dropped REAL NOT NULL, changed REAL NOT NULL,
     PRIMARY KEY (run, worker)
 ) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS absurd (       -- which workers' values have reached a server absurd
+    run INTEGER PRIMARY KEY REFERENCES runs (id),
+    workers INTEGER NOT NULL,
+    links BLOB NOT NULL                   -- s x m bytes, 1 where it has been so
+) STRICT;
 CREATE TABLE IF NOT EXISTS layers (       -- the parameters in the order of the matrix's columns
     run INTEGER NOT NULL REFERENCES runs (id),
     place INTEGER NOT NULL, name TEXT NOT NULL, size INTEGER NOT NULL,
@@ -93,6 +98,7 @@ def write(
     rounds: Sequence[Round],
     total: int,
     evidence: Iterable[Evidence],
+    absurd: npt.NDArray[np.floating] | None,
 ) -> None:
     """Add what is kept of some rounds of a run of so many, and what is known by the last."""
     every = math.ceil(total / MOST_ROUNDS)
@@ -125,6 +131,11 @@ def write(
             for each in evidence
         ],
     )
+    if absurd is not None and absurd.size:
+        connection.execute(
+            "INSERT OR REPLACE INTO absurd VALUES (?, ?, ?)",
+            (run, absurd.shape[1], (absurd > 0).tobytes()),
+        )
 
 
 def write_layers(
@@ -157,6 +168,13 @@ def read_evidence(connection: sqlite3.Connection, run: int) -> list[Evidence]:
     """Return what is known against each worker of a run."""
     rows = _rows(connection, "evidence", "worker, odds, since, dropped, changed", run, "worker")
     return [Evidence(*row) for row in rows]
+
+
+def read_absurd(connection: sqlite3.Connection, run: int) -> npt.NDArray[np.bool_] | None:
+    """Return which workers' values have reached which servers absurd, (s, m), if it was kept."""
+    for workers, links in _rows(connection, "absurd", "workers, links", run, "run"):
+        return np.frombuffer(links, np.bool_).reshape(-1, workers)
+    return None
 
 
 def read_layers(connection: sqlite3.Connection, run: int) -> list[tuple[str, int]]:

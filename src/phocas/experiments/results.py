@@ -20,6 +20,9 @@ from phocas.experiments import blame
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from phocas.experiments.config import RunConfig
     from phocas.rules.suspicion import Evidence
     from phocas.training.evaluation import Metrics
@@ -345,10 +348,12 @@ class Results:
         evaluations: Iterable[tuple[int, Metrics]] = (),
         dropped: Iterable[tuple[int, Sequence[float]]] = (),
         evidence: Iterable[Evidence] = (),
+        absurd: npt.NDArray[np.floating] | None = None,
     ) -> None:
         """Add rounds, evaluations by round, and each worker's mean dropped share by round.
 
-        ``evidence`` is what is known against each worker by the last of them.
+        ``evidence`` is what is known against each worker by the last of them, ``absurd`` whose
+        values have reached which server in no sensible form, (s, m).
         """
         with self.transaction():
             self._connection.executemany(
@@ -393,7 +398,7 @@ class Results:
                 (total,) = self._connection.execute(
                     "SELECT rounds FROM runs WHERE id = ?", (run,)
                 ).fetchone()
-                blame.write(self._connection, run, rounds, total, evidence)
+                blame.write(self._connection, run, rounds, total, evidence, absurd)
                 self._connection.execute(
                     "UPDATE runs SET rounds_done = ?, updated = ?, suspects = ?, unusual = ?,"
                     " suspect_servers = ? WHERE id = ?",
@@ -475,6 +480,10 @@ class Results:
     def evidence(self, run: int) -> list[Evidence]:
         """Return what is known against each worker of a run."""
         return blame.read_evidence(self._connection, run)
+
+    def absurd(self, run: int) -> npt.NDArray[np.bool_] | None:
+        """Return which workers' values have reached which servers of a run absurd, (s, m)."""
+        return blame.read_absurd(self._connection, run)
 
     def layers(self, run: int) -> list[tuple[str, int]]:
         """Return the names and sizes of a run's parameters, in the order of the columns."""

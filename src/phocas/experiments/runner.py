@@ -284,6 +284,7 @@ class _Run:
             self._evaluations,
             self._dropped,
             self.trainer.suspicion.evidence(),
+            self.trainer.suspicion.absurd,
         )
         for waiting in (self._rounds, self._evaluations, self._dropped):
             waiting.clear()
