@@ -27,9 +27,7 @@ def report(
     from phocas.report.page.writing import write_report
 
     check_writable(output, "the report")
-    size, runs = write_report(results, output)
-    what = "a guard's report" if runs is None else f"{runs} runs"
-    typer.echo(f"{what} of {results} in {output} ({size / 1e6:.1f} MB): open it in a browser")
+    typer.echo(write_report(results, output))
 
 
 def serve(

@@ -455,6 +455,13 @@ class Results:
         )
         return [self._record(row) for row in rows]
 
+    def progress(self) -> list[tuple[int, str, int, str]]:
+        """Return of each run its number, its status, its rounds, and when it was written to."""
+        rows = self._connection.execute(
+            "SELECT id, status, rounds_done, updated FROM runs ORDER BY id"
+        )
+        return [tuple(row) for row in rows]
+
     def _record(self, row: sqlite3.Row) -> RunRecord:
         values = dict(row)
         try:

@@ -36,7 +36,7 @@ MODULES = (
 """The script's modules, each after those that it imports from."""
 
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
-_EXPORT = re.compile(r"^export (function|const) (\w+)", re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?function|const) (\w+)", re.MULTILINE)
 
 
 def render(data: dict[str, Any], *, live: bool = False) -> str:
@@ -73,10 +73,10 @@ def policy(*, live: bool) -> str:
 
 
 def embedded(data: Any) -> str:
-    """Write JSON that no name can break out of: with nothing in it that HTML could read.
+    r"""Write JSON that no name can break out of: with nothing in it that HTML could read.
 
-    >>> embedded({"name": "</script><!--"})
-    '{"name":"\\\\u003c/script\\\\u003e\\\\u003c!--"}'
+    >>> print(embedded({"name": "</script><!--"}))
+    {"name":"\u003c/script\u003e\u003c!--"}
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for character in "<>&":

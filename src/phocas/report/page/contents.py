@@ -43,30 +43,29 @@ class Contents:
         self._pictures = 0
         self._rules: dict[str, int] = {}
 
-    def read(self) -> list[dict[str, Any]]:
-        """Read the file and return the runs that have changed since it was last read."""
+    def read(self) -> dict[str, Any]:
+        """Read the file and return what has changed since it was last read."""
         changed = []
         with Results(self.path, read=True) as results:
-            records = results.runs()
-            for record in records:
-                status = actual_status(record, self.path)
-                state = (status, record.rounds_done, record.message, record.started)
-                if self._seen.get(record.id) == state:
+            for number, status, *progress in results.progress():
+                record = None
+                if status == "running":  # as it says; a process that was killed says nothing more
+                    record = results.run(number)
+                    status = actual_status(record, self.path)  # noqa: PLW2901 - the same, as it is
+                state = (status, *progress)
+                if self._seen.get(number) == state:
                     continue
-                self._seen[record.id] = state
+                record = record or results.run(number)
                 self._rules.setdefault(record.rule, len(self._rules))
-                self._runs[record.id] = run = self._run(results, record, status)
+                self._runs[number] = run = self._run(results, record, status)
+                self._seen[number] = state
                 changed.append(run)
-        return changed
+        return {"runs": changed} if changed else {}
 
     def whole(self) -> dict[str, Any]:
         """Return all that the page needs."""
         return {
-            "source": {
-                "name": self.path.name,
-                "path": str(self.path),
-                "made": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
+            **source(self.path),
             "limits": {"points": MOST_POINTS, "bins": MOST_BINS, "pictures": MOST_PICTURES},
             **drawing(),
             "runs": list(self._runs.values()),
@@ -132,6 +131,12 @@ class Contents:
         return {"recorded": len(pictures), "shown": [_picture(each) for each in chosen]}
 
 
+def source(path: Path) -> dict[str, Any]:
+    """Return where the page's data is from."""
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"source": {"name": path.name, "path": str(path), "made": made}}
+
+
 def drawing() -> dict[str, Any]:
     """Return how lines are drawn, and when a worker is accused."""
     return {
@@ -144,8 +149,8 @@ def drawing() -> dict[str, Any]:
 def command(config: dict[str, Any]) -> str:
     """Return the command line that repeats a run: every setting is said, whatever its default.
 
-    >>> command({"dataset": "mnist", "lr": 0.1, "standardise": True, "name": None, "faults": ["a"]})
-    "phocas train --dataset mnist --lr 0.1 --standardise --set 'faults=[\\"a\\"]' --restart"
+    >>> print(command({"lr": 0.1, "standardise": True, "name": None, "faults": ["nan 3 @ 5"]}))
+    phocas train --lr 0.1 --standardise --set 'faults=["nan 3 @ 5"]' --restart
     """
     words = ["phocas", "train"]
     for key, value in config.items():

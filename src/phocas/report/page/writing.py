@@ -7,18 +7,24 @@ from pathlib import Path
 
 from phocas.report.page import render
 from phocas.report.page.contents import Contents
+from phocas.report.page.guards import GuardContents, is_report
 
 
-def write_report(source: Path, output: Path) -> tuple[int, int | None]:
-    """Write the page of a results file; return its size in bytes and the number of runs."""
-    contents = Contents(source)
+def open_contents(path: Path) -> Contents | GuardContents:
+    """Read a results file, or the JSON of a guard."""
+    contents = GuardContents(path) if is_report(path) else Contents(path)
     contents.read()
-    data = contents.whole()
-    runs = len(data["runs"])
+    return contents
+
+
+def write_report(path: Path, output: Path) -> str:
+    """Write the page of a file, and say in words what is in it."""
+    data = open_contents(path).whole()
     page = render(data).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Never half a page: a report that is open in a browser is replaced in one go.
+    # Never half a page: one that is open in a browser is replaced in one go.
     partial = output.with_name(f"{output.name}.{os.getpid()}.part")
     partial.write_bytes(page)
     partial.replace(output)
-    return len(page), runs
+    what = "a guard's report" if data["guards"] else f"{len(data['runs'])} runs"
+    return f"{what} in {output}, {len(page) / 1e6:.1f} MB: open it in a browser"

@@ -149,7 +149,7 @@ export function accuracySection(root) {
       lineChart(host, {
         lines: shown, title: `${NAMES[metric]} under ${panel.title}`,
         xLabel: against, xUnit: "", yLabel: NAMES[metric], yRange,
-        height: drawn.length === 1 ? 380 : 240, zoom,
+        height: drawn.length === 1 ? 380 : 256, zoom,
         onZoom: (value) => { zoom = value; draw(); },
       });
       if (host.dataset.refocus) {

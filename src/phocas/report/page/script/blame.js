@@ -32,6 +32,16 @@ export function dropsAnything(run) {
   return Boolean(run.blame) && shares(run.blame.workers).some((share) => share > 0);
 }
 
+/** Return how much more is dropped of suspects than of the others, in tenths. */
+function contrast(run) {
+  const means = workerMeans(run);
+  const of = (chosen) => {
+    const own = means.filter((_, worker) => run.suspects.includes(worker) === chosen);
+    return own.length ? own.reduce((sum, share) => sum + share, 0) / own.length : 0;
+  };
+  return Math.round(10 * (of(true) - of(false)));
+}
+
 /** Return the layers that a range of columns lies in, with its part of each. */
 export function layersOf(run, start, stop) {
   const found = [];
@@ -79,12 +89,13 @@ export function blameSection(root) {
     const order = [...runs].sort((one, two) =>
       (two.suspects.length > 0) - (one.suspects.length > 0) ||
       (two.status === "running") - (one.status === "running") ||
-      dropsAnything(two) - dropsAnything(one) || one.id - two.id);
+      contrast(two) - contrast(one) || one.id - two.id);
     if (!runs.some((run) => run.id === chosen)) chosen = order[0].id;
     choice.offer(order.map((run) => [String(run.id),
       `${runTitle(run)}${run.suspects.length ? ` — ${count(run.suspects.length, "suspect")}` : ""}`]), String(chosen));
     const run = runs.find((each) => each.id === chosen);
     const rows = ranked(run, data.alarm);
+    if (picked === null && rows[0]?.accused) picked = { worker: rows[0].worker };
     showVerdict(run, rows);
     showTable(run, rows);
     showDetail(run);

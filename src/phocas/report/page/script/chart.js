@@ -190,7 +190,7 @@ function drawn(line, place, count, px, py) {
 function axes(px, py, [x0, x1], [y0, y1], width, height, inner, xLabel, yLabel) {
   const bottom = SPACE.top + inner.height;
   return svg("g", { class: "axes" },
-    ticks(y0, y1, inner.height / 45).map((y) => [
+    ticks(y0, y1, inner.height / 30).map((y) => [
       svg("line", { class: "grid", x1: SPACE.left, x2: width - SPACE.right, y1: py(y), y2: py(y) }),
       svg("text", { x: SPACE.left - 7, y: py(y) + 4, "text-anchor": "end" }, digits(y)),
     ]),

@@ -4,7 +4,7 @@ import { count, distinct, listing } from "./format.js";
 import { embedded, listen, merge } from "./store.js";
 import { accuracySection } from "./accuracy.js";
 import { blameSection } from "./blame.js";
-import { guardSection } from "./guards.js";
+import { guardSection, readGuard } from "./guards.js";
 import { matrixSection } from "./matrix.js";
 import { costSection } from "./cost.js";
 import { runsSection } from "./runs.js";
@@ -36,14 +36,31 @@ function begin() {
   put(document.getElementById("head"),
     el("div", { class: "title" }, el("h1", {}, el("b", {}, "phocas"), " ", el("span", { id: "source" })), live, theme), overview);
   put(content, empty, parts.map((each) => each.root));
+  const told = el("span", { role: "status" });
+  const picker = el("input", { type: "file", accept: ".json,application/json", id: "guard-file", on: { change: () => open(picker, told) } });
+  put(document.getElementById("foot"), el("label", { class: "chooser" }, el("span", {}, "Open the report of a DDP or FSDP guard, as JSON:"), picker), told);
   update();
   addEventListener("resize", soon(redraw));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  listen((next, whole) => {
+  listen(data, (next, whole) => {
     data = whole ? next : merge(data, next);
     update();
   }, state);
   document.documentElement.dataset.ready = "true";
+}
+
+async function open(picker, told) {
+  const [file] = picker.files;
+  if (!file) return;
+  try {
+    const guard = await readGuard(file);
+    data = { ...data, guards: [...data.guards, guard] };
+    told.textContent = "";
+    update();
+    document.getElementById("guards").scrollIntoView();
+  } catch (error) {
+    told.textContent = `${file.name} cannot be shown: ${error.message}`;
+  }
 }
 
 function turn() {

@@ -17,7 +17,7 @@ const SIDE = 16;
 export function playgroundSection(root) {
   let styles = null;
   let b = 3;
-  let values = honest(10);
+  let values = lying(10, b);
   let dragged = -1;
   const number = slider("Workers m", 4, 24, () => values.length, (value) => {
     values = value > values.length ? [...values, ...honest(value - values.length)] : values.slice(0, value);
@@ -31,13 +31,8 @@ export function playgroundSection(root) {
     el("p", { class: "note" }, "Each point is what one worker sends for one parameter. Drag them, or focus one and use the arrow keys. A bar is the window of values that a rule keeps, the mark on it is its answer."),
     el("div", { class: "controls" }, number.element, told.element,
       el("button", { type: "button", on: { click: () => { values = honest(values.length); draw(); } } }, "All honest"),
-      el("button", { type: "button", on: { click: lie } }, "Let b of them lie")),
+      el("button", { type: "button", on: { click: () => { values = lying(values.length, b); draw(); } } }, "Let b of them lie")),
     host, answers);
-
-  function lie() {
-    values = honest(values.length).map((value, place) => (place < b ? HIGH - 1 - place * 0.3 : value));
-    draw();
-  }
 
   function draw() {
     if (!styles) return;
@@ -116,6 +111,10 @@ export function playgroundSection(root) {
 function honest(many) {
   // Not at random: the page looks the same whenever it is opened.
   return Array.from({ length: many }, (_, place) => 2.4 * Math.sin(2.4 * place + 0.7) - 2 + 0.35 * Math.cos(5 * place));
+}
+
+function lying(many, liars) {
+  return honest(many).map((value, place) => (place < liars ? HIGH - 1 - place * 0.6 : value));
 }
 
 function position(event, element) {
