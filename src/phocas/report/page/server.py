@@ -31,15 +31,112 @@ _LONGEST_REST = 5.0
 _STREAMS = 64
 _WAITING = 100  # changes that a browser may lag behind before it has to ask anew
 _ALIVE_SECONDS = 10.0
+_OWN = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """What browsers are told."""
 
-    version: int
+    version: str
     kind: str
     body: str
+
+
+class Feed:
+    """Follow a file, and tell all who listen what has changed in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.contents = open_contents(path)
+        self._boot = secrets.token_hex(4)
+        self._version = 0
+        self._lock = threading.Lock()
+        self._listeners: set[queue.Queue[Event | None]] = set()
+        self._closing = threading.Event()
+        self._problem: str | None = None
+        self._thread = threading.Thread(target=self._watch, name="phocas-page", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell everybody that this is the end."""
+        self._closing.set()
+        with self._lock:
+            for listener in self._listeners:
+                with suppress(queue.Full):
+                    listener.put_nowait(None)
+        self._thread.join()
+
+    def page(self) -> bytes:
+        """Return the page with all that is known now."""
+        with self._lock:
+            data = {**self.contents.whole(), "version": self._stamp()}
+        return render(data, live=True).encode()
+
+    def listen(self, after: str) -> queue.Queue[Event | None] | None:
+        """Return a queue of events for a browser that has seen so much; None if too many listen."""
+        found: queue.Queue[Event | None] = queue.Queue(_WAITING)
+        with self._lock:
+            if len(self._listeners) >= _STREAMS:
+                return None
+            if after != self._stamp():
+                found.put(self._event("whole", self.contents.whole()))
+            if self._problem is not None:
+                found.put(self._event("problem", self._problem))
+            self._listeners.add(found)
+        return found
+
+    def leave(self, listener: queue.Queue[Event | None]) -> None:
+        """Tell a browser nothing any more."""
+        with self._lock:
+            self._listeners.discard(listener)
+
+    def _stamp(self) -> str:
+        """Name what is known now, so that the same number of another server is told from it."""
+        return f"{self._boot}-{self._version}"
+
+    def _event(self, kind: str, body: Any) -> Event:
+        text = json.dumps(body, allow_nan=False, separators=(",", ":"))
+        return Event(self._stamp(), kind, text)
+
+    def _watch(self) -> None:
+        seen: tuple[Any, ...] = ()
+        asked = rest = 0.0
+        while not self._closing.wait(max(POLL_SECONDS, rest)):
+            state, now = _state(self.path), time.monotonic()
+            # A run that is killed writes nothing: that it is gone is found out by asking.
+            if state == seen and now - asked < _LONGEST_REST:
+                continue
+            with self._lock:
+                self._refresh()
+            seen, asked = state, now
+            rest = min(_LONGEST_REST, _SHARE * (time.monotonic() - now))
+
+    def _refresh(self) -> None:
+        try:
+            changed = self.contents.read()
+            problem = None
+        except (ValueError, OSError, sqlite3.DatabaseError) as error:
+            changed, problem = {}, str(error)
+        if changed:
+            self._version += 1
+            self._tell(self._event("changed", changed))
+        if problem != self._problem:
+            self._problem = problem
+            self._tell(self._event("problem", problem))
+
+    def _tell(self, event: Event) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener.put_nowait(event)
+            except queue.Full:  # its browser sleeps; when it asks again, it gets the whole
+                self._listeners.discard(listener)
+                with suppress(queue.Empty):
+                    listener.get_nowait()
+                listener.put_nowait(None)
 
 
 class PageServer(ThreadingHTTPServer):
@@ -50,14 +147,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, path: Path, host: str = "127.0.0.1", port: int = 0) -> None:
         """Read the file, which must be one that can be shown, and listen."""
-        self.path = path
-        self.contents = open_contents(path)
-        self.boot = secrets.token_hex(4)
-        self.version = 0
-        self._lock = threading.Lock()
-        self._listeners: set[queue.Queue[Event | None]] = set()
-        self._closing = threading.Event()
-        self._problem: str | None = None
+        self.feed = Feed(path)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -67,8 +157,7 @@ class PageServer(ThreadingHTTPServer):
             ) from error
         except OverflowError:
             raise ValueError(f"a port is 0 to 65535: got {port}") from None
-        self._watcher = threading.Thread(target=self._watch, name="phocas-page", daemon=True)
-        self._watcher.start()
+        self.feed.start()
 
     def server_bind(self) -> None:
         """Bind without asking anybody for the name of this machine, which can take seconds."""
@@ -86,86 +175,19 @@ class PageServer(ThreadingHTTPServer):
 
         A page from elsewhere whose name was made to point here would send its own.
         """
-        if self.server_name not in ("127.0.0.1", "::1"):
+        if self.server_name not in _OWN:
             return True
-        name = urlsplit(f"//{host}").hostname
-        return name in ("localhost", "127.0.0.1", "::1")
-
-    def page(self) -> bytes:
-        """Return the page with all that is known now."""
-        with self._lock:
-            data = {**self.contents.whole(), "version": f"{self.boot}-{self.version}"}
-        return render(data, live=True).encode()
-
-    def listen(self, after: str) -> queue.Queue[Event | None] | None:
-        """Return a queue of events for a browser that has seen so much; None if too many listen."""
-        found: queue.Queue[Event | None] = queue.Queue(_WAITING)
-        with self._lock:
-            if len(self._listeners) >= _STREAMS:
-                return None
-            if after != f"{self.boot}-{self.version}":
-                found.put(Event(self.version, "whole", _json(self.contents.whole())))
-            if self._problem is not None:
-                found.put(Event(self.version, "problem", _json(self._problem)))
-            self._listeners.add(found)
-        return found
-
-    def leave(self, listener: queue.Queue[Event | None]) -> None:
-        """Tell a browser nothing any more."""
-        with self._lock:
-            self._listeners.discard(listener)
-
-    def _watch(self) -> None:
-        seen: tuple[Any, ...] = ()
-        asked = rest = 0.0
-        while not self._closing.wait(max(POLL_SECONDS, rest)):
-            state, now = _state(self.path), time.monotonic()
-            # A run that is killed writes nothing: that it is gone is found out by asking.
-            if state == seen and now - asked < _LONGEST_REST:
-                continue
-            self._refresh()
-            seen, asked = state, now
-            rest = min(_LONGEST_REST, _SHARE * (time.monotonic() - now))
-
-    def _refresh(self) -> None:
-        with self._lock:
-            try:
-                changed = self.contents.read()
-                problem = None
-            except (ValueError, OSError, sqlite3.DatabaseError) as error:
-                changed, problem = {}, str(error)
-            if changed:
-                self.version += 1
-                self._tell(Event(self.version, "changed", _json(changed)))
-            if problem != self._problem:
-                self._problem = problem
-                self._tell(Event(self.version, "problem", _json(problem)))
-
-    def _tell(self, event: Event) -> None:
-        for listener in list(self._listeners):
-            try:
-                listener.put_nowait(event)
-            except queue.Full:  # its browser sleeps; when it asks again, it gets the whole
-                self._listeners.discard(listener)
-                with suppress(queue.Empty):
-                    listener.get_nowait()
-                listener.put_nowait(None)
-
-    def server_close(self) -> None:
-        """Let go of the port, of the browsers and of the file."""
-        self._closing.set()
-        super().server_close()
-        with self._lock:
-            for listener in self._listeners:
-                with suppress(queue.Full):
-                    listener.put_nowait(None)
-        self._watcher.join()
+        return urlsplit(f"//{host}").hostname in ("localhost", *_OWN)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing about browsers that go away in the middle of a word."""
 
     def __enter__(self) -> Self:
         return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server_close()
+        self.feed.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -190,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.server.knows(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.FORBIDDEN)
         elif path == "/":
-            self._send("text/html; charset=utf-8", self.server.page())
+            self._send("text/html; charset=utf-8", self.server.feed.page())
         elif path == "/events":
             self._stream(self.headers.get("Last-Event-ID") or query.removeprefix("after="))
         else:
@@ -213,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
 
     def _stream(self, after: str) -> None:
-        listener = self.server.listen(after)
+        listener = self.server.feed.listen(after)
         if listener is None:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE)
             return
@@ -229,10 +251,10 @@ class _Handler(BaseHTTPRequestHandler):
                     continue
                 if event is None:
                     return
-                name = f"id: {self.server.boot}-{event.version}\nevent: {event.kind}\n"
+                name = f"id: {event.version}\nevent: {event.kind}\n"
                 self.wfile.write(f"{name}data: {event.body}\n\n".encode())
         finally:
-            self.server.leave(listener)
+            self.server.feed.leave(listener)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name in the base
         """Print nothing about requests."""
@@ -249,7 +271,3 @@ def _state(path: Path) -> tuple[Any, ...]:
         else:
             found.append((status.st_ino, status.st_mtime_ns, status.st_size))
     return tuple(found)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -13,7 +13,7 @@ export function ranked(run, alarm) {
       accused: since !== null, share: Math.log(Math.max(1, odds ?? 1)) / Math.log(threshold),
     }))
     .sort((one, two) => two.accused - one.accused || (one.since ?? 0) - (two.since ?? 0) ||
-      (two.odds ?? 0) - (one.odds ?? 0) || one.worker - two.worker);
+      Math.min(two.odds ?? 0, 1e15) - Math.min(one.odds ?? 0, 1e15) || one.worker - two.worker);
 }
 
 function workerMeans(run) {
@@ -256,5 +256,5 @@ export function blameSection(root) {
  * Krum drops all but one worker, Heraclius next to nothing: the same colours must tell in both.
  */
 export function saturation(apart) {
-  return Math.max(0.01, Math.min(1, 6 * middle(Array.from(apart, Math.abs))));
+  return Math.max(0.05, Math.min(1, 6 * middle(Array.from(apart, Math.abs))));
 }
