@@ -480,6 +480,15 @@ class Results:
         rows = self._connection.execute(f"SELECT * FROM {name} WHERE run = ?", (run,))  # noqa: S608
         return [dict(row) for row in rows]
 
+    def numbers(
+        self, name: Literal["rounds", "evaluations"], run: int, columns: Sequence[str]
+    ) -> list[tuple[float | None, ...]]:
+        """Return some columns of one run, in the order of its rounds: quicker than a table."""
+        cursor = self._connection.cursor()
+        cursor.row_factory = None
+        query = f"SELECT {', '.join(columns)} FROM {name} WHERE run = ? ORDER BY round"  # noqa: S608
+        return cursor.execute(query, (run,)).fetchall()
+
     def shares(self, run: int) -> blame.Shares | None:
         """Return what was dropped of each worker of a run by round, if it was kept."""
         return blame.read_shares(self._connection, run)

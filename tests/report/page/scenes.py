@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def a_round(number: int, m: int, rng: np.random.Generator, liar: int = 0) -> Rou
 def many_runs(path: Path, runs: int, rounds: int, m: int = 20) -> None:
     """Make up so many runs of so many rounds."""
     rules = ["mean", "krum:b=8", "median", *(f"phocas:b={b}" for b in (4, 6, 8)), "meamed:b=8"]
-    attacks = [None, "gambler", "gaussian", "omniscient", "bitflip", "sign-flip"]
+    attacks = [None, "gambler", "gaussian:q=6", "omniscient:q=6", "bit-flip", "sign-flip:q=6"]
     rng = np.random.default_rng(0)
     template = [a_round(number, m, rng) for number in range(1, rounds + 1)]
     with Results(path) as results:
@@ -95,6 +96,11 @@ def many_runs(path: Path, runs: int, rounds: int, m: int = 20) -> None:
             ]
             results.record(run, template, metrics, (), evidence)
             results.end(run, "complete")
+
+
+def chromium() -> str | None:
+    """Return where the browser is, if there is one."""
+    return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def embedded_data(page: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ MOST_PICTURES = 12
 """Pictures of a matrix, of one run."""
 MOST_PICTURES_IN_ALL = 240
 
+_OF_ROUNDS = ("round", "expected_dropped", *(f"{phase}_ms" for phase in PHASES))
+_OF_EVALUATIONS = ("round", "loss", "top1", "top3", "seconds")
 _LOG_STEPS = 100  # codes a doubling, so that a value is known to 0.4%
 _LOG_START = 160
 _LOST, _INFINITE = -32768, 32767
@@ -73,13 +75,8 @@ class Contents:
         }
 
     def _run(self, results: Results, record: RunRecord, status: str) -> dict[str, Any]:
-        rounds = _table(
-            results.table("rounds", record.id),
-            ("round", "expected_dropped", *(f"{phase}_ms" for phase in PHASES)),
-        )
-        evaluations = _table(
-            results.table("evaluations", record.id), ("round", "loss", "top1", "top3", "seconds")
-        )
+        rounds = _columns(results, "rounds", record.id, _OF_ROUNDS)
+        evaluations = _columns(results, "evaluations", record.id, _OF_EVALUATIONS)
         layers = results.layers(record.id)
         shares = results.shares(record.id)
         absurd = results.absurd(record.id)
@@ -198,13 +195,11 @@ def _numbers(values: Iterable[float]) -> list[float | None]:
     return [_number(float(value)) for value in values]
 
 
-def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> dict[str, Any]:
-    return {
-        column: np.array(
-            [np.nan if row[column] is None else row[column] for row in rows], np.float64
-        )
-        for column in columns
-    }
+def _columns(
+    results: Results, table: Literal["rounds", "evaluations"], run: int, columns: Sequence[str]
+) -> dict[str, Any]:
+    values = np.array(results.numbers(table, run, columns), np.float64)
+    return dict(zip(columns, values.reshape(-1, len(columns)).T, strict=True))
 
 
 def _places(size: int, most: int) -> list[int]:

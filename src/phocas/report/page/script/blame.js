@@ -16,7 +16,14 @@ export function ranked(run, alarm) {
       Math.min(two.odds ?? 0, 1e15) - Math.min(one.odds ?? 0, 1e15) || one.worker - two.worker);
 }
 
+const known = new WeakMap(); // of each run as it came: a change brings another
+
 function workerMeans(run) {
+  if (!known.has(run)) known.set(run, averages(run));
+  return known.get(run);
+}
+
+function averages(run) {
   const m = run.workers;
   const dropped = shares(run.blame.workers);
   const bins = dropped.length / m;
@@ -29,7 +36,7 @@ function workerMeans(run) {
 
 /** Tell whether the rule of a run left anything out: the mean does not, whoever lies. */
 export function dropsAnything(run) {
-  return Boolean(run.blame) && shares(run.blame.workers).some((share) => share > 0);
+  return Boolean(run.blame) && workerMeans(run).some((share) => share > 0);
 }
 
 /** Return how much more is dropped of suspects than of the others, in tenths. */
