@@ -4,47 +4,35 @@ import { bytes, count, listing, middle, oneIn, percent, shares, whole } from "./
 import { heatMap, scaleBar } from "./heat.js";
 
 /** Return a run's table of what is known against its workers, the worst first. */
-export function ranked(run, alarm) {
-  const means = run.blame ? workerMeans(run) : [];
-  const threshold = run.workers / alarm;
+export function ranked(run) {
   return run.evidence
-    .map(([worker, odds, since, dropped]) => ({
-      worker, odds, since, dropped: dropped ?? means[worker] ?? null,
-      accused: since !== null, share: Math.log(Math.max(1, odds ?? 1)) / Math.log(threshold),
-    }))
+    .map(([worker, odds, since, dropped]) => ({ worker, odds, since, dropped, accused: since !== null }))
     .sort((one, two) => two.accused - one.accused || (one.since ?? 0) - (two.since ?? 0) ||
       Math.min(two.odds ?? 0, 1e15) - Math.min(one.odds ?? 0, 1e15) || one.worker - two.worker);
 }
 
-const known = new WeakMap(); // of each run as it came: a change brings another
-
-function workerMeans(run) {
-  if (!known.has(run)) known.set(run, averages(run));
-  return known.get(run);
-}
-
-function averages(run) {
-  const m = run.workers;
-  const dropped = shares(run.blame.workers);
-  const bins = dropped.length / m;
-  return Array.from({ length: m }, (_, worker) => {
-    let sum = 0;
-    for (let bin = 0; bin < bins; bin += 1) sum += dropped[bin * m + worker];
-    return sum / bins;
-  });
-}
-
 /** Tell whether the rule of a run left anything out: the mean does not, whoever lies. */
 export function dropsAnything(run) {
-  return Boolean(run.blame) && workerMeans(run).some((share) => share > 0);
+  return run.evidence.some(([, , , dropped]) => dropped > 0);
+}
+
+/** Tell whether anybody is named in a run, be it a worker or what is before a server. */
+export function isSuspicious(run) {
+  return run.suspects.length > 0 || run.suspect_servers.length > 0;
+}
+
+function named(run) {
+  const said = [];
+  if (run.suspects.length) said.push(count(run.suspects.length, "suspect"));
+  if (run.suspect_servers.length) said.push(count(run.suspect_servers.length, "suspect server"));
+  return said.length ? ` — ${said.join(", ")}` : "";
 }
 
 /** Return how much more is dropped of suspects than of the others, in tenths. */
 function contrast(run) {
-  const means = workerMeans(run);
   const of = (chosen) => {
-    const own = means.filter((_, worker) => run.suspects.includes(worker) === chosen);
-    return own.length ? own.reduce((sum, share) => sum + share, 0) / own.length : 0;
+    const own = run.evidence.filter(([worker]) => run.suspects.includes(worker) === chosen);
+    return own.length ? own.reduce((sum, [, , , dropped]) => sum + dropped, 0) / own.length : 0;
   };
   return Math.round(10 * (of(true) - of(false)));
 }
@@ -94,14 +82,14 @@ export function blameSection(root) {
     root.hidden = !runs.length;
     if (!runs.length) return;
     const order = [...runs].sort((one, two) =>
-      (two.suspects.length > 0) - (one.suspects.length > 0) ||
+      isSuspicious(two) - isSuspicious(one) ||
       (two.status === "running") - (one.status === "running") ||
       contrast(two) - contrast(one) || one.id - two.id);
     if (!runs.some((run) => run.id === chosen)) chosen = order[0].id;
     choice.offer(order.map((run) => [String(run.id),
-      `${runTitle(run)}${run.suspects.length ? ` — ${count(run.suspects.length, "suspect")}` : ""}`]), String(chosen));
+      `${runTitle(run)}${named(run)}`]), String(chosen));
     const run = runs.find((each) => each.id === chosen);
-    const rows = ranked(run, data.alarm);
+    const rows = ranked(run);
     if (picked === null && rows[0]?.accused) picked = { worker: rows[0].worker };
     showVerdict(run, rows);
     showTable(run, rows);
@@ -113,7 +101,7 @@ export function blameSection(root) {
 
   function showVerdict(run, rows) {
     const accused = rows.filter((row) => row.accused).map((row) => row.worker).sort((a, b) => a - b);
-    const named = run.suspect_servers;
+    const servers = run.suspect_servers;
     const parts = [];
     if (accused.length) {
       parts.push(el("strong", { class: "alarm" },
@@ -121,9 +109,9 @@ export function blameSection(root) {
     } else {
       parts.push(el("strong", {}, "No worker is accused"));
     }
-    if (named.length) {
+    if (servers.length) {
       parts.push(el("strong", { class: "alarm" },
-        `; what reaches ${named.length === 1 ? "server" : "servers"} ${listing(named)} is absurd, from more workers than may lie`));
+        `; what reaches ${servers.length === 1 ? "server" : "servers"} ${listing(servers)} is absurd, from more workers than may lie`));
     }
     parts.push(`. The rule is ${run.rule} among ${run.workers} workers; an honest one expects to lose ${percent(run.blame.expected)} of its values.`);
     put(verdict, parts);
@@ -148,7 +136,7 @@ export function blameSection(root) {
   function pick(what) {
     picked = what;
     const run = shown().find((each) => each.id === chosen);
-    showTable(run, ranked(run, data.alarm));
+    showTable(run, ranked(run));
     showDetail(run);
   }
 

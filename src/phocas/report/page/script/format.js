@@ -58,12 +58,18 @@ export function listing(numbers) {
 
 /** Read bytes out of base64. */
 export function bytes(text) {
-  return Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const plain = atob(text);
+  const found = new Uint8Array(plain.length);
+  for (let place = 0; place < plain.length; place += 1) found[place] = plain.charCodeAt(place);
+  return found;
 }
 
 /** Read shares from 0 to 1 out of two bytes each. */
 export function shares(text) {
-  return Float64Array.from(new Uint16Array(bytes(text).buffer), (code) => code / 65535);
+  const codes = new Uint16Array(bytes(text).buffer);
+  const found = new Float64Array(codes.length);
+  for (let place = 0; place < codes.length; place += 1) found[place] = codes[place] / 65535;
+  return found;
 }
 
 /** Return values in order, each once. */

@@ -3,7 +3,7 @@ import { el, put, soon } from "./dom.js";
 import { count, distinct, listing } from "./format.js";
 import { embedded, listen, merge } from "./store.js";
 import { accuracySection } from "./accuracy.js";
-import { blameSection } from "./blame.js";
+import { blameSection, isSuspicious } from "./blame.js";
 import { guardSection, readGuard } from "./guards.js";
 import { matrixSection } from "./matrix.js";
 import { costSection } from "./cost.js";
@@ -81,7 +81,7 @@ function redraw() {
 
 function update() {
   document.getElementById("source").textContent = data.source.name;
-  const suspicious = data.runs.some((run) => run.suspects.length) || data.guards.length > 0;
+  const suspicious = data.runs.some(isSuspicious) || data.guards.length > 0;
   const order = suspicious ? ["guards", "blame", "accuracy"] : ["accuracy", "blame", "guards"];
   // In the document itself, so that the keyboard and a reader go the same way as the eye.
   const now = [...content.children].map((each) => each.id).filter((id) => order.includes(id));

@@ -31,6 +31,14 @@ export function deviations(values, rows, columns) {
   return found;
 }
 
+/** Tell whether the rule of a run left out rows as a whole, wherever it left out any. */
+export function byRow(run) {
+  const lost = bytes(run.pictures.shown.at(-1).lost);
+  const columns = lost.length / run.workers;
+  return lost.some((part) => part > 0) &&
+    lost.every((part, place) => part === lost[place - (place % columns)]);
+}
+
 /** Make the section. */
 export function matrixSection(root) {
   let data = null;
@@ -54,7 +62,7 @@ export function matrixSection(root) {
         " keeps a picture of it every 50 rounds.");
       return;
     }
-    if (!runs.some((run) => run.id === chosen)) chosen = (runs.find((run) => run.attack && dropsAnything(run)) ?? runs[0]).id;
+    if (!runs.some((run) => run.id === chosen)) chosen = (runs.find((run) => run.attack && dropsAnything(run) && !byRow(run)) ?? runs[0]).id;
     choice.offer(runs.map((run) => [String(run.id), runTitle(run)]), String(chosen));
     const run = runs.find((each) => each.id === chosen);
     const pictures = run.pictures.shown;
@@ -104,8 +112,7 @@ export function matrixSection(root) {
     const d = run.layers.reduce((sum, [, size]) => sum + size, 0);
     put(note, `${columns} of ${d ? whole(d) : "the"} columns, in runs of ${width} evenly apart, as the servers received them. `,
       run.pictures.recorded > pictures.length ? `${pictures.length} of ${run.pictures.recorded} recorded rounds are in this file. ` : "",
-      /krum|mda|cge|bulyan|median|clip|nnm|bucket/.test(run.rule) && !/^median/.test(run.rule)
-        ? "This rule weighs whole rows: a row's cells are shaded alike." : "");
+      byRow(run) ? "Whole rows were left out: their cells are shaded alike." : "");
   }
   const share = (lost) => lost.reduce((sum, part) => sum + part, 0) / 255 / Math.max(1, lost.length);
 
