@@ -628,6 +628,12 @@ def test_400_runs_of_500_rounds(visit: Open, tmp_path: Path) -> None:
     assert shown <= 2
     page = visit(output.as_uri())
     assert page.locator("#runs tbody tr[data-run]").count() == 400
+    lines = page.locator("#accuracy .legend button svg line")
+    told = {
+        (lines.nth(at).get_attribute("stroke"), lines.nth(at).get_attribute("stroke-dasharray"))
+        for at in range(lines.count())
+    }
+    assert len(told) == lines.count() == 8  # rules with another b as well
     select = page.locator("#runs label", has_text="attack").locator("select")
     assert _seconds(lambda: select.select_option("gambler")) < 1
 

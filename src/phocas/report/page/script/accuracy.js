@@ -2,7 +2,7 @@
 import { el, put, switcher } from "./dom.js";
 import { accuracy, count, digits, distinct } from "./format.js";
 import { lineChart } from "./chart.js";
-import { sample } from "./styles.js";
+import { sample, told } from "./styles.js";
 
 const PANELS = 12; // drawn at first
 const METRICS = [["top1", "top-1"], ["top3", "top-3"], ["loss", "loss"]];
@@ -78,6 +78,7 @@ export function averaged(runs, metric, against) {
 /** Make the section. */
 export function accuracySection(root) {
   let data = null;
+  let styles = new Map();
   let metric = "top1";
   let against = "round";
   let zoom = null;
@@ -115,7 +116,7 @@ export function accuracySection(root) {
       .filter((rule) => !(panel.attack === null && rule === "mean"))
       .map((rule) => {
         const runs = panel.runs.filter((run) => run.rule === rule);
-        return line(runs, rule, runs[0].style);
+        return line(runs, rule, styles.get(rule));
       });
     if (panel.clean.length) lines.push(line(panel.clean, "mean, no attack", data.baseline));
     return lines.filter((each) => each.x.length);
@@ -206,5 +207,14 @@ export function accuracySection(root) {
     return said.join(" ");
   }
 
-  return { update(next) { data = next; draw(); }, redraw };
+  function update(next) {
+    data = next;
+    // The largest b first: it is the one that is told most often.
+    const rules = new Map([...data.runs].sort((one, two) => (two.b ?? 0) - (one.b ?? 0) || one.id - two.id)
+      .map((run) => [run.rule, run.style]));
+    styles = told(rules);
+    draw();
+  }
+
+  return { update, redraw };
 }

@@ -25,6 +25,21 @@ export function ink(style) {
   return style.colour === "#000000" ? "currentColor" : style.colour;
 }
 
+const DASHES = [[7, 4], [2, 3], [10, 3, 2, 3], [4, 2]];
+
+/** Give each rule its style; of those with one style, as with another b, all but the first a dash. */
+export function told(rules) {
+  const known = new Map();
+  const found = new Map();
+  for (const [rule, style] of rules) {
+    const name = `${style.colour}${style.mark}${style.dash}`;
+    const place = known.get(name) ?? 0;
+    known.set(name, place + 1);
+    found.set(rule, place ? { ...style, dash: DASHES[(place - 1) % DASHES.length] } : style);
+  }
+  return found;
+}
+
 /** Draw a mark at a place. */
 export function mark(style, x, y, size = 4) {
   const [path, filled] = MARKS[style.mark] ?? [null, false];

@@ -10,8 +10,9 @@ export function tooltip(host) {
     show(x, y, ...content) {
       put(box, ...content);
       box.hidden = false;
-      const room = host.clientWidth - x > box.offsetWidth + 16;
-      const left = room ? x + 12 : Math.max(0, x - box.offsetWidth - 12);
+      const start = host.getBoundingClientRect().left;
+      const room = innerWidth - start - x > box.offsetWidth + 20;
+      const left = room ? x + 12 : Math.max(8 - start, x - box.offsetWidth - 12);
       const top = Math.max(0, Math.min(y - 12, host.clientHeight - box.offsetHeight));
       box.style.transform = `translate(${left}px, ${top}px)`;
     },
