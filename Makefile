@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-ray test-gpu bench lint format clean
+.PHONY: demo test test-slow test-ray test-gpu test-page bench lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -29,6 +29,13 @@ test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton/test_interpreted.py
 	$(BIN)/python -m pytest tests/kernels/triton/test_compiled.py
+
+# In Debian's chromium, which is installed where that is allowed; -rs says loudly where it is not.
+test-page: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
+	command -v chromium chromium-browser || apt-get install -qq -y chromium || \
+		echo "chromium cannot be installed here: the page is not tried in a browser"
+	$(BIN)/python -m pytest -rs tests/report/page
 
 bench: $(VENV)/.installed
 	$(BIN)/phocas bench

@@ -29,7 +29,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Train six rules under the gambler attack, and the mean without one; a table and a figure.
+    """Train six rules under the gambler attack, and the mean without one; a figure and a report.
 
     One of the twenty servers is hit: each value that reaches it is multiplied by -1e20 with
     probability 0.05%. That is three values of each worker, so that no worker can be trusted whole.
@@ -43,6 +43,7 @@ def demo(
     from phocas.experiments.sweep import sweep
     from phocas.files import check_writable
     from phocas.report.figures import Curve, accuracy_figure
+    from phocas.report.page.writing import write_report
     from phocas.report.palette import BASELINE, style_of
     from phocas.report.progress import SweepProgress, interruptible
     from phocas.report.tables import print_runs
@@ -87,3 +88,4 @@ def demo(
     title = f"{dataset}, 20 workers, 20 servers; a gambler at one server"
     accuracy_figure(curves, figure, title=title)
     typer.echo(f"figure in {figure}, results in {results}; {time.monotonic() - start:.0f} s")
+    typer.echo(write_report(results, output / "report.html"))

@@ -58,6 +58,7 @@ _PLACES = {key for key, declared in _DECLARED.items() if declared.metadata["plac
     "data_dir",
     "checkpoint_rounds",
     "checkpoint_seconds",
+    "record_matrix",
 }
 
 
@@ -128,6 +129,11 @@ class RunConfig(BaseModel):
         None, ge=1, description="rounds between checkpoints, besides those by time"
     )
     checkpoint_seconds: float = Field(30.0, ge=0, description="seconds between checkpoints")
+    record_matrix: int | None = Field(
+        None,
+        ge=1,
+        description="rounds between pictures of the matrix for the report; the first 100 are kept",
+    )
 
     @field_validator("*", mode="before")
     @classmethod

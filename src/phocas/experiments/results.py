@@ -15,10 +15,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from phocas.experiments import blame
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from phocas.experiments.config import RunConfig
+    from phocas.rules.suspicion import Evidence
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
@@ -221,7 +227,11 @@ class Results:
             new = _SCHEMA.split(";") if version == tables == 0 else ()
             for statement in _STEPS.get(version, new):
                 self._connection.execute(statement)
-            return self._version()
+            version = self._version()
+            if version == SCHEMA_VERSION:  # and not a file of someone else
+                for statement in blame.SCHEMA.split(";"):
+                    self._connection.execute(statement)
+            return version
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -263,8 +273,12 @@ class Results:
         versions: Mapping[str, str],
         host: Mapping[str, Any],
         origin: str | None = None,
+        layers: Iterable[tuple[str, int]] = (),
     ) -> int:
-        """Add a run and return its number; ``origin`` says what it goes on from."""
+        """Add a run and return its number.
+
+        ``origin`` says what it goes on from, ``layers`` the names and sizes of its parameters.
+        """
         now = _now()
         with self.transaction():
             cursor = self._connection.execute(
@@ -288,13 +302,14 @@ class Results:
                     origin,
                 ),
             )
-        assert cursor.lastrowid is not None
+            assert cursor.lastrowid is not None
+            blame.write_layers(self._connection, cursor.lastrowid, layers)
         return cursor.lastrowid
 
     def rewind(self, run: int, rounds_done: int) -> None:
         """Forget what a run wrote after its checkpoint; it will be written again."""
         with self.transaction():
-            for table in ("rounds", "evaluations", "dropped", "implausible"):
+            for table in ("rounds", "evaluations", "dropped", "implausible", *blame.BY_ROUND):
                 self._connection.execute(
                     f"DELETE FROM {table} WHERE run = ? AND round > ?",  # noqa: S608
                     (run, rounds_done),
@@ -329,6 +344,12 @@ class Results:
                     f" FROM {table} WHERE run = ?1 AND {regular}",
                     (origin, run, rounds_done, evaluate_every),
                 )
+            for table in blame.BY_ROUND:
+                self._connection.execute(
+                    f"INSERT INTO {table} SELECT ?2, {', '.join(self._columns(table))}"  # noqa: S608
+                    f" FROM {table} WHERE run = ?1 AND round <= ?3",
+                    (origin, run, rounds_done),
+                )
             self._connection.execute(
                 "UPDATE runs SET rounds_done = ? WHERE id = ?", (rounds_done, run)
             )
@@ -344,8 +365,14 @@ class Results:
         rounds: Sequence[Round],
         evaluations: Iterable[tuple[int, Metrics]] = (),
         dropped: Iterable[tuple[int, Sequence[float]]] = (),
+        evidence: Iterable[Evidence] = (),
+        absurd: npt.NDArray[np.floating] | None = None,
     ) -> None:
-        """Add rounds, evaluations by round, and each worker's mean dropped share by round."""
+        """Add rounds, evaluations by round, and each worker's mean dropped share by round.
+
+        ``evidence`` is what is known against each worker by the last of them, ``absurd`` whose
+        values have reached which server in no sensible form, (s, m).
+        """
         with self.transaction():
             self._connection.executemany(
                 f"INSERT INTO rounds VALUES ({', '.join('?' * (10 + len(PHASES)))})",  # noqa: S608
@@ -394,6 +421,10 @@ class Results:
                     ],
                 )
             if rounds:
+                (total,) = self._connection.execute(
+                    "SELECT rounds FROM runs WHERE id = ?", (run,)
+                ).fetchone()
+                blame.write(self._connection, run, rounds, total, evidence, absurd)
                 self._connection.execute(
                     "UPDATE runs SET rounds_done = ?, updated = ?, suspects = ?, unusual = ?,"
                     " suspect_servers = ? WHERE id = ?",
@@ -450,6 +481,13 @@ class Results:
         )
         return [self._record(row) for row in rows]
 
+    def progress(self) -> list[tuple[int, str, int, str]]:
+        """Return of each run its number, its status, its rounds, and when it was written to."""
+        rows = self._connection.execute(
+            "SELECT id, status, rounds_done, updated FROM runs ORDER BY id"
+        )
+        return [tuple(row) for row in rows]
+
     def _record(self, row: sqlite3.Row) -> RunRecord:
         values = dict(row)
         try:
@@ -469,6 +507,35 @@ class Results:
             return []
         rows = self._connection.execute(f"SELECT * FROM {name} WHERE run = ?", (run,))  # noqa: S608
         return [dict(row) for row in rows]
+
+    def numbers(
+        self, name: Literal["rounds", "evaluations"], run: int, columns: Sequence[str]
+    ) -> list[tuple[float | None, ...]]:
+        """Return some columns of one run, in the order of its rounds: quicker than a table."""
+        cursor = self._connection.cursor()
+        cursor.row_factory = None
+        query = f"SELECT {', '.join(columns)} FROM {name} WHERE run = ? ORDER BY round"  # noqa: S608
+        return cursor.execute(query, (run,)).fetchall()
+
+    def shares(self, run: int) -> blame.Shares | None:
+        """Return what was dropped of each worker of a run by round, if it was kept."""
+        return blame.read_shares(self._connection, run)
+
+    def evidence(self, run: int) -> list[Evidence]:
+        """Return what is known against each worker of a run."""
+        return blame.read_evidence(self._connection, run)
+
+    def absurd(self, run: int) -> npt.NDArray[np.bool_] | None:
+        """Return which workers' values have reached which servers of a run absurd, (s, m)."""
+        return blame.read_absurd(self._connection, run)
+
+    def layers(self, run: int) -> list[tuple[str, int]]:
+        """Return the names and sizes of a run's parameters, in the order of the columns."""
+        return blame.read_layers(self._connection, run)
+
+    def pictures(self, run: int) -> Iterator[blame.RecordedPicture]:
+        """Return the pictures of a run's matrices."""
+        return blame.read_pictures(self._connection, run)
 
     def close(self) -> None:
         """Close the file."""

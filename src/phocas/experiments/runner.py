@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from phocas.data import load
 from phocas.engines import EngineError
+from phocas.experiments.blame import MOST_PICTURES, picture_sample
 from phocas.experiments.locks import checkpoint_path, claim, previous_path, state_path
 from phocas.experiments.results import ENDED, Results, RunRecord, Status
 from phocas.files import check_writable
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from phocas.data import Dataset
     from phocas.experiments.config import RunConfig
+    from phocas.rules.sampling import Sample
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
@@ -225,7 +227,8 @@ class _Run:
         if origin is None:
             with _fitting(self.config):
                 self._evaluations.append((0, self.trainer.evaluate()))
-        self.id = self.results.begin(self.config, versions(), host(), origin)
+        layers = self.trainer.server.parameters.layers
+        self.id = self.results.begin(self.config, versions(), host(), origin, layers)
 
     def _load(self, path: Path, identity: str) -> None:
         extra = load_checkpoint(path, self.trainer, identity)
@@ -237,7 +240,7 @@ class _Run:
         while self.trainer.rounds_done < config.rounds:
             number = self.trainer.rounds_done + 1
             due = number % config.evaluate_every == 0 or number == config.rounds
-            done = self.trainer.step(detailed=due)
+            done = self.trainer.step(detailed=due, picture=self._picture(number))
             self._window[:-1] += done.dropped
             self._window[-1] += 1
             evaluation = self.trainer.evaluate() if due or done.action == "stopped" else None
@@ -254,6 +257,12 @@ class _Run:
         self._flush()
         return "complete", None
 
+    def _picture(self, number: int) -> Sample | None:
+        every = self.config.record_matrix
+        if every is None or number % every or number > every * MOST_PICTURES:
+            return None
+        return picture_sample(self.trainer.server.parameters.size, self.config.workers)
+
     def _interrupt(self) -> tuple[Status, str | None]:
         self._checkpoint()
         return "interrupted", f"interrupted after round {self.trainer.rounds_done}"
@@ -269,7 +278,14 @@ class _Run:
             self._flush()
 
     def _flush(self) -> None:
-        self.results.record(self.id, self._rounds, self._evaluations, self._dropped)
+        self.results.record(
+            self.id,
+            self._rounds,
+            self._evaluations,
+            self._dropped,
+            self.trainer.suspicion.evidence(),
+            self.trainer.suspicion.absurd,
+        )
         for waiting in (self._rounds, self._evaluations, self._dropped):
             waiting.clear()
         self._flushed = time.monotonic()

@@ -27,7 +27,15 @@ MAIN = ("name", "dataset", "model", "rule", "attack", "seed")
 
 # These change no result, or are told elsewhere in a table.
 _UNTOLD = frozenset(
-    {"results", "data_dir", "threads", "checkpoint_rounds", "checkpoint_seconds", "rounds"}
+    {
+        "results",
+        "data_dir",
+        "threads",
+        "checkpoint_rounds",
+        "checkpoint_seconds",
+        "record_matrix",
+        "rounds",
+    }
 )
 _GAP = 2
 

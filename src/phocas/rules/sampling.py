@@ -37,6 +37,18 @@ class Sample:
         spare = d - (runs - 1) * stride - width if runs else 0
         return cls(int(rng.integers(spare + 1)), runs, stride, width)
 
+    @classmethod
+    def even(cls, d: int, columns: int) -> Sample:
+        """Return about so many of d columns, always the same: runs of eight, evenly apart.
+
+        >>> Sample.even(118_282, 256)
+        Sample(start=1844, runs=32, stride=3696, width=8)
+        """
+        runs = max(1, min(columns // 8, d))
+        stride = d // runs
+        width = min(8, stride)
+        return cls((stride - width) // 2, runs, stride, width)
+
     def take(self, rows: Any) -> Floats:
         """Return the sampled values of an (m, d) array or tensor: (m, runs, width)."""
         begin = rows[:, self.start :]

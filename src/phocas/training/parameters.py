@@ -26,7 +26,10 @@ class FlatParameters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.tensors = [tensor for tensor in model.parameters() if tensor.requires_grad]
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self.tensors = list(trained.values())
+        self.layers = [(name, tensor.numel()) for name, tensor in trained.items()]
+        """The names and sizes of the parameters, in the order of the columns."""
         if not self.tensors:
             raise ValueError(
                 "a model needs at least one parameter that requires a gradient: got none"

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from phocas.rules.cells import lost_cells
 from phocas.rules.census import Count, census
 from phocas.rules.sampling import Sample
 from phocas.rules.suspicion import Suspicion
@@ -30,13 +31,25 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from phocas.training.cluster import Cluster, Engine
+    from phocas.training.cluster import Cluster, Engine, Gathered
     from phocas.training.gradients.base import Loss
     from phocas.training.models import Builder
     from phocas.training.server import Action, ParameterServer
 
 
 _CENSUS_EVERY = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """Some columns of the matrix of one round, as the servers received them."""
+
+    sample: Sample
+    """Which columns they are."""
+    values: npt.NDArray[np.float64]
+    """The values, (m, columns)."""
+    lost: npt.NDArray[np.float64]
+    """How much of each was left out, from 0 to 1; see :func:`phocas.rules.cells.lost_cells`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +88,8 @@ class Round:
     """Servers that more than b workers' values reach absurdly wrong."""
     census: tuple[Count, ...] = ()
     """How many values of some columns were implausible, in one round of four."""
+    picture: Picture | None = None
+    """Some columns of the matrix, where they were asked for."""
 
 
 class Trainer:
@@ -158,13 +173,17 @@ class Trainer:
             if done.action == "stopped":
                 return
 
-    def step(self, *, detailed: bool = True) -> Round:
-        """Run one round; ``detailed=False`` leaves out what needs another pass over the matrix."""
+    def step(self, *, detailed: bool = True, picture: Sample | None = None) -> Round:
+        """Run one round; ``detailed=False`` leaves out what needs another pass over the matrix.
+
+        ``picture`` asks for the values of some columns, and which of them were left out.
+        """
         start = time.perf_counter()
         with one_torch_thread():
             round_ = self.rounds_done
             samples = self._samples(round_)
-            seen = self.cluster.gather(round_, by_server=detailed, honest=detailed, samples=samples)
+            asked = samples if picture is None else [*samples, picture]
+            seen = self.cluster.gather(round_, by_server=detailed, honest=detailed, samples=asked)
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
             course = self.course.sampled(samples[0]) if samples else None
@@ -173,8 +192,9 @@ class Trainer:
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
             if samples:
-                now, *following = seen.sampled
-                self.suspicion.observe(now, samples[0], following[0] if following else None, course)
+                first, *following = seen.sampled[: len(samples)]
+                follows = following[0] if following else None
+                self.suspicion.observe(first, samples[0], follows, course)
             else:
                 self.suspicion.rest()
             self.suspicion.update(aggregate.dropped)
@@ -207,7 +227,12 @@ class Trainer:
             seconds=seconds,
             missing=seen.missing,
             news=seen.news,
+            picture=None if picture is None else self._picture(picture, seen),
         )
+
+    def _picture(self, sample: Sample, seen: Gathered) -> Picture:
+        values = seen.sampled[-1].reshape(self.task.num_workers, -1)
+        return Picture(sample, values, lost_cells(self.task.rule, values, seen.aggregate.dropped))
 
     def _samples(self, round_: int) -> list[Sample]:
         """Return the columns in which workers are compared, and those of the next round if needed.

@@ -1,0 +1,110 @@
+"""The page: a style, a script of plain modules, and data, joined into one file.
+
+The script is a folder of modules that a browser could load as they are. Joined, each is a function
+of its own, which returns what it exports: nobody needs a tool to build the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import json
+import re
+from importlib import resources
+from typing import Any
+
+MODULES = (
+    "dom",
+    "format",
+    "styles",
+    "tooltip",
+    "chart",
+    "heat",
+    "rules",
+    "store",
+    "accuracy",
+    "blame",
+    "guards",
+    "matrix",
+    "cost",
+    "runs",
+    "playground",
+    "main",
+)
+"""The script's modules, each after those that it imports from."""
+
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?function|const) (\w+)", re.MULTILINE)
+
+
+def render(data: dict[str, Any], *, live: bool = False) -> str:
+    """Return the page with data in it; a live one asks where it came from for more.
+
+    >>> page = render({"source": {"name": "</script>"}, "runs": [], "guards": []})
+    >>> page.count("</script>"), "unpkg" in page
+    (2, False)
+    """
+    title = f"{data['source']['name']} · phocas"
+    values = {
+        "policy": policy(live=live),
+        "title": html.escape(title),
+        "source": "stream" if live else "embedded",
+        "style": style(),
+        "script": script(),
+        "data": embedded(data),
+    }
+    template = _text("page.html")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], template)
+
+
+def policy(*, live: bool) -> str:
+    """Return the content security policy: this script and this style, and nothing from elsewhere.
+
+    >>> policy(live=False).startswith("default-src 'none'; script-src 'sha256-")
+    True
+    """
+    ask = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; script-src '{_digest(script())}'; style-src '{_digest(style())}';"
+        f" connect-src {ask}; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def embedded(data: Any) -> str:
+    r"""Write JSON that no name can break out of: with nothing in it that HTML could read.
+
+    >>> print(embedded({"name": "</script><!--"}))
+    {"name":"\u003c/script\u003e\u003c!--"}
+    """
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+@functools.cache
+def script() -> str:
+    """Return all modules as one."""
+    return "".join(_wrapped(name, _text(f"script/{name}.js")) for name in MODULES)
+
+
+@functools.cache
+def style() -> str:
+    """Return the style sheet."""
+    return _text("style.css")
+
+
+def _wrapped(name: str, module: str) -> str:
+    exported = ", ".join(found[1] for found in _EXPORT.findall(module))
+    body = _EXPORT.sub(r"\1 \2", _IMPORT.sub(r"const \1 = \2_module;", module))
+    return f"const {name}_module = (() => {{\n{body}return {{ {exported} }};\n}})();\n"
+
+
+def _text(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,284 @@
+"""What the page shows of a results file: values that JSON can hold, and few enough of them."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from phocas.experiments.blame import RecordedPicture, Shares
+from phocas.experiments.locks import actual_status
+from phocas.experiments.results import PHASES, Results, RunRecord
+from phocas.report.palette import BASELINE, STYLES, Style, style_of
+from phocas.rules.suspicion import FALSE_ALARM
+from phocas.sharding import shard_bounds
+
+MOST_POINTS = 250
+"""Points of a curve."""
+MOST_BINS = 100
+"""Columns of a heat map; each is the mean over its rounds."""
+MOST_PICTURES = 12
+"""Pictures of a matrix, of one run."""
+MOST_PICTURES_IN_ALL = 240
+
+_OF_ROUNDS = ("round", "expected_dropped", *(f"{phase}_ms" for phase in PHASES))
+_OF_EVALUATIONS = ("round", "loss", "top1", "top3", "seconds")
+_LOG_STEPS = 100  # codes a doubling, so that a value is known to 0.4%
+_LOG_START = 160
+_LOST, _INFINITE = -32768, 32767
+
+
+class Contents:
+    """What is shown of the runs of a file, each worked out again only when it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: dict[int, tuple[Any, ...]] = {}
+        self._runs: dict[int, dict[str, Any]] = {}
+        self._pictures = 0
+        self._rules: dict[str, int] = {}
+
+    def read(self) -> dict[str, Any]:
+        """Read the file and return what has changed since it was last read."""
+        changed = []
+        with Results(self.path, read=True) as results:
+            for number, status, *progress in results.progress():
+                record = None
+                if status == "running":  # as it says; a process that was killed says nothing more
+                    record = results.run(number)
+                    status = actual_status(record, self.path)  # noqa: PLW2901 - the same, as it is
+                state = (status, *progress)
+                if self._seen.get(number) == state:
+                    continue
+                record = record or results.run(number)
+                self._rules.setdefault(record.rule, len(self._rules))
+                self._runs[number] = run = self._run(results, record, status)
+                self._seen[number] = state
+                changed.append(run)
+        return {"runs": changed} if changed else {}
+
+    def whole(self) -> dict[str, Any]:
+        """Return all that the page needs."""
+        return {
+            **source(self.path),
+            "limits": {"points": MOST_POINTS, "bins": MOST_BINS, "pictures": MOST_PICTURES},
+            **drawing(),
+            "runs": list(self._runs.values()),
+            "guards": [],
+        }
+
+    def _run(self, results: Results, record: RunRecord, status: str) -> dict[str, Any]:
+        rounds = _columns(results, "rounds", record.id, _OF_ROUNDS)
+        evaluations = _columns(results, "evaluations", record.id, _OF_EVALUATIONS)
+        layers = results.layers(record.id)
+        shares = results.shares(record.id)
+        absurd = results.absurd(record.id)
+        return {
+            "id": record.id,
+            "name": record.name,
+            "dataset": record.dataset,
+            "model": record.model,
+            "rule": record.rule,
+            "style": _drawn(style_of(record.rule, self._rules[record.rule])),
+            "attack": record.attack,
+            "seed": record.seed,
+            "b": _b(record.rule),
+            "workers": record.config.get("workers"),
+            "servers": record.config.get("servers"),
+            "rounds": record.rounds,
+            "done": record.rounds_done,
+            "status": status,
+            "message": record.message,
+            "origin": record.origin,
+            "started": record.started,
+            "final": _number(record.final_accuracy),
+            "best": _number(record.best_accuracy),
+            "ms": _number(record.ms_per_round),
+            "skipped": record.skipped_rounds,
+            "nonfinite": record.nonfinite_rounds,
+            "suspects": list(record.suspects),
+            "unusual": list(record.unusual),
+            "suspect_servers": list(record.suspect_servers),
+            "config": record.config,
+            "command": command(record.config),
+            "curve": _curve(rounds, evaluations),
+            "cost": _cost(rounds, evaluations),
+            "blame": None if shares is None else _blame(shares, rounds),
+            "evidence": [
+                [each.worker, _number(each.odds), each.since, _number(each.dropped)]
+                for each in results.evidence(record.id)
+            ],
+            "absurd": None if absurd is None else _base64(absurd),
+            "layers": [list(layer) for layer in layers],
+            "bounds": _bounds(layers, record.config.get("servers")),
+            "pictures": self._some(list(results.pictures(record.id))),
+        }
+
+    def _some(self, pictures: list[RecordedPicture]) -> dict[str, Any]:
+        left = max(0, MOST_PICTURES_IN_ALL - self._pictures)
+        chosen = [pictures[place] for place in _places(len(pictures), min(MOST_PICTURES, left))]
+        self._pictures += len(chosen)
+        return {"recorded": len(pictures), "shown": [_picture(each) for each in chosen]}
+
+
+def source(path: Path) -> dict[str, Any]:
+    """Return where the page's data is from."""
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"source": {"name": path.name, "path": str(path), "made": made}}
+
+
+def drawing() -> dict[str, Any]:
+    """Return how lines are drawn, and when a worker is accused."""
+    return {
+        "styles": {name: _drawn(style) for name, style in STYLES.items()},
+        "baseline": _drawn(BASELINE),
+        "alarm": FALSE_ALARM,
+    }
+
+
+def command(config: dict[str, Any]) -> str:
+    """Return the command line that repeats a run: every setting is said, whatever its default.
+
+    >>> print(command({"lr": 0.1, "standardise": True, "name": None, "faults": ["nan 3 @ 5"]}))
+    phocas train --lr 0.1 --standardise --set 'faults=["nan 3 @ 5"]' --restart
+    """
+    words = ["phocas", "train"]
+    for key, value in config.items():
+        if value is None or value is False or value in ([], {}):
+            continue
+        flag = f"--{key.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list | dict):
+            words += ["--set", f"{key}={_toml(value)}"]
+        else:
+            words += [flag, str(value)]
+    return shlex.join([*words, "--restart"])
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def _drawn(style: Style) -> dict[str, Any]:
+    dashes = [] if isinstance(style.dash, str) else [2 * length for length in style.dash[1]]
+    return {"colour": style.colour, "dash": dashes, "mark": style.marker}
+
+
+def _b(rule: str) -> int | None:
+    found = re.findall(r"\bb=(\d+)", rule)
+    return int(found[-1]) if found else None
+
+
+def _number(value: float | None) -> float | None:
+    """Return five digits of a number, and nothing of what is none."""
+    return float(f"{value:.5g}") if value is not None and np.isfinite(value) else None
+
+
+def _numbers(values: Iterable[float]) -> list[float | None]:
+    return [_number(float(value)) for value in values]
+
+
+def _columns(
+    results: Results, table: Literal["rounds", "evaluations"], run: int, columns: Sequence[str]
+) -> dict[str, Any]:
+    values = np.array(results.numbers(table, run, columns), np.float64)
+    return dict(zip(columns, values.reshape(-1, len(columns)).T, strict=True))
+
+
+def _places(size: int, most: int) -> list[int]:
+    """Return places evenly apart, the first and the last among them."""
+    if size <= most:
+        return list(range(size))
+    return sorted({round(place) for place in np.linspace(0, size - 1, most)}) if most > 1 else []
+
+
+def _curve(rounds: dict[str, Any], evaluations: dict[str, Any]) -> dict[str, Any]:
+    spent = np.cumsum(sum(rounds[f"{phase}_ms"] for phase in PHASES)) / 1e3
+    at = np.searchsorted(rounds["round"], evaluations["round"], side="right")
+    seconds = np.concatenate([[0.0], spent])[at] + np.cumsum(evaluations["seconds"])
+    chosen = _places(len(at), MOST_POINTS)
+    return {
+        "points": len(at),
+        "round": [int(number) for number in evaluations["round"][chosen]],
+        "seconds": _numbers(seconds[chosen]),
+        **{key: _numbers(evaluations[key][chosen]) for key in ("top1", "top3", "loss")},
+    }
+
+
+def _cost(rounds: dict[str, Any], evaluations: dict[str, Any]) -> dict[str, float | None]:
+    done = len(rounds["round"])
+    found = {
+        phase: _number(float(np.median(rounds[f"{phase}_ms"]))) if done else None
+        for phase in PHASES
+    }
+    found["evaluation"] = (
+        _number(1e3 * float(evaluations["seconds"].sum()) / done) if done else None
+    )
+    return found
+
+
+def _blame(shares: Shares, rounds: dict[str, Any]) -> dict[str, Any]:
+    starts = np.array(_places(len(shares.rounds) + 1, MOST_BINS + 1)[:-1])
+    ends = np.append(starts[1:], len(shares.rounds))
+    means = np.add.reduceat(shares.workers.astype(np.float64), starts, axis=0)
+    means /= (ends - starts)[:, None]
+    expected = np.nan_to_num(rounds["expected_dropped"])
+    return {
+        "kept": len(shares.rounds),
+        "from": [int(number) for number in shares.rounds[starts]],
+        "to": [int(number) for number in shares.rounds[ends - 1]],
+        "expected": _number(float(expected.mean())) if len(expected) else 0.0,
+        "workers": _coded(means),
+        "servers": None if shares.servers is None else _coded(shares.servers),
+    }
+
+
+def _bounds(layers: Sequence[tuple[str, int]], servers: int | None) -> list[list[int]]:
+    d = sum(size for _, size in layers)
+    return [list(bounds) for bounds in shard_bounds(d, servers)] if d and servers else []
+
+
+def _picture(picture: RecordedPicture) -> dict[str, Any]:
+    sample = picture.sample
+    return {
+        "round": picture.round,
+        "columns": [sample.start, sample.runs, sample.stride, sample.width],
+        "values": _base64(_logarithms(picture.values)),
+        "lost": _base64(picture.lost),
+    }
+
+
+def _logarithms(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
+    """Code values by sign and logarithm: 0.4% of a value of any size, in two bytes."""
+    wide = values.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sizes = np.rint((np.log2(np.abs(wide)) + _LOG_START) * _LOG_STEPS)
+        codes = np.sign(wide) * np.clip(sizes, 1, _INFINITE - 1)
+    codes = np.where(wide == 0, 0, np.where(np.isinf(wide), np.sign(wide) * _INFINITE, codes))
+    return np.where(np.isnan(wide), _LOST, codes).astype("<i2")
+
+
+def _coded(shares: npt.NDArray[np.floating[Any]]) -> str:
+    """Write shares in two bytes each: Heraclius drops a thousandth of what is honest."""
+    return _base64(np.rint(np.clip(np.nan_to_num(shares), 0, 1) * 65535).astype("<u2"))
+
+
+def _base64(values: npt.NDArray[Any]) -> str:
+    return base64.b64encode(values.tobytes()).decode()

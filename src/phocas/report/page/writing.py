@@ -1,0 +1,30 @@
+"""A report as one file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from phocas.report.page import render
+from phocas.report.page.contents import Contents
+from phocas.report.page.guards import GuardContents, is_report
+
+
+def open_contents(path: Path) -> Contents | GuardContents:
+    """Read a results file, or the JSON of a guard."""
+    contents = GuardContents(path) if is_report(path) else Contents(path)
+    contents.read()
+    return contents
+
+
+def write_report(path: Path, output: Path) -> str:
+    """Write the page of a file, and say in words what is in it."""
+    data = open_contents(path).whole()
+    page = render(data).encode()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Never half a page: one that is open in a browser is replaced in one go.
+    partial = output.with_name(f"{output.name}.{os.getpid()}.part")
+    partial.write_bytes(page)
+    partial.replace(output)
+    what = "a guard's report" if data["guards"] else f"{len(data['runs'])} runs"
+    return f"{what} in {output}, {len(page) / 1e6:.1f} MB: open it in a browser"
