@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,7 +22,16 @@ from phocas.kernels.triton import KernelError, calls
 from phocas.kernels.triton.calls import Rows
 from phocas.kernels.triton.loader import obstacle
 from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix
-from phocas.rules.algebra import Decision, Distances, Floats, Matrix, Request, needs_double
+from phocas.rules.algebra import (
+    UNMIXED,
+    Decision,
+    Distances,
+    Floats,
+    Matrix,
+    Mix,
+    Request,
+    needs_double,
+)
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
 CHOICES = ("triton", "torch")
@@ -94,7 +103,7 @@ class KernelMatrix:
         def work() -> Any:
             _check(decision)
             lost = None if counts is None else np.zeros_like(counts)
-            answers = [_reduced(piece, decision, lost) for piece in self.pieces]
+            answers = _reduced(self.pieces, decision, lost)
             if counts is not None and lost is not None:
                 counts[:] += lost
             return self.rebuild(answers)
@@ -193,40 +202,78 @@ def _measured(pieces: list[Piece], m: int, request: Request) -> Floats:
 
 def _check(decision: Decision) -> None:
     """Refuse what a decision may hold beside a mix and a window: it must not be left out."""
-    calls.check(decision.window)
     known = ("mix", "window")
     for field in fields(decision):
         if field.name not in known and getattr(decision, field.name) is not None:
             raise KernelError(f"Triton's kernels know nothing of the {field.name} of a decision")
 
 
-def _reduced(piece: Piece, decision: Decision, counts: NDArray[np.int64] | None) -> torch.Tensor:
-    out = torch.empty(_columns(piece), dtype=piece[0].dtype, device=piece[0].device)
-    done = 0
+def _reduced(
+    pieces: list[Piece], decision: Decision, counts: NDArray[np.int64] | None
+) -> list[torch.Tensor]:
+    """Mix and reduce all pieces; with a reach, the radii of all columns come first."""
+    mix, window = decision.mix, decision.window
+    if window.watched and (counts is None or mix.weights is not None):
+        means = _reduced(pieces, Decision(UNMIXED, kernels.PLAIN_MEAN), None)
+        if counts is not None:
+            _reduced(pieces, Decision(mix, replace(window, watched=False)), counts)
+        return means
+    weights = None if mix.selected is not None else mix.weights
+    if weights is not None and len(weights) == 1:
+        return [_joined(piece, [mixed[0] for mixed in _mixed(piece, weights)]) for piece in pieces]
+    spread = _spreads(pieces, decision) if window.reach else None
+    answers = []
+    first = 0
+    for piece in pieces:
+        parts = []
+        for rows in _seen(piece, mix):
+            part = rows.empty(rows.columns, dtype=rows.dtype)
+            here = None if spread is None else replace(spread, first=first)
+            calls.reduce(rows, window, part, counts, here)
+            parts.append(part)
+            first += rows.columns
+        answers.append(_joined(piece, parts))
+    return answers
+
+
+def _spreads(pieces: list[Piece], decision: Decision) -> calls.Spreads:
+    """Return the spreads of all blocks of columns, which may lie in several pieces."""
+    parts = []
+    for piece in pieces:
+        for rows in _seen(piece, decision.mix):
+            parts.append(rows.empty(rows.columns, dtype=rows.computed))
+            calls.radii(rows, decision.window, parts[-1])
+    kind = parts[0].dtype if parts else torch.float32
+    none = torch.empty(0, dtype=kind, device=pieces[0][0].device)
+    return calls.Spreads.of(torch.cat([none, *parts]), decision.window.reach)
+
+
+def _seen(piece: Piece, mix: Mix) -> Iterator[Rows]:
+    """Yield the rows that a window sees, a range of columns at a time."""
+    if mix.weights is not None and mix.selected is None:
+        yield from map(Rows.of, _mixed(piece, mix.weights))
+        return
     for block in _blocks(piece):
         rows = Rows.of(block)
-        _reduce(rows, decision, out[done : done + rows.columns], counts)
-        done += rows.columns
-    return out
+        yield rows if mix.selected is None else rows.take(mix.selected)
 
 
-def _reduce(
-    rows: Rows, decision: Decision, out: torch.Tensor, counts: NDArray[np.int64] | None
-) -> None:
-    weights, chosen = decision.mix.weights, decision.mix.selected
-    if weights is None or chosen is not None:
-        rows = rows if chosen is None else rows.take(chosen)
-        calls.reduce(rows, decision.window, out, counts)
-        return
+def _mixed(piece: Piece, weights: Floats) -> Iterator[torch.Tensor]:
+    """Yield the mixed rows, a range of columns at a time."""
     k = len(weights)
-    dtype = torch.float64 if needs_double(weights) else rows.computed
     step = max(1, BLOCK_VALUES // k)
-    for start in range(0, rows.columns, step):
-        part = rows.shifted(start, min(rows.columns, start + step))
-        mixed = part.empty(k, part.columns, dtype=dtype)
-        calls.combine(part, weights, mixed, fused=k > 1)
-        answer = mixed[0]
-        if k > 1:
-            answer = part.empty(part.columns, dtype=dtype)
-            calls.reduce(Rows.of(mixed), decision.window, answer, counts)
-        out[start : start + part.columns] = answer
+    for block in _blocks(piece):
+        rows = Rows.of(block)
+        dtype = torch.float64 if needs_double(weights) else rows.computed
+        for start in range(0, rows.columns, step):
+            part = rows.shifted(start, min(rows.columns, start + step))
+            mixed = part.empty(k, part.columns, dtype=dtype)
+            calls.combine(part, weights, mixed, fused=k > 1)
+            yield mixed
+
+
+def _joined(piece: Piece, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the answers of a piece in one tensor of its type."""
+    like = piece[0]
+    out = parts[0] if len(parts) == 1 else torch.cat([like.new_empty(0), *parts])
+    return out.to(like.dtype)

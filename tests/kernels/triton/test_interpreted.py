@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.helpers import (
     DTYPES,
+    averages,
     bits,
     doubles,
     examples,
@@ -68,7 +69,7 @@ def with_lies(rule: Rule, dtype: str, d: int = 37) -> torch.Tensor:
     rng = np.random.default_rng(len(str(rule)))
     values = rng.normal(size=(M, d))
     last = rule.rule if isinstance(rule, Pipeline) else rule
-    if getattr(last, "b", 1) and last != phocas.Mean():
+    if getattr(last, "b", 1) and not averages(rule):
         values[4] = rng.choice(hostile_values(dtype)[:7], d)
     return tensor_of(values, dtype)
 
@@ -77,15 +78,8 @@ def honest(dtype: str) -> torch.Tensor:
     return tensor_of(np.random.default_rng(0).normal(size=(M, 37)), dtype)
 
 
-def beyond(rule: Rule) -> bool:
-    """Tell whether a rule's window is one that only torch and the processor have."""
-    last = rule.rule if isinstance(rule, Pipeline) else rule
-    reaching = isinstance(last, phocas.Heraclius) and last.b > 0
-    return reaching or isinstance(last, phocas.Watch)
-
-
 EVERY_RULE = examples(M) + pipelines(M)
-STRONGEST = [rule for rule in strongest(M) if not beyond(rule)]
+STRONGEST = strongest(M)
 
 
 def same(there: Any, here: Any) -> None:
@@ -95,7 +89,7 @@ def same(there: Any, here: Any) -> None:
     assert there.expected == here.expected
 
 
-@pytest.mark.parametrize("rule", [rule for rule in EVERY_RULE if not beyond(rule)], ids=str)
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=str)
 def test_every_rule_has_the_bits_of_the_processor(there: Aggregate, rule: Rule) -> None:
     rows = with_lies(rule, "float32")
     before = bits(rows)
@@ -108,25 +102,6 @@ def test_every_rule_has_the_bits_of_the_processor(there: Aggregate, rule: Rule) 
 def test_every_type_has_the_bits_of_the_processor(there: Aggregate, rule: Rule, dtype: str) -> None:
     rows = with_lies(rule, dtype)
     same(there(rule, rows), rule.explain(rows))
-
-
-@pytest.mark.parametrize("rule", [rule for rule in EVERY_RULE if beyond(rule)], ids=str)
-def test_windows_that_the_kernels_lack_are_left_to_torch(
-    there: Aggregate, rule: Rule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = honest("float32")
-    with pytest.raises(KernelError, match=r"have no Window\("):
-        there(rule, rows)
-    monkeypatch.setenv(device.VARIABLE, "torch")
-    wanted = there(rule, rows)
-    monkeypatch.delenv(device.VARIABLE)
-    monkeypatch.setattr(device, "path", lambda _: ("triton", ""))
-    monkeypatch.setattr(device, "_said", set())
-    with pytest.warns(RuntimeWarning, match=r"have no Window\(.*torch's operations are used"):
-        got = there(rule, rows)
-    # Rows are still measured by kernels, whose sums round otherwise than torch's.
-    np.testing.assert_allclose(got.value, wanted.value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got.dropped, wanted.dropped, rtol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
