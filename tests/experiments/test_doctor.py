@@ -74,7 +74,7 @@ def test_devices_that_are_not_here_are_refused(command: str, name: str) -> None:
     result = CliRunner().invoke(application(), [command, "--device", name])
     assert isinstance(result.exception, ValueError)
     message = str(result.exception)
-    assert message.startswith(f"the device must be one that torch has here: {name!r}: ")
+    assert message.startswith(f"{command} needs a device that torch has here: got {name!r}: ")
     assert "\n" not in message
 
 

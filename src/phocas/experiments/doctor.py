@@ -52,19 +52,6 @@ class Check:
         return self.distance <= self.allowed
 
 
-def find(name: str) -> torch.device:
-    """Return a device that is here, by its name."""
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"the device must be one that torch has here: {name!r}: {reason}"
-        ) from None
-    return device
-
-
 def devices() -> list[torch.device]:
     """Return what torch can compute on here: the processor, and accelerators."""
     found = [torch.device("cpu")]
