@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from phocas.kernels.triton import KernelError, loader
 from phocas.kernels.triton.loader import Kernel
 from phocas.rules import device, inputs
 from phocas.rules.accelerator import DeviceMatrix
-from phocas.rules.algebra import UNMIXED, Decision, Mix
+from phocas.rules.algebra import UNMIXED, Decision
 
 CUDA = torch.device("cuda", 0)
 
@@ -96,7 +95,7 @@ def test_a_kernel_that_cannot_be_made_is_told_once(monkeypatch: pytest.MonkeyPat
             raise RuntimeError("Failed to find C compiler.\nPlease specify one")
 
     kernel = Kernel(Broken())
-    monkeypatch.setattr("phocas.kernels.triton.calls._window_kernel", lambda *_: kernel)
+    monkeypatch.setattr("phocas.kernels.triton.calls._window_kernel", lambda *_, **__: kernel)
     monkeypatch.setattr(device, "path", lambda _: ("triton", ""))
     rows = torch.tensor([[1.0, 5.0], [2.0, 6.0], [900.0, 7.0]])
     matrix = device.open_device([list(rows)], lambda answers: answers[0])
@@ -123,16 +122,11 @@ def test_counts_of_a_failed_try_are_not_kept(monkeypatch: pytest.MonkeyPatch) ->
         assert phocas.TrimmedMean(1).explain(rows).dropped.tolist() == [1.0, 0.0, 1.0]
 
 
-ONE = Mix(np.full((1, 3), 1 / 3))  # is not reduced, so no kernel sees its window
-
-
 @pytest.mark.parametrize(
     ("decision", "what"),
     [
         (Decision(UNMIXED, Window(1), function=max), "nothing of the function"),
         (Decision(UNMIXED, Window(1), spreads={0: 1.0}), "nothing of the spreads"),
-        (Decision(UNMIXED, Window(1, 1, reach=3.0)), r"have no Window\(.*reach=3\.0"),
-        (Decision(ONE, Window(1, watched=True)), r"have no Window\(.*watched=True"),
     ],
 )
 def test_what_the_kernels_do_not_know_is_not_left_out(

@@ -24,6 +24,7 @@ RULES = (
     "trimmed-mean:b=3",
     "phocas:b=3",
     "meamed:b=3",
+    "heraclius:b=3",
     "krum:b=3",
     "multi-krum:b=3",
     "bulyan:b=2",

@@ -16,7 +16,7 @@ from phocas.kernels import Window
 from phocas.kernels.emit import ELEMENTS
 from phocas.kernels.triton.loader import interpreted
 from phocas.kernels.triton.sums import mix_source, sums_source
-from phocas.kernels.triton.windows import window_source
+from phocas.kernels.triton.windows import spreads_source, window_source
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="compiles, and TRITON_INTERPRET is set")
 
@@ -42,6 +42,32 @@ def test_phocas_fits_and_hides_behind_its_memory(device: str, m: int) -> None:
 @pytest.mark.parametrize("element", ["float16", "bfloat16", "float32"])
 def test_blame_fits_in_registers(element: str) -> None:
     assert static.window("sm_80", element, 64, Window(16, 16), blame=True).local == 0
+
+
+@pytest.mark.parametrize("device", ["sm_80", "gfx942"])
+def test_a_reach_fits_in_registers(device: str) -> None:
+    rule = Window(16, 16, reach=1.0)
+    assert static.window(device, "float32", 64, rule, radii=True).local == 0
+    assert static.window(device, "bfloat16", 64, rule, blame=True).local == 0
+    watched = Window(16, 16, reach=1.0, watched=True)
+    assert static.window(device, "float32", 64, watched, blame=True).local == 0
+
+
+@pytest.mark.parametrize("element", ["float32", "float64"])
+def test_divisions_and_roots_are_rounded_to_nearest(element: str) -> None:
+    """Otherwise bits would not be the processor's: what Triton writes by itself is approximate."""
+    kind, pointer = ELEMENTS[element], POINTERS[element]
+    signature = {"radii": pointer, "out": pointer, "columns": "i64"}
+    spreads = static.compiled(spreads_source(kind), "sm_80", signature, "spreads")
+    assert static.binary(spreads).local == 0
+    means = window_source(kind, 5, Window(2, 2, reach=1.0))
+    signature = {"rows": "*i64", "out": pointer, "tallies": "*i32", "spreads": pointer}
+    signature |= {"reach": pointer, "first": "i64", "columns": "i64"}
+    reaching = static.compiled(means, "sm_80", signature, constants={"BLOCK": 128})
+    written = "".join(each.asm["ptx"] for each in (spreads, reaching))
+    found = set(re.findall(r"\b(?:div|sqrt|rcp|rsqrt)\.[.\w]*", written))
+    assert found == {f"div.rn.f{kind.compute_bits}", f"sqrt.rn.f{kind.compute_bits}"}
+    assert ".ftz" not in written
 
 
 def test_double_precision_fits_in_registers() -> None:
