@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import phocas
 from phocas.kernels import Window
-from phocas.kernels.triton import KernelError, loader
+from phocas.kernels.triton import KernelError, calls, loader
 from phocas.kernels.triton.loader import Kernel
 from phocas.rules import device, inputs
 from phocas.rules.accelerator import DeviceMatrix
@@ -138,6 +139,15 @@ def test_what_the_kernels_do_not_know_is_not_left_out(
         matrix.apply(decision, None)
 
 
+def test_rows_may_be_farther_apart_than_32_bits_reach() -> None:
+    """Addresses only: nobody reads these rows, of which there is one value."""
+    step = 1 << 35
+    far = np.lib.stride_tricks.as_strided(np.zeros(1), (5, 3), (step, 8))
+    rows = calls.Rows.of(torch.from_numpy(far))
+    assert rows.table.diff().tolist() == [step] * 4
+    assert (rows.shifted(step, step + 1).table - rows.table).tolist() == [8 * step] * 5
+
+
 def test_nothing_of_triton_is_loaded_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.VARIABLE, "torch")
     real = builtins.__import__
@@ -163,6 +173,8 @@ def test_bad_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"a": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}] * 3
     with pytest.raises(TypeError, match="one dtype: got float32, float64"):
         phocas.Median()(rows)
+    with pytest.raises(ValueError, match="row 1 is on meta, row 0 on cpu"):
+        phocas.Median()([torch.ones(2), torch.ones(2, device="meta")])
     named = [{"a": torch.ones(2), "b": torch.ones(2, device="meta")}] * 3
     with pytest.raises(ValueError, match="on one device: got cpu, meta"):
         phocas.Median()(named)
