@@ -3,7 +3,8 @@
 Under :class:`FakeDevice`, whatever is computed with tensors on ``meta`` is computed on the CPU, in
 memory that only the mode can reach; autograd, views and modules are torch's own. As on a real
 device, no operation takes tensors of both places, nothing there can be had as an array, and what
-goes from one place to the other goes through a copy, which is counted.
+goes from one place to the other goes through a copy, which is counted. (``torch.tensor(...,
+device=)`` asks no mode, and makes a tensor without memory.)
 """
 
 from __future__ import annotations

@@ -21,14 +21,16 @@ from phocas import kernels
 from phocas.kernels.triton import KernelError, calls
 from phocas.kernels.triton.calls import Rows
 from phocas.kernels.triton.loader import obstacle
-from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix
+from phocas.rules import measures
+from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix, not_radii
 from phocas.rules.algebra import (
     UNMIXED,
+    Columns,
     Decision,
     Distances,
     Floats,
-    Matrix,
     Mix,
+    Radii,
     Request,
     needs_double,
 )
@@ -42,7 +44,7 @@ Piece: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 _said: set[str] = set()
 
 
-def open_device(pieces: list[Piece], rebuild: Callable[[list[Any]], Any]) -> Matrix:
+def open_device(pieces: list[Piece], rebuild: Callable[[list[Any]], Any]) -> Columns:
     """Return the matrix of rows on a device, by the kernels that were chosen."""
     cleaned: list[Piece] = [
         _plain(piece) if isinstance(piece, torch.Tensor) else [_plain(row) for row in piece]
@@ -97,8 +99,17 @@ class KernelMatrix:
             lambda: _measured(self.pieces, self.m, request), lambda other: other.measure(request)
         )
 
-    def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
-        """Mix and reduce; count what was dropped of each mixed row."""
+    def partial(self, request: Request | Radii, start: int = 0) -> measures.Partial:
+        """Return what these columns contribute, if they begin at column ``start`` of more."""
+        asked = not_radii(request)
+        return self._or_by_torch(
+            lambda: _partial(self.pieces, self.m, asked, start),
+            lambda other: other.partial(asked, start),
+        )
+
+    def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
+        """Mix and reduce; count what was dropped of each mixed row, wherever columns begin."""
+        del start
 
         def work() -> Any:
             _check(decision)
@@ -178,26 +189,83 @@ def _granules(pieces: list[Piece], granule: int) -> Iterator[Piece]:
         yield torch.cat(parts, dim=1)
 
 
-def _measured(pieces: list[Piece], m: int, request: Request) -> Floats:
-    pairs = isinstance(request, Distances)
-    wide = not isinstance(request, Distances) or request.wide or request.scale != 1
-    weights = np.eye(m) if request.weights is None and request.scale != 1 else request.weights
-    k = m if weights is None else len(weights)
-    granule = kernels.granule_columns(k)
-    sums = calls.Sums(k, granule, pairs=pairs, device=pieces[0][0].device)
-    for piece in _granules(pieces, granule):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """A request about m rows, and how it is measured."""
+
+    request: Request
+    m: int
+
+    @property
+    def wide(self) -> bool:
+        """Tell whether squares are added in double precision."""
+        asked = self.request
+        return not isinstance(asked, Distances) or asked.wide or asked.scale != 1
+
+    @property
+    def weights(self) -> Floats | None:
+        """Return the mix that is measured."""
+        scaled = self.request.weights is None and self.request.scale != 1
+        return np.eye(self.m) if scaled else self.request.weights
+
+    def sums(self, device: torch.device) -> calls.Sums:
+        """Return room for the answer."""
+        k = self.m if self.weights is None else len(self.weights)
+        pairs = isinstance(self.request, Distances)
+        return calls.Sums(k, kernels.granule_columns(k), pairs=pairs, device=device)
+
+    def seen(self, piece: Piece) -> Iterator[Rows]:
+        """Yield what is measured of some columns, whole granules at a time."""
         rows = Rows.of(piece)
-        if weights is None:
-            sums.add(rows, wide=wide)
-            continue
+        if self.weights is None:
+            yield rows
+            return
+        k = len(self.weights)
+        granule = kernels.granule_columns(k)
         step = max(1, BLOCK_VALUES // (k * granule)) * granule
         for start in range(0, rows.columns, step):
             part = rows.shifted(start, min(rows.columns, start + step))
             # Wide in weights as well: what scales 3e38 down to 1e-9 is too small for single.
-            mixed = part.empty(k, part.columns, dtype=torch.float64 if wide else part.computed)
-            calls.combine(part, weights, mixed, fused=False)
-            sums.add(Rows.of(mixed * request.scale), wide=wide)
+            kind = torch.float64 if self.wide else part.computed
+            mixed = part.empty(k, part.columns, dtype=kind)
+            calls.combine(part, self.weights, mixed, fused=False)
+            yield Rows.of(mixed * self.request.scale)
+
+
+def _measured(pieces: list[Piece], m: int, request: Request) -> Floats:
+    question = _Question(request, m)
+    sums = question.sums(pieces[0][0].device)
+    for piece in _granules(pieces, sums.granule):
+        for rows in question.seen(piece):
+            sums.add(rows, wide=question.wide)
     return sums.result()
+
+
+def _partial(pieces: list[Piece], m: int, request: Request, start: int) -> measures.Partial:
+    question = _Question(request, m)
+    room = question.sums(pieces[0][0].device)
+    result = measures.Partial(room.m)
+    for piece in (block for whole in pieces for block in _blocks(whole)):
+
+        def sums(begin: int, end: int, piece: Piece = piece) -> Floats:
+            seen = question.seen(_cut(piece, begin, end))
+            found = [room.each(rows, wide=question.wide) for rows in seen]
+            return kernels.packed_sums(np.concatenate(found))
+
+        def values(begin: int, end: int, piece: Piece = piece) -> NDArray[np.floating]:
+            parts = [_computed(rows) for rows in question.seen(_cut(piece, begin, end))]
+            return np.asarray(torch.cat(parts, dim=1).cpu().numpy())
+
+        result += measures.of_columns(room.m, start, _columns(piece), sums, values)
+        start += _columns(piece)
+    return result
+
+
+def _computed(rows: Rows) -> torch.Tensor:
+    """Return the values of rows as they are computed with."""
+    out = rows.empty(len(rows), rows.columns, dtype=rows.computed)
+    calls.combine(rows, np.eye(len(rows)), out, fused=False)
+    return out
 
 
 def _check(decision: Decision) -> None:

@@ -245,6 +245,39 @@ def test_granules_are_those_of_the_whole_matrix(
     np.testing.assert_array_equal(measured([granule + 100]), wanted)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [phocas.Krum(2), phocas.NNM(2) | phocas.Phocas(2), phocas.CGE(2), phocas.GeometricMedian()],
+    ids=str,
+)
+def test_shards_on_a_device_have_the_bits_of_the_whole(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holder of columns measures its own, and all come to the processor's answer."""
+    m, granule = 7, kernels.granule_columns(7)
+    drawn = np.random.default_rng(1).normal(size=(m, 2 * granule + 50)).astype(np.float32)
+    drawn[2] = 1e20
+    rows = torch.from_numpy(drawn)
+    wanted = rule.explain(rows)
+    cuts = list(pairwise([0, 30, granule + 1, 2 * granule + 50]))
+    monkeypatch.setattr("phocas.rules.inputs._on_accelerator", lambda _: True)
+    evaluation = phocas.Evaluation(rule, m)
+    while evaluation.request is not None:
+        evaluation.answer([evaluation.partial(rows[:, a:b], a) for a, b in cuts])
+    found = [evaluation.explain(rows[:, a:b], a) for a, b in cuts]
+    assert bits(torch.cat([part.value for part in found])) == bits(wanted.value)
+    widths = np.array([b - a for a, b in cuts])
+    lost = widths @ np.stack([part.dropped for part in found]) / widths.sum()
+    np.testing.assert_allclose(lost, wanted.dropped, atol=1e-12)
+
+
+def test_cut_blocks_are_not_measured_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phocas.rules.inputs._on_accelerator", lambda _: True)
+    evaluation = phocas.Evaluation(phocas.Heraclius(2), 7)
+    with pytest.raises(TypeError, match="must be in host memory: move the tensor to the CPU"):
+        evaluation.partial(torch.ones(7, 9), 0)
+
+
 @pytest.mark.parametrize("size", [1e-170, 1e170])
 @pytest.mark.parametrize("rule", [phocas.Krum(3), phocas.NNM(3) | phocas.Phocas(3)], ids=str)
 def test_squares_that_double_precision_cannot_hold(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -177,6 +177,20 @@ class Sums:
     def add(self, rows: Rows, *, wide: bool) -> None:
         """Add whole granules; columns missing from the last one are zeros."""
         width = len(self.total)
+        for sums in self._granules(rows, wide=wide):
+            add_up = _compiled("add_up", rows.element, wide)
+            programs = -(-width // BLOCK)
+            add_up((programs,), sums, self.total, len(sums), width, BLOCK=BLOCK)
+
+    def each(self, rows: Rows, *, wide: bool) -> NDArray[np.float64]:
+        """Return the sums of each granule by themselves: squared distances, or squared norms."""
+        return np.concatenate(
+            [self._squares(sums.cpu().numpy()) for sums in self._granules(rows, wide=wide)]
+        )
+
+    def _granules(self, rows: Rows, *, wide: bool) -> Iterator[torch.Tensor]:
+        """Yield the sums of some granules at a time."""
+        width = len(self.total)
         together = max(1, SUMS_BYTES // (8 * width))
         for start in range(0, rows.columns, together * self.granule):
             part = rows.shifted(start, min(rows.columns, start + together * self.granule))
@@ -191,19 +205,20 @@ class Sums:
                 part.columns,
                 self.granule,
             )
-            add_up = _compiled("add_up", rows.element, wide)
-            programs = -(-width // BLOCK)
-            add_up((programs,), sums, self.total, granules, width, BLOCK=BLOCK)
+            yield sums
 
     def result(self) -> NDArray[np.float64]:
         """Return the squared distances between the m rows, or their squared norms."""
-        total = self.total.cpu().numpy()
+        (found,) = self._squares(self.total[None].cpu().numpy())
+        return np.asarray(found + found.T if found.ndim > 1 else found)
+
+    def _squares(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return (granules, m, m) squares above the diagonal, or (granules, m)."""
         if self.name == "squares":
-            return total[: self.m]
-        cells = total.reshape(self.blocks, self.blocks, SIDE, SIDE).swapaxes(1, 2)
+            return sums[:, : self.m]
+        cells = sums.reshape(-1, self.blocks, self.blocks, SIDE, SIDE).swapaxes(2, 3)
         side = self.blocks * SIDE
-        upper = np.triu(cells.reshape(side, side)[: self.m, : self.m], 1)
-        return np.asarray(upper + upper.T)
+        return np.triu(cells.reshape(-1, side, side)[:, : self.m, : self.m], 1)
 
 
 def _words(out: torch.Tensor) -> torch.Tensor:

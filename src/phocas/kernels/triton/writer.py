@@ -147,9 +147,11 @@ class Source:
         return self.op(f"tl.abs({a})")
 
     def nan_to_inf(self, a: str) -> str:
-        """Make NaN the largest value of all, so that every value is ordered."""
-        infinity = self.splat(float("inf"))
-        return self.select(self.compare("olt", a, infinity), a, infinity)
+        """Make NaN the largest value of all, so that every value is ordered.
+
+        Of NaN and a number, a minimum is the number: one instruction where a choice takes two.
+        """
+        return self.low(a, self.splat(float("inf")))
 
     def prefetch(self, address: str, distance: int) -> None:
         """Do nothing: a GPU has other columns to work on while it waits."""
