@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.fake_device import THERE, FakeDevice
 
 from phocas.cli import main
 from phocas.data import load
+from phocas.experiments.config import ConfigError, make_config
 from phocas.training import Trainer
 from phocas.training.task import Task
 from phocas.training.trainer import Round
@@ -142,3 +144,25 @@ def test_the_command_line_says_so_in_a_line(
     assert status.value.code == 2
     assert reason in said.getvalue()
     assert said.getvalue().count("\n") == 1
+
+
+def test_the_ray_engine_has_no_device() -> None:
+    with FakeDevice():
+        with pytest.raises(ConfigError, match="device: the ray engine has none: got meta"):
+            make_config({"engine": "ray", "device": "meta"})
+        assert make_config({"device": "meta"}).identity() != make_config({}).identity()
+        with pytest.raises(ValueError, match="ray engine computes on the processors of its hosts"):
+            trainer(device="meta", engine="ray")
+
+
+def test_a_run_goes_on_from_a_checkpoint_there(tmp_path: Path) -> None:
+    settings = {"device": "meta", "optimizer": "Adam", "lr": 0.01, "worker_momentum": 0.5}
+    file = tmp_path / "checkpoint"
+    with FakeDevice():
+        with trainer(**settings) as first:
+            first.step()
+            first.save(file)
+            wanted = first.step().loss
+        with trainer(**settings) as second:
+            second.load(file)
+            assert second.step().loss == wanted
