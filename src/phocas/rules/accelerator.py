@@ -26,6 +26,7 @@ from phocas.rules.algebra import (
     Request,
     by_function,
     needs_double,
+    wants_double,
 )
 
 BLOCK_VALUES = 1 << 24
@@ -246,9 +247,8 @@ def not_radii(request: Request | Radii) -> Request:
 
 def _asked(block: torch.Tensor, request: Request) -> torch.Tensor:
     """Return the rows that a request is about, in the precision that it wants."""
-    wide = not isinstance(request, Distances) or request.wide or request.scale != 1
     rows = _computed(block)
-    rows = rows.double() if wide and rows.device.type != "mps" else rows
+    rows = rows.double() if wants_double(request) and rows.device.type != "mps" else rows
     return _mixed(rows, request.weights) * request.scale
 
 

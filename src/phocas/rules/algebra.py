@@ -64,6 +64,11 @@ Request: TypeAlias = Distances | Norms
 AnyRequest = TypeVar("AnyRequest", Distances, Norms)
 
 
+def wants_double(request: Request) -> bool:
+    """Tell whether a request's squares are added in double precision."""
+    return isinstance(request, Norms) or request.wide or request.scale != 1
+
+
 def _chosen(weights: Floats) -> NDArray[np.intp] | None:
     chosen = weights.argmax(axis=1)
     exact = weights[np.arange(len(chosen)), chosen] == 1

@@ -33,6 +33,7 @@ from phocas.rules.algebra import (
     Radii,
     Request,
     needs_double,
+    wants_double,
 )
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
@@ -199,8 +200,7 @@ class _Question:
     @property
     def wide(self) -> bool:
         """Tell whether squares are added in double precision."""
-        asked = self.request
-        return not isinstance(asked, Distances) or asked.wide or asked.scale != 1
+        return wants_double(self.request)
 
     @property
     def weights(self) -> Floats | None:

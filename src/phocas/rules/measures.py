@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.kernels import Rows
-from phocas.rules.algebra import Distances, Floats, Mix, Norms, Radii, Request
+from phocas.rules.algebra import Distances, Floats, Mix, Norms, Radii, Request, wants_double
 
 MIXED_GRANULES = 16  # mixed rows are made that many granules at a time, fewer of more rows
 VECTOR = 16  # columns that kernels measure at a time
@@ -45,8 +45,7 @@ def partial(request: Request, start: int, rows: Rows) -> Partial:
     mix = kernels.SparseMix.of(weights)
     granule = kernels.granule_columns(len(mix))
     # Wide in weights as well: what scales 3e38 down to 1e-9 is too small for single precision.
-    wide = isinstance(request, Norms) or request.wide or request.scale != 1
-    kind = np.dtype(np.float64) if wide else kernels.compute_dtype(rows.element)
+    kind = np.dtype(np.float64) if wants_double(request) else kernels.compute_dtype(rows.element)
     together = max(2, MIXED_GRANULES * 64 // max(64, len(mix)))
     result = Partial(len(mix))
     begin = 0
