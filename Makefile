@@ -27,7 +27,8 @@ test-ray: $(VENV)/.installed
 # Without a GPU: Triton's interpreter runs its kernels, and its compiler makes them for devices.
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton/test_interpreted.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton/test_interpreted.py \
+		tests/kernels/triton/test_contract.py
 	$(BIN)/python -m pytest tests/kernels/triton/test_compiled.py
 
 # In Debian's chromium, which is installed where that is allowed; -rs says loudly where it is not.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.fake_device import THERE, FakeDevice
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,11 +28,13 @@ from phocas.integrations.ddp import step as ddp_step
 from phocas.integrations.ddp import verify as ddp_verify
 from phocas.integrations.ddp.wire import Bucket, Wire, pack
 from phocas.rules.bets import Bets
+from phocas.rules.suspicion import Suspicion
 
 WORLD = 4
 LIAR = 2
 HANG_TIMEOUT = 3.0
 DEATH_TIMEOUT = 30.0
+DEVICE_RULES = ("phocas:b=1", "krum:b=0", "nnm:b=1|median", "geometric-median")
 SCENES: dict[str, Callable[[int], Any]] = {}
 
 
@@ -379,6 +382,29 @@ def refused(rank: int) -> Any:
     }
     protect(model, phocas.Phocas(b=1))
     return said
+
+
+@scene
+def on_a_device(rank: int) -> Any:
+    """Aggregate buckets that lie on a device, and count what leaves it."""
+    wire = Wire(dist.new_group(), THERE)
+    found = {}
+    with FakeDevice() as device:
+        for text in DEVICE_RULES:
+            rule = phocas.parse_rule(text)
+            suspicion = Suspicion(WORLD, rule.liars(WORLD) or None)
+            aggregator = ddp_step.Aggregator(wire, rule, suspicion, verify=False, seed=0)
+            generator = torch.Generator().manual_seed(rank)
+            sent = [torch.randn(size, generator=generator) for size in (9_000, 300_001)]
+            flats = [flat.to(THERE) for flat in sent]
+            device.sent.clear()
+            device.fetched.clear()
+            for last, flat in enumerate(flats):
+                aggregator.take(flat, last=bool(last))
+            moved = sum(device.sent), sum(device.fetched)
+            got = torch.cat([flat.cpu() for flat in flats])
+            found[text] = {"sent": torch.cat(sent), "got": got, "moved": moved}
+    return found
 
 
 @scene

@@ -39,7 +39,7 @@ Scene: TypeAlias = Callable[[str], list[Any]]
 
 def environment() -> dict[str, str]:
     source = str(ROOT / "src")
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [source, str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {
         **os.environ,
         "PYTHONPATH": path,
@@ -326,3 +326,18 @@ def test_the_example_under_torchrun(tmp_path: Path) -> None:
     assert accuracy is not None, done.stdout
     assert float(accuracy[1]) > 0.6
     assert "rank 1 is suspect: 100% of its values were thrown away, where 25%" in done.stdout
+
+
+def test_rows_on_a_device_stay_there(ranks: Scene) -> None:
+    """What leaves it are samples, sums of granules and the columns where shards meet."""
+    results = ranks("on_a_device")
+    for text, first in results[0].items():
+        rows = torch.stack([each[text]["sent"] for each in results])
+        wanted = phocas.parse_rule(text)(rows)
+        for each in results:
+            torch.testing.assert_close(each[text]["got"], wanted, rtol=1e-5, atol=1e-6)
+            assert bits(each[text]["got"]) == bits(first["got"])
+            sent, fetched = each[text]["moved"]
+            shard = rows.nbytes // WORLD
+            assert sent < shard / 2
+            assert fetched < shard / 2

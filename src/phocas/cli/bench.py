@@ -36,8 +36,9 @@ def bench(
     from rich.console import Console
 
     from phocas.experiments import benchmark, doctor
+    from phocas.training.devices import find_device
 
-    where = doctor.find(device)
+    where = find_device("bench", "device", device)
     console = Console(quiet=as_json)
     if rule:
         cases = [benchmark.Case(name, workers, dims, dtype) for name in rule]

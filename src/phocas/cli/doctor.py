@@ -22,8 +22,9 @@ def doctor(
     The status is 1 if a rule is not what its definition says.
     """
     from phocas.experiments import doctor as examine
+    from phocas.training.devices import find_device
 
-    found = examine.devices() if device is None else [examine.find(device)]
+    found = examine.devices() if device is None else [find_device("doctor", "device", device)]
     failed = 0
     for each in found:
         typer.echo(f"{each}: {examine.route(each)}")

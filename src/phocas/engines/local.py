@@ -34,11 +34,13 @@ class LocalCluster:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.server = task.serve(task.model)
-        self.gradients = task.differentiate(self.server.parameters, Lanes(task.threads))
+        # A device has threads of its own.
+        lanes = Lanes(task.threads if task.device.type == "cpu" else 1)
+        self.gradients = task.differentiate(self.server.parameters, lanes)
         rows = self.server.rows
         self._velocity = torch.zeros_like(rows) if task.worker_momentum else None
         needs_previous = task.attack is not None and task.attack.needs_previous
-        self._previous = torch.zeros_like(rows) if needs_previous else None
+        self._previous = torch.zeros_like(rows, device="cpu") if needs_previous else None
         self._has_previous = False
 
     def gather(
@@ -50,7 +52,7 @@ class LocalCluster:
         clock.stop("data")
 
         rows = self.server.rows
-        losses = self.gradients(inputs, targets, rows, task.seed, round).numpy()
+        losses = self.gradients(inputs, targets, rows, task.seed, round)
         if self._velocity is not None:
             beta = task.worker_momentum
             self._velocity.mul_(beta).add_(rows, alpha=1 - beta)
@@ -69,7 +71,8 @@ class LocalCluster:
         sampled = tuple(sample.take(rows) for sample in samples)
         distance = None if mean is None else float(torch.dist(aggregate.value, mean))
         clock.stop("metrics")
-        return Gathered(aggregate, losses, distance, touched, clock.seconds, sampled=sampled)
+        told = losses.cpu().numpy()
+        return Gathered(aggregate, told, distance, touched, clock.seconds, sampled=sampled)
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
         """Let the server step."""
@@ -80,12 +83,14 @@ class LocalCluster:
         if attack is None:
             return 0
         rng = self.task.attack_rng(round)
-        if self._previous is None:
-            return attack.corrupt(rows, rng=rng, round=round).count
-        own = rows.clone()
+        seen = rows.cpu()  # where attacks are computed; no copy if the rows are there
+        own = None if self._previous is None else seen.clone()
         previous = self._previous if self._has_previous else None
-        touched = attack.corrupt(rows, rng=rng, round=round, previous=previous)
-        self._previous, self._has_previous = own, True
+        touched = attack.corrupt(seen, rng=rng, round=round, previous=previous)
+        if seen is not rows:
+            rows.copy_(seen)
+        if own is not None:
+            self._previous, self._has_previous = own, True
         return touched.count
 
     def state(self) -> dict[str, torch.Tensor]:

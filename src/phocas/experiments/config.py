@@ -26,6 +26,7 @@ from phocas.engines.faults import FaultScript
 from phocas.rules import RULES, Rule
 from phocas.specs import Foreign, unknown
 from phocas.training.cluster import ENGINES, Engine, find_engine
+from phocas.training.devices import find_device
 from phocas.training.models import check_model_text
 from phocas.training.optimizers import check_optimizer_text
 from phocas.training.schedules import SCHEDULES
@@ -80,6 +81,7 @@ _TEXTS: dict[str, Callable[[str], str]] = {
     "dataset": lambda text: str(DATASETS.read(text)),
     "model": check_model_text,
     "optimizer": check_optimizer_text,
+    "device": lambda text: str(find_device("a run", "device", text)),
 }
 
 
@@ -124,6 +126,7 @@ class RunConfig(BaseModel):
     data_dir: str | None = Field(
         None, description="the folder that keeps the data sets; by default the user's cache"
     )
+    device: str | None = _declared("device")
     threads: int | None = _declared("threads")
     checkpoint_rounds: int | None = Field(
         None, ge=1, description="rounds between checkpoints, besides those by time"
@@ -178,6 +181,8 @@ class RunConfig(BaseModel):
                 problems.append(
                     f"{name} is a setting of the {engine} engine: set engine to {engine} too"
                 )
+        if self.engine == "ray" and self.device not in (None, "cpu"):
+            problems.append(f"device: the ray engine has none: got {self.device}; leave it out")
         try:
             FaultScript.parse(self.faults).check(self.workers, self.servers)
         except ValueError as error:
@@ -201,6 +206,8 @@ class RunConfig(BaseModel):
     def identity(self) -> str:
         """Return a digest of all that the result depends on: not of names, places and threads."""
         foreign = {key for key, (engine, _) in _ENGINE_OF.items() if engine != self.engine}
+        if self.device is None:  # runs are older than the setting
+            foreign.add("device")
         content = self.model_dump(exclude=_PLACES | foreign)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 

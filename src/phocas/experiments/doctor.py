@@ -24,6 +24,7 @@ RULES = (
     "trimmed-mean:b=3",
     "phocas:b=3",
     "meamed:b=3",
+    "heraclius:b=3",
     "krum:b=3",
     "multi-krum:b=3",
     "bulyan:b=2",
@@ -50,19 +51,6 @@ class Check:
     def passed(self) -> bool:
         """Tell whether the result is what the definition says, up to rounding."""
         return self.distance <= self.allowed
-
-
-def find(name: str) -> torch.device:
-    """Return a device that is here, by its name."""
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"the device must be one that torch has here: {name!r}: {reason}"
-        ) from None
-    return device
 
 
 def devices() -> list[torch.device]:

@@ -35,6 +35,7 @@ from phocas.kernels.emit import (
     ColumnArguments,
     Element,
     Function,
+    Vectors,
     constant,
     declarations,
     pad_text,
@@ -153,9 +154,9 @@ def leave(f: Function, values: tuple[str, ...], place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How much a value counts by its scaled distance to the centre."""
+    """How much a value counts by its scaled distance to the centre: nothing beyond the limit."""
 
-    f: Function
+    f: Vectors
     radius: str
     twice: str
     inverse: str
@@ -168,8 +169,31 @@ class Weights:
         falling = f.low(f.mul(f.sub(self.twice, length), self.inverse), f.splat(1))
         mine = f.select(f.compare("ole", length, self.radius), f.splat(1), falling)
         inside = f.compare("ole", length, self.limit)
-        share = f.select(inside, f.mul(mine, distance), "zeroinitializer")
-        return f.add(total, share), f.add(weight, f.select(inside, mine, "zeroinitializer"))
+        share = f.select(inside, f.mul(mine, distance), f.splat(0))
+        return f.add(total, share), f.add(weight, f.select(inside, mine, f.splat(0)))
+
+    def bounds(self, distance: str, value: str, low: str, high: str) -> tuple[str, str]:
+        """Return the smallest and the largest value that have a weight, with one more."""
+        f = self.f
+        inside = f.compare("ole", f.absolute(distance), self.limit)
+        low = f.low(low, f.select(inside, value, f.splat(math.inf)))
+        return low, f.high(high, f.select(inside, value, f.splat(-math.inf)))
+
+
+def reaching(f: Vectors, radius: str, spread: str, reach: str) -> Weights:
+    """Return the weights in a column of some radius, in a block of some spread."""
+    # No scaled distance between finite values is more, and an infinity is beyond twice that.
+    largest = f.splat(LARGEST[f.scalar] / 2)
+    full = f.low(f.mul(f.high(radius, spread), reach), largest)
+    twice = f.add(full, full)
+    # Infinite where the spread is subnormal: weights there are 1 up to twice the reach.
+    inverse = f.div(f.splat(1), full)
+    return Weights(f, radius, twice, inverse, f.high(radius, twice))
+
+
+def weighted(f: Vectors, centre: str, total: str, weight: str, scale: str) -> str:
+    """Return the mean from its centre, by the sums of weighted distances and of weights."""
+    return f.add(centre, f.div(total, f.mul(weight, scale)))
 
 
 Scale = Callable[[Function], str | None]
@@ -186,39 +210,33 @@ def second_text(
     f = Function(target, element)
     reach, spread_ = f.broadcast("%reach"), f.broadcast("%spread")
     scale = scaled(f) or ""
-    largest = LARGEST[f.scalar]
     with f.loop("0", "%count", f.lanes) as loop:
         place = f.op(f"add i64 %place, {loop.index}")
-        radius = f.load_vector(slot(f, HIGH, place))
-        # No scaled distance between finite values is more, and an infinity is beyond twice that.
-        full = f.low(f.mul(f.high(radius, spread_), reach), f.splat(largest / 2))
-        twice = f.add(full, full)
-        limit = f.high(radius, twice)
-        f.store_vector(limit, slot(f, HIGH, place))
+        weights = reaching(f, f.load_vector(slot(f, HIGH, place)), spread_, reach)
+        f.store_vector(weights.limit, slot(f, HIGH, place))
         if weigh is not None:
-            # Infinite where the spread is subnormal: weights there are 1 up to twice the reach.
-            inverse = f.op(f"fdiv {f.vector} {f.splat(1)}, {full}")
-            weights = Weights(f, radius, twice, inverse, limit)
             total, weight = weigh(f, weights, place)
-            step = f.op(f"fdiv {f.vector} {total}, {f.mul(weight, scale)}")
-            result = f.add(f.load_vector(slot(f, CENTRE, place)), step)
+            result = weighted(f, f.load_vector(slot(f, CENTRE, place)), total, weight, scale)
             column = f.op(f"add i64 %column, {loop.index}")
-            bounds = partial(_kept_bounds, f, column, place, scale, limit)
+            bounds = partial(_kept_bounds, f, weights, column, place, scale)
             f.store(held(f, result, bounds), f.at("%out", column))
     return _define("second", f"{_SWEEP}, {f.scalar} %reach, {f.scalar} %spread, {_WHERE}", f)
 
 
-def _kept_bounds(f: Function, column: str, place: str, scale: str, limit: str) -> tuple[str, str]:
+def _kept_bounds(
+    f: Function, weights: Weights, column: str, place: str, scale: str
+) -> tuple[str, str]:
     """Return the smallest and the largest of the values that have a weight."""
     minus = f.load_vector(slot(f, LOW, place))
     with f.loop("0", f.named(ColumnArguments._fields).integer("m")) as each:
         low = each.carry(f.vector, f.splat(math.inf))
         high = each.carry(f.vector, f.splat(-math.inf))
         value = f.load(f.at(f.pointer("%rows", each.index), column))
-        length = f.absolute(f.multiply_add(value, scale, minus))
-        inside = f.compare("ole", length, limit)
-        each.update(low, f.low(low, f.select(inside, value, f.splat(math.inf))))
-        each.update(high, f.high(high, f.select(inside, value, f.splat(-math.inf))))
+        distance = f.multiply_add(value, scale, minus)
+        for carried, found in zip(
+            (low, high), weights.bounds(distance, value, low, high), strict=True
+        ):
+            each.update(carried, found)
     return low, high
 
 

@@ -300,6 +300,18 @@ def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
     return matrix + matrix.T
 
 
+def packed_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return sums of granules that others made, (granules, m, m) or (granules, m), as ours are.
+
+    Of pairs, those above the diagonal count.
+    """
+    granules, m = sums.shape[:2]
+    padded = _blocks(m) * distances.block_rows(host())
+    wide = np.zeros((granules, *[padded] * (sums.ndim - 1)))
+    wide[(slice(None), *[slice(m)] * (sums.ndim - 1))] = np.triu(sums, 1) if sums.ndim > 2 else sums
+    return wide.reshape(granules, -1)[:, _pair_places(padded)] if sums.ndim > 2 else wide
+
+
 def _blocks(m: int) -> int:
     return -(-m // distances.block_rows(host()))
 

@@ -67,8 +67,14 @@ class Vectors(Protocol):
     def add(self, a: str, b: str) -> str:
         """Return a + b."""
 
+    def sub(self, a: str, b: str) -> str:
+        """Return a - b."""
+
     def mul(self, a: str, b: str) -> str:
         """Return a * b, rounded on its own."""
+
+    def div(self, a: str, b: str) -> str:
+        """Return a / b, rounded to nearest."""
 
     def fma(self, a: str, b: str, c: str) -> str:
         """Return a * b + c, rounded once."""
@@ -184,6 +190,10 @@ class Function:
     def mul(self, a: str, b: str) -> str:
         """Return a * b, rounded on its own: contraction would make bits depend on the host."""
         return self.op(f"fmul {self.vector} {a}, {b}")
+
+    def div(self, a: str, b: str) -> str:
+        """Return a / b, rounded to nearest."""
+        return self.op(f"fdiv {self.vector} {a}, {b}")
 
     def fma(self, a: str, b: str, c: str) -> str:
         """Return a * b + c, rounded once, which hosts without such an instruction do slowly."""

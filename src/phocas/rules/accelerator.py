@@ -14,15 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phocas import kernels
 from phocas.kernels import BLOCK_COLUMNS, PLAIN_MEAN, Window
+from phocas.rules import measures
 from phocas.rules.algebra import (
     Decision,
     Distances,
     Floats,
     Function,
+    Radii,
     Request,
     by_function,
     needs_double,
+    wants_double,
 )
 
 BLOCK_VALUES = 1 << 24
@@ -39,25 +43,37 @@ class DeviceMatrix:
 
     def measure(self, request: Request) -> Floats:
         """Answer a rule's question about whole rows."""
-        wide = not isinstance(request, Distances) or request.wide or request.scale != 1
+        pairs = isinstance(request, Distances)
         k = self.m if request.weights is None else len(request.weights)
-        result = np.zeros((k, k) if isinstance(request, Distances) else k)
+        result = np.zeros((k, k) if pairs else k)
         for tensor in self.tensors:
             for block in _blocks(tensor):
-                rows = _computed(block)
-                rows = rows.double() if wide and rows.device.type != "mps" else rows
-                rows = _mixed(rows, request.weights) * request.scale
-                if isinstance(request, Distances):
-                    for i in range(k - 1):
-                        sums = (rows[i + 1 :] - rows[i]).square().sum(dim=1)
-                        result[i, i + 1 :] += sums.double().cpu().numpy()
-                else:
-                    result += rows.square().sum(dim=1).double().cpu().numpy()
-        result = np.where(np.isnan(result), np.inf, result)
-        return result + result.T if isinstance(request, Distances) else result
+                result += _squares(_asked(block, request), pairs=pairs)
+        return result + result.T if pairs else result
 
-    def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
-        """Mix and reduce; count what was dropped of each mixed row."""
+    def partial(self, request: Request | Radii, start: int = 0) -> measures.Partial:
+        """Return what these columns contribute, if they begin at column ``start`` of more."""
+        asked = not_radii(request)
+        k = self.m if asked.weights is None else len(asked.weights)
+        result = measures.Partial(k)
+        for block in (block for tensor in self.tensors for block in _blocks(tensor)):
+
+            def sums(begin: int, end: int, block: torch.Tensor = block) -> Floats:
+                rows = _asked(block[:, begin:end], asked)
+                granules = rows.reshape(k, -1, kernels.granule_columns(k))
+                found = _squares(granules, pairs=isinstance(asked, Distances))
+                return kernels.packed_sums(np.moveaxis(found, -1, 0))
+
+            def values(begin: int, end: int, block: torch.Tensor = block) -> NDArray[Any]:
+                return np.asarray(_asked(block[:, begin:end], asked).cpu().numpy())
+
+            result += measures.of_columns(k, start, block.shape[1], sums, values)
+            start += block.shape[1]
+        return result
+
+    def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
+        """Mix and reduce; count what was dropped of each mixed row, wherever columns begin."""
+        del start
         if decision.function is not None:
             return self._by_function(decision.function, decision.mix.weights)
         answers = []
@@ -217,6 +233,38 @@ def nearest(rows: torch.Tensor, window: Window) -> Nearest:
         kept[:n] = torch.where(nearer, kept[:n], others)
         chosen[:n] = torch.where(nearer, chosen[:n], wires[start : start + n])
     return Nearest(rows, y, kept, chosen)
+
+
+def not_radii(request: Request | Radii) -> Request:
+    """Refuse to measure blocks that are cut: their spreads are exchanged in host memory only."""
+    if isinstance(request, Radii):
+        raise TypeError(
+            "shards of a rule that reaches by blocks of columns must be in host memory: move the"
+            " tensor to the CPU first"
+        )
+    return request
+
+
+def _asked(block: torch.Tensor, request: Request) -> torch.Tensor:
+    """Return the rows that a request is about, in the precision that it wants."""
+    rows = _computed(block)
+    rows = rows.double() if wants_double(request) and rows.device.type != "mps" else rows
+    return _mixed(rows, request.weights) * request.scale
+
+
+def _squares(rows: torch.Tensor, *, pairs: bool) -> NDArray[np.float64]:
+    """Return the sums along the last axis of squared differences above the diagonal, or of squares.
+
+    What is not a number is far away.
+    """
+    if not pairs:
+        found = rows.square().sum(dim=-1)
+    else:
+        k = len(rows)
+        found = rows.new_zeros(k, *rows.shape[:-1])
+        for i in range(k - 1):
+            found[i, i + 1 :] = (rows[i + 1 :] - rows[i]).square().sum(dim=-1)
+    return np.asarray(found.nan_to_num(torch.inf, torch.inf).cpu().double().numpy())
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

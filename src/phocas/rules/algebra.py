@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import Window
+
+if TYPE_CHECKING:
+    from phocas.rules.measures import Partial
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -59,6 +62,11 @@ class Radii:
 
 Request: TypeAlias = Distances | Norms
 AnyRequest = TypeVar("AnyRequest", Distances, Norms)
+
+
+def wants_double(request: Request) -> bool:
+    """Tell whether a request's squares are added in double precision."""
+    return isinstance(request, Norms) or request.wide or request.scale != 1
 
 
 def _chosen(weights: Floats) -> NDArray[np.intp] | None:
@@ -281,3 +289,13 @@ class Matrix(Protocol):
 
     def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
         """Mix and reduce, in the form of the rows; count what was dropped of each mixed row."""
+
+
+class Columns(Matrix, Protocol):
+    """Rows that may be a range of the columns of longer ones."""
+
+    def partial(self, request: Request | Radii, start: int = 0) -> Partial:
+        """Return what these columns contribute, if they begin at column ``start`` of more."""
+
+    def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
+        """Mix and reduce; with spreads of cut blocks, columns begin at ``start`` of more."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,8 +21,20 @@ from phocas import kernels
 from phocas.kernels.triton import KernelError, calls
 from phocas.kernels.triton.calls import Rows
 from phocas.kernels.triton.loader import obstacle
-from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix
-from phocas.rules.algebra import Decision, Distances, Floats, Matrix, Request, needs_double
+from phocas.rules import measures
+from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix, not_radii
+from phocas.rules.algebra import (
+    UNMIXED,
+    Columns,
+    Decision,
+    Distances,
+    Floats,
+    Mix,
+    Radii,
+    Request,
+    needs_double,
+    wants_double,
+)
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
 CHOICES = ("triton", "torch")
@@ -33,7 +45,7 @@ Piece: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 _said: set[str] = set()
 
 
-def open_device(pieces: list[Piece], rebuild: Callable[[list[Any]], Any]) -> Matrix:
+def open_device(pieces: list[Piece], rebuild: Callable[[list[Any]], Any]) -> Columns:
     """Return the matrix of rows on a device, by the kernels that were chosen."""
     cleaned: list[Piece] = [
         _plain(piece) if isinstance(piece, torch.Tensor) else [_plain(row) for row in piece]
@@ -88,13 +100,22 @@ class KernelMatrix:
             lambda: _measured(self.pieces, self.m, request), lambda other: other.measure(request)
         )
 
-    def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
-        """Mix and reduce; count what was dropped of each mixed row."""
+    def partial(self, request: Request | Radii, start: int = 0) -> measures.Partial:
+        """Return what these columns contribute, if they begin at column ``start`` of more."""
+        asked = not_radii(request)
+        return self._or_by_torch(
+            lambda: _partial(self.pieces, self.m, asked, start),
+            lambda other: other.partial(asked, start),
+        )
+
+    def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
+        """Mix and reduce; count what was dropped of each mixed row, wherever columns begin."""
+        del start
 
         def work() -> Any:
             _check(decision)
             lost = None if counts is None else np.zeros_like(counts)
-            answers = [_reduced(piece, decision, lost) for piece in self.pieces]
+            answers = _reduced(self.pieces, decision, lost)
             if counts is not None and lost is not None:
                 counts[:] += lost
             return self.rebuild(answers)
@@ -169,64 +190,158 @@ def _granules(pieces: list[Piece], granule: int) -> Iterator[Piece]:
         yield torch.cat(parts, dim=1)
 
 
-def _measured(pieces: list[Piece], m: int, request: Request) -> Floats:
-    pairs = isinstance(request, Distances)
-    wide = not isinstance(request, Distances) or request.wide or request.scale != 1
-    weights = np.eye(m) if request.weights is None and request.scale != 1 else request.weights
-    k = m if weights is None else len(weights)
-    granule = kernels.granule_columns(k)
-    sums = calls.Sums(k, granule, pairs=pairs, device=pieces[0][0].device)
-    for piece in _granules(pieces, granule):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """A request about m rows, and how it is measured."""
+
+    request: Request
+    m: int
+
+    @property
+    def wide(self) -> bool:
+        """Tell whether squares are added in double precision."""
+        return wants_double(self.request)
+
+    @property
+    def weights(self) -> Floats | None:
+        """Return the mix that is measured."""
+        scaled = self.request.weights is None and self.request.scale != 1
+        return np.eye(self.m) if scaled else self.request.weights
+
+    def sums(self, device: torch.device) -> calls.Sums:
+        """Return room for the answer."""
+        k = self.m if self.weights is None else len(self.weights)
+        pairs = isinstance(self.request, Distances)
+        return calls.Sums(k, kernels.granule_columns(k), pairs=pairs, device=device)
+
+    def seen(self, piece: Piece) -> Iterator[Rows]:
+        """Yield what is measured of some columns, whole granules at a time."""
         rows = Rows.of(piece)
-        if weights is None:
-            sums.add(rows, wide=wide)
-            continue
+        if self.weights is None:
+            yield rows
+            return
+        k = len(self.weights)
+        granule = kernels.granule_columns(k)
         step = max(1, BLOCK_VALUES // (k * granule)) * granule
         for start in range(0, rows.columns, step):
             part = rows.shifted(start, min(rows.columns, start + step))
             # Wide in weights as well: what scales 3e38 down to 1e-9 is too small for single.
-            mixed = part.empty(k, part.columns, dtype=torch.float64 if wide else part.computed)
-            calls.combine(part, weights, mixed, fused=False)
-            sums.add(Rows.of(mixed * request.scale), wide=wide)
+            kind = torch.float64 if self.wide else part.computed
+            mixed = part.empty(k, part.columns, dtype=kind)
+            calls.combine(part, self.weights, mixed, fused=False)
+            yield Rows.of(mixed * self.request.scale)
+
+
+def _measured(pieces: list[Piece], m: int, request: Request) -> Floats:
+    question = _Question(request, m)
+    sums = question.sums(pieces[0][0].device)
+    for piece in _granules(pieces, sums.granule):
+        for rows in question.seen(piece):
+            sums.add(rows, wide=question.wide)
     return sums.result()
+
+
+def _partial(pieces: list[Piece], m: int, request: Request, start: int) -> measures.Partial:
+    question = _Question(request, m)
+    room = question.sums(pieces[0][0].device)
+    result = measures.Partial(room.m)
+    for piece in (block for whole in pieces for block in _blocks(whole)):
+
+        def sums(begin: int, end: int, piece: Piece = piece) -> Floats:
+            seen = question.seen(_cut(piece, begin, end))
+            found = [room.each(rows, wide=question.wide) for rows in seen]
+            return kernels.packed_sums(np.concatenate(found))
+
+        def values(begin: int, end: int, piece: Piece = piece) -> NDArray[np.floating]:
+            parts = [_computed(rows) for rows in question.seen(_cut(piece, begin, end))]
+            return np.asarray(torch.cat(parts, dim=1).cpu().numpy())
+
+        result += measures.of_columns(room.m, start, _columns(piece), sums, values)
+        start += _columns(piece)
+    return result
+
+
+def _computed(rows: Rows) -> torch.Tensor:
+    """Return the values of rows as they are computed with."""
+    out = rows.empty(len(rows), rows.columns, dtype=rows.computed)
+    calls.combine(rows, np.eye(len(rows)), out, fused=False)
+    return out
 
 
 def _check(decision: Decision) -> None:
     """Refuse what a decision may hold beside a mix and a window: it must not be left out."""
-    calls.check(decision.window)
     known = ("mix", "window")
     for field in fields(decision):
         if field.name not in known and getattr(decision, field.name) is not None:
             raise KernelError(f"Triton's kernels know nothing of the {field.name} of a decision")
 
 
-def _reduced(piece: Piece, decision: Decision, counts: NDArray[np.int64] | None) -> torch.Tensor:
-    out = torch.empty(_columns(piece), dtype=piece[0].dtype, device=piece[0].device)
-    done = 0
+def _reduced(
+    pieces: list[Piece], decision: Decision, counts: NDArray[np.int64] | None
+) -> list[torch.Tensor]:
+    """Mix and reduce all pieces; with a reach, the radii of all columns come first."""
+    mix, window = decision.mix, decision.window
+    if window.watched and (counts is None or mix.weights is not None):
+        means = _reduced(pieces, Decision(UNMIXED, kernels.PLAIN_MEAN), None)
+        if counts is not None:
+            _reduced(pieces, Decision(mix, replace(window, watched=False)), counts)
+        return means
+    weights = None if mix.selected is not None else mix.weights
+    if weights is not None and len(weights) == 1:
+        return [_joined(piece, [mixed[0] for mixed in _mixed(piece, weights)]) for piece in pieces]
+    spread = _spreads(pieces, decision) if window.reach else None
+    answers = []
+    first = 0
+    for piece in pieces:
+        parts = []
+        for rows in _seen(piece, mix):
+            part = rows.empty(rows.columns, dtype=rows.dtype)
+            here = None if spread is None else replace(spread, first=first)
+            calls.reduce(rows, window, part, counts, here)
+            parts.append(part)
+            first += rows.columns
+        answers.append(_joined(piece, parts))
+    return answers
+
+
+def _spreads(pieces: list[Piece], decision: Decision) -> calls.Spreads:
+    """Return the spreads of all blocks of columns, which may lie in several pieces."""
+    parts = []
+    for piece in pieces:
+        for rows in _seen(piece, decision.mix):
+            parts.append(rows.empty(rows.columns, dtype=rows.computed))
+            calls.radii(rows, decision.window, parts[-1])
+    kind = parts[0].dtype if parts else torch.float32
+    none = torch.empty(0, dtype=kind, device=pieces[0][0].device)
+    return calls.Spreads.of(torch.cat([none, *parts]), decision.window.reach)
+
+
+def _seen(piece: Piece, mix: Mix) -> Iterator[Rows]:
+    """Yield the rows that a window sees, a range of columns at a time."""
+    if mix.weights is not None and mix.selected is None:
+        yield from map(Rows.of, _mixed(piece, mix.weights))
+        return
     for block in _blocks(piece):
         rows = Rows.of(block)
-        _reduce(rows, decision, out[done : done + rows.columns], counts)
-        done += rows.columns
-    return out
+        yield rows if mix.selected is None else rows.take(mix.selected)
 
 
-def _reduce(
-    rows: Rows, decision: Decision, out: torch.Tensor, counts: NDArray[np.int64] | None
-) -> None:
-    weights, chosen = decision.mix.weights, decision.mix.selected
-    if weights is None or chosen is not None:
-        rows = rows if chosen is None else rows.take(chosen)
-        calls.reduce(rows, decision.window, out, counts)
-        return
+def _mixed(piece: Piece, weights: Floats) -> Iterator[torch.Tensor]:
+    """Yield the mixed rows, a range of columns at a time."""
     k = len(weights)
-    dtype = torch.float64 if needs_double(weights) else rows.computed
     step = max(1, BLOCK_VALUES // k)
-    for start in range(0, rows.columns, step):
-        part = rows.shifted(start, min(rows.columns, start + step))
-        mixed = part.empty(k, part.columns, dtype=dtype)
-        calls.combine(part, weights, mixed, fused=k > 1)
-        answer = mixed[0]
-        if k > 1:
-            answer = part.empty(part.columns, dtype=dtype)
-            calls.reduce(Rows.of(mixed), decision.window, answer, counts)
-        out[start : start + part.columns] = answer
+    for block in _blocks(piece):
+        rows = Rows.of(block)
+        dtype = torch.float64 if needs_double(weights) else rows.computed
+        for start in range(0, rows.columns, step):
+            part = rows.shifted(start, min(rows.columns, start + step))
+            mixed = part.empty(k, part.columns, dtype=dtype)
+            calls.combine(part, weights, mixed, fused=k > 1)
+            yield mixed
+
+
+def _joined(piece: Piece, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the answers of a piece in one tensor of its type."""
+    like = piece[0]
+    out = parts[0] if len(parts) == 1 else torch.cat([like.new_empty(0), *parts])
+    return out.to(like.dtype)

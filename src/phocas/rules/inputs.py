@@ -25,10 +25,10 @@ from phocas.floats import FORMATS, to_bfloat16
 from phocas.kernels import Rows, SparseMix, Window
 from phocas.rules import measures
 from phocas.rules.algebra import (
+    Columns,
     Decision,
     Floats,
     Function,
-    Matrix,
     Radii,
     Request,
     by_function,
@@ -254,7 +254,7 @@ def _stored(values: NDArray[Any], element: str) -> NDArray[Any]:
 # -- opening ---------------------------------------------------------------------------------------
 
 
-def open_rows(rows: Any) -> Matrix:
+def open_rows(rows: Any) -> Columns:
     """Return the matrix behind whatever holds the rows; refuse what is not one."""
     if isinstance(rows, np.ndarray) or is_tensor(rows):
         _unmasked(rows, "rows")
@@ -279,7 +279,7 @@ def open_rows(rows: Any) -> Matrix:
     return _open_vectors(rows)
 
 
-def _open_vectors(rows: Sequence[Any]) -> Matrix:
+def _open_vectors(rows: Sequence[Any]) -> Columns:
     first = rows[0]
     for i, row in enumerate(rows):
         if not _alike(row, first):
@@ -291,7 +291,7 @@ def _open_vectors(rows: Sequence[Any]) -> Matrix:
     return HostMatrix([piece], lambda answers: _like(first, answers[0]).reshape(first.shape))
 
 
-def _open_mappings(rows: Sequence[Any]) -> Matrix:
+def _open_mappings(rows: Sequence[Any]) -> Columns:
     first = rows[0]
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -312,7 +312,7 @@ def _open_mappings(rows: Sequence[Any]) -> Matrix:
     )
 
 
-def _open_lists(rows: Sequence[Any]) -> Matrix:
+def _open_lists(rows: Sequence[Any]) -> Columns:
     first = rows[0]
     for i, row in enumerate(rows):
         if not isinstance(row, list | tuple):
@@ -332,7 +332,7 @@ def _open_parts(
     rows: Sequence[Sequence[Any]],
     places: Sequence[str],
     rebuild: Callable[[Sequence[Any]], Any],
-) -> Matrix:
+) -> Columns:
     """Open workers that have several arrays each; ``rebuild`` gives the answers their form."""
     first = rows[0]
     for i, row in enumerate(rows):
@@ -510,7 +510,7 @@ def _strided(tensor: Any, place: str = "a row") -> Any:
     return tensor
 
 
-def _on_device(pieces: list[Any], rebuild: Callable[[list[Any]], Any]) -> Matrix:
+def _on_device(pieces: list[Any], rebuild: Callable[[list[Any]], Any]) -> Columns:
     from phocas.rules.device import open_device  # noqa: PLC0415 - needs torch
 
     dtypes = {str(piece[0].dtype).removeprefix("torch.") for piece in pieces}

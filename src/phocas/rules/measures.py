@@ -8,7 +8,7 @@ missing, :func:`total` completes the shared granules and adds all granules in th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.kernels import Rows
-from phocas.rules.algebra import Distances, Floats, Mix, Norms, Radii, Request
+from phocas.rules.algebra import Distances, Floats, Mix, Norms, Radii, Request, wants_double
 
 MIXED_GRANULES = 16  # mixed rows are made that many granules at a time, fewer of more rows
 VECTOR = 16  # columns that kernels measure at a time
@@ -45,8 +45,7 @@ def partial(request: Request, start: int, rows: Rows) -> Partial:
     mix = kernels.SparseMix.of(weights)
     granule = kernels.granule_columns(len(mix))
     # Wide in weights as well: what scales 3e38 down to 1e-9 is too small for single precision.
-    wide = isinstance(request, Norms) or request.wide or request.scale != 1
-    kind = np.dtype(np.float64) if wide else kernels.compute_dtype(rows.element)
+    kind = np.dtype(np.float64) if wants_double(request) else kernels.compute_dtype(rows.element)
     together = max(2, MIXED_GRANULES * 64 // max(64, len(mix)))
     result = Partial(len(mix))
     begin = 0
@@ -66,20 +65,38 @@ def partial(request: Request, start: int, rows: Rows) -> Partial:
 
 def _measure(request: Request, start: int, rows: Rows) -> Partial:
     m = len(rows)
+    return of_columns(
+        m,
+        start,
+        rows.columns,
+        lambda begin, end: _sums(request, rows.shifted(begin, end), kernels.granule_columns(m)),
+        lambda begin, end: kernels.values(rows.shifted(begin, end)),
+    )
+
+
+def of_columns(
+    m: int,
+    start: int,
+    columns: int,
+    sums: Callable[[int, int], Floats],
+    values: Callable[[int, int], NDArray[np.floating]],
+) -> Partial:
+    """Measure columns that begin at column ``start`` of more, by functions of a range of them.
+
+    ``sums`` gives those of whole granules, as :func:`phocas.kernels.pair_sums` or ``square_sums``
+    does, and ``values`` what is computed with.
+    """
     granule = kernels.granule_columns(m)
     first = -(-start // granule)
-    last = max(first, (start + rows.columns) // granule)
-    head = min(rows.columns, first * granule - start)
-    tail = max(head, min(rows.columns, last * granule - start))
-    sums: tuple[tuple[int, Floats], ...] = ()
-    if tail > head:
-        sums = ((first, _sums(request, rows.shifted(head, tail), granule)),)
+    last = max(first, (start + columns) // granule)
+    head = min(columns, first * granule - start)
+    tail = max(head, min(columns, last * granule - start))
     edges = tuple(
-        (start + begin, kernels.values(rows.shifted(begin, end)))
-        for begin, end in ((0, head), (tail, rows.columns))
+        (start + begin, values(begin, end))
+        for begin, end in ((0, head), (tail, columns))
         if end > begin
     )
-    return Partial(m, sums, edges)
+    return Partial(m, ((first, sums(head, tail)),) if tail > head else (), edges)
 
 
 def total(request: Request, partials: Iterable[Partial], columns: int | None = None) -> Floats:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from phocas.rules import measures
-from phocas.rules.algebra import Decision, Floats, Radii, Request
+from phocas.rules.algebra import Columns, Decision, Floats, Radii, Request
 from phocas.rules.base import (
     Explanation,
     Randomness,
@@ -33,7 +33,7 @@ from phocas.rules.base import (
     decision_rows,
     shares,
 )
-from phocas.rules.inputs import HostMatrix, open_rows
+from phocas.rules.inputs import open_rows
 from phocas.rules.measures import Partial
 from phocas.rules.table import RULES
 
@@ -119,19 +119,17 @@ class Evaluation:
             )
         return self._decision
 
-    def _all(self, columns: Any) -> HostMatrix:
+    def _all(self, columns: Any) -> Columns:
         """Open columns that are finished here, which must be all of them for some rules."""
         matrix = self._open(columns)
         if self.rule.whole and matrix.d != self.d:
             raise ValueError(f"{_needs_all(self.rule)}: got {matrix.d} of {self.d}")
         return matrix
 
-    def _open(self, columns: Any) -> HostMatrix:
+    def _open(self, columns: Any) -> Columns:
         matrix = open_rows(columns)
         if matrix.m != self.m:
             raise ValueError(f"columns must be of {self.m} rows: got {matrix.m}")
-        if not isinstance(matrix, HostMatrix):
-            raise TypeError("shards must be in host memory: move the tensor to the CPU first")
         return matrix
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -10,10 +12,30 @@ from torch import nn
 from phocas.seeds import Stream, sequence
 
 
-def worker_generator(seed: int, round: int, worker: int) -> torch.Generator:
-    """Return the generator of one worker in one round."""
+def worker_seed(seed: int, round: int, worker: int) -> int:
+    """Return the seed of one worker in one round."""
     words = sequence(Stream.DROPOUT, seed, round, worker).generate_state(2)
-    return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
+    return int(words[0]) << 32 | int(words[1])
+
+
+def worker_generator(
+    seed: int, round: int, worker: int, device: torch.device | str = "cpu"
+) -> torch.Generator:
+    """Return the generator of one worker in one round, which draws on a device."""
+    return torch.Generator(device).manual_seed(worker_seed(seed, round, worker))
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """Run a block that draws at random, and give back the generators of process and device."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators that a model on a device draws from by itself."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *own]
 
 
 def fill_mask(mask: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
@@ -40,7 +62,7 @@ class SeededDropout(nn.Module):
         if self.noise.generator is None:
             raise RuntimeError("the dropout layers of a worker need its generator: none was set")
         # Contiguous whatever the layout of the values, so that the layout does not choose the mask.
-        mask = torch.empty(values.shape, dtype=values.dtype)
+        mask = torch.empty(values.shape, dtype=values.dtype, device=values.device)
         return values * fill_mask(mask, self.p, self.noise.generator)
 
 

@@ -40,12 +40,14 @@ def evaluate(
 ) -> Metrics:
     """Return the mean loss over all test samples, and the accuracy where there is such a thing.
 
-    Accuracy needs one whole number a sample as target and a row of scores as output.
+    Accuracy needs one whole number a sample as target and a row of scores as output. Samples go to
+    the device of the model.
     """
+    device = next(model.parameters()).device
     start = time.perf_counter()
 
     def judge(part: npt.NDArray[np.int64]) -> tuple[float, int, torch.Tensor | None]:
-        inputs, targets = samples.test_batch(part)
+        inputs, targets = (each.to(device) for each in samples.test_batch(part))
         if channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         with torch.no_grad():

@@ -40,9 +40,15 @@ class FlatParameters:
                 "a model's parameters must all be float32, all float64 or all bfloat16:"
                 f" got {', '.join(sorted(map(str, dtypes)))}"
             )
+        devices = {str(tensor.device) for tensor in self.tensors}
+        if len(devices) != 1:
+            raise ValueError(
+                f"a model's parameters must be on one device: got {', '.join(sorted(devices))}"
+            )
         self.shapes = [tensor.shape for tensor in self.tensors]
         self.size = sum(tensor.numel() for tensor in self.tensors)
-        self.vector = torch.empty(self.size, dtype=self.tensors[0].dtype)
+        first = self.tensors[0]
+        self.vector = torch.empty(self.size, dtype=first.dtype, device=first.device)
         for tensor, view in zip(self.tensors, self.views(self.vector), strict=True):
             view.copy_(tensor.detach())
             tensor.data = view

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from phocas.rules import Rule
+    from phocas.rules.base import Explanation
     from phocas.training.optimizers import Optimizers
 
 OnNonfinite = Literal["skip", "stop", "apply"]
@@ -93,8 +94,8 @@ class ParameterServer:
         self.rule.check(self.num_workers)
         self.on_nonfinite: OnNonfinite = on_nonfinite
         self.bounds = [slice(*bounds) for bounds in shard_bounds(d, self.num_servers)]
-        self.rows = torch.empty(self.num_workers, d, dtype=self.parameters.vector.dtype)
-        self.gradient = torch.zeros(d, dtype=self.parameters.vector.dtype)
+        self.rows = self.vector.new_empty(self.num_workers, d)
+        self.gradient = torch.zeros_like(self.vector)
         self._gradients = list(self.parameters.views(self.gradient))
         kind = parse_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
         self.make_optimizer = functools.partial(kind, lr=lr, **(optimizer_options or {}))
@@ -134,25 +135,33 @@ class ParameterServer:
         if self._arrived is not None:
             for worker in set(range(self.num_workers)) - self._arrived:
                 self.rows[worker].fill_(float("nan"))
-        rows = self.rows
         s = self.num_servers
-        if by_server and s > 1 and self.rule.columnwise:
-            evaluation = Evaluation(self.rule, self.num_workers, rng)
-            while evaluation.request is not None:
-                evaluation.answer(
-                    evaluation.partial(rows[:, bounds], bounds.start) for bounds in self.bounds
-                )
-            parts = [evaluation.explain(rows[:, bounds], bounds.start) for bounds in self.bounds]
+        parts = self._by_server(rng) if by_server and s > 1 else []
+        if parts:
             value = torch.cat([part.value for part in parts])
             shares = np.stack([part.dropped for part in parts])
             widths = np.array([bounds.stop - bounds.start for bounds in self.bounds])
             dropped = widths @ shares / widths.sum()
             expected = parts[0].expected
         else:
-            whole = self.rule.explain(rows, rng=rng)
+            whole = self.rule.explain(self.rows, rng=rng)
             value, dropped, expected = whole.value, whole.dropped, whole.expected
             shares = np.broadcast_to(dropped, (s, self.num_workers))
         return Aggregate(value, dropped, float(expected), shares, bool(value.isfinite().all()))
+
+    def _by_server(self, rng: np.random.Generator | None) -> list[Explanation]:
+        """Reduce each server's columns by itself; return nothing where that is not the same."""
+        m, rows = self.num_workers, self.rows
+        if not self.rule.columnwise:
+            return []
+        if rows.device.type != "cpu":
+            # What is measured of cut blocks is exchanged in host memory only.
+            reaches = bool(self.rule.window(m).reach)
+            return [] if reaches else [self.rule.explain(rows[:, part]) for part in self.bounds]
+        evaluation = Evaluation(self.rule, m, rng)
+        while evaluation.request is not None:
+            evaluation.answer(evaluation.partial(rows[:, part], part.start) for part in self.bounds)
+        return [evaluation.explain(rows[:, part], part.start) for part in self.bounds]
 
     def verdict(self, aggregate: Aggregate) -> Action:
         """Say what the policy does with an aggregate."""

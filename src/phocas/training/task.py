@@ -19,6 +19,7 @@ from phocas.rules import RULES, Rule
 from phocas.seeds import Stream, generator
 from phocas.settings import Settings, at_least, below_one, nonnegative, setting, word
 from phocas.specs import Spec, count, positive, unknown
+from phocas.training.devices import find_device
 from phocas.training.gradients import worker_gradients
 from phocas.training.gradients.base import Loss, Reduction, WorkerGradients
 from phocas.training.lanes import Lanes
@@ -78,6 +79,9 @@ class TaskSettings(Settings):
         "skip",
         "what to do with a step that is not finite: skip it, stop the run, or apply it",
         word(*get_args(OnNonfinite)),
+    )
+    device: torch.device | str | None = setting(
+        None, "where to compute: cpu, cuda, cuda:1; by default where the model is", find_device
     )
     threads: int | None = setting(
         None, "the cores to use, by default all; changes no bit", at_least(1), place=True
@@ -140,6 +144,7 @@ class Task(ServerTask):
     schedule: Callable[[int], float]
     worker_momentum: float
     reduction: Reduction
+    device: torch.device
     threads: int | None
     gradient_path: str | None
 
@@ -193,6 +198,9 @@ class Task(ServerTask):
             d = sum(tensor.numel() for tensor in module.parameters() if tensor.requires_grad)
             dtype = str(_dtype(module)).removeprefix("torch.")
             attack.check(asked.num_workers, d, dtype, asked.num_servers)
+        if asked.device is not None:
+            module.to(asked.device)
+        made["device"] = next(module.parameters(), torch.empty(0)).device
         rng = generator(Stream.SPLIT, asked.seed)
         assignment = samples.assign(split, asked.num_workers, rng)
         made |= {"model": module, "samples": samples, "assignment": assignment}
@@ -222,7 +230,7 @@ class Task(ServerTask):
             self.loss,
             flat,
             lanes,
-            sample=sample,
+            sample=self._there(*sample),
             reduction=self.reduction,
             path=self.gradient_path,
         )
@@ -237,20 +245,27 @@ class Task(ServerTask):
         )
         classes = self.samples.num_classes
         if self.attack is None or not (classes or self.attack.acts_on_data):
-            return self.samples.draw(indices[workers])
+            return self._there(*self.samples.draw(indices[workers]))
         inputs, targets = self.samples.draw(indices)  # labels are corrupted for all workers at once
         self.attack.corrupt_labels(
             targets.numpy(), classes, rng=self.attack_rng(round), round=round
         )
-        return inputs[workers], targets[workers]
+        return self._there(inputs[workers], targets[workers])
+
+    def _there(
+        self, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs.to(self.device), targets.to(self.device)
 
     def identity(self) -> str:
         """Return a digest of all that the result depends on; a checkpoint belongs to one."""
         said = {
             declared.name: _written(getattr(self, declared.name))
             for declared in fields(self)
-            if declared.name not in ("model", "samples", "assignment", "threads")
+            if declared.name not in ("model", "samples", "assignment", "device", "threads")
         }
+        if self.device.type != "cpu":  # whose digests are older than the setting
+            said["device"] = self.device.type
         said["model"] = [
             (name, str(tensor.dtype), *tensor.shape)
             for name, tensor in self.model.state_dict().items()

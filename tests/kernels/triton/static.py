@@ -100,10 +100,17 @@ def compiled(
 
 
 @lru_cache(maxsize=64)
-def window(device: str, element: str, m: int, window: Window, *, blame: bool = False) -> Binary:
+def window(
+    device: str, element: str, m: int, window: Window, *, blame: bool = False, radii: bool = False
+) -> Binary:
     """Compile a window kernel and read its binary."""
-    text = window_source(ELEMENTS[element], m, window, blame=blame)
-    signature = {"rows": "*i64", "out": POINTERS[element], "tallies": "*i32", "columns": "i64"}
+    text = window_source(ELEMENTS[element], m, window, blame=blame, radii=radii)
+    computed = POINTERS["float64" if ELEMENTS[element].compute == "double" else "float32"]
+    signature = {"rows": "*i64", "out": computed if radii else POINTERS[element]}
+    signature["tallies"] = "*i32"
+    if window.reach and not radii:
+        signature |= {"spreads": computed, "reach": computed, "first": "i64"}
+    signature["columns"] = "i64"
     return binary(compiled(text, device, signature, constants={"BLOCK": BLOCK}))
 
 

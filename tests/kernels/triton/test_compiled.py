@@ -13,10 +13,12 @@ from tests.kernels.triton import static
 from tests.kernels.triton.static import DEVICES, POINTERS
 
 from phocas.kernels import Window
+from phocas.kernels.blocks import LANES
+from phocas.kernels.distances import LANES as SUM_LANES
 from phocas.kernels.emit import ELEMENTS
 from phocas.kernels.triton.loader import interpreted
 from phocas.kernels.triton.sums import mix_source, sums_source
-from phocas.kernels.triton.windows import window_source
+from phocas.kernels.triton.windows import spreads_source, window_source
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="compiles, and TRITON_INTERPRET is set")
 
@@ -44,6 +46,32 @@ def test_blame_fits_in_registers(element: str) -> None:
     assert static.window("sm_80", element, 64, Window(16, 16), blame=True).local == 0
 
 
+@pytest.mark.parametrize("device", ["sm_80", "gfx942"])
+def test_a_reach_fits_in_registers(device: str) -> None:
+    rule = Window(16, 16, reach=1.0)
+    assert static.window(device, "float32", 64, rule, radii=True).local == 0
+    assert static.window(device, "bfloat16", 64, rule, blame=True).local == 0
+    watched = Window(16, 16, reach=1.0, watched=True)
+    assert static.window(device, "float32", 64, watched, blame=True).local == 0
+
+
+@pytest.mark.parametrize("element", ["float32", "float64"])
+def test_divisions_and_roots_are_rounded_to_nearest(element: str) -> None:
+    """Otherwise bits would not be the processor's: what Triton writes by itself is approximate."""
+    kind, pointer = ELEMENTS[element], POINTERS[element]
+    signature = {"radii": pointer, "out": pointer, "columns": "i64"}
+    spreads = static.compiled(spreads_source(kind), "sm_80", signature, "spreads")
+    assert static.binary(spreads).local == 0
+    means = window_source(kind, 5, Window(2, 2, reach=1.0))
+    signature = {"rows": "*i64", "out": pointer, "tallies": "*i32", "spreads": pointer}
+    signature |= {"reach": pointer, "first": "i64", "columns": "i64"}
+    reaching = static.compiled(means, "sm_80", signature, constants={"BLOCK": 128})
+    written = "".join(each.asm["ptx"] for each in (spreads, reaching))
+    found = set(re.findall(r"\b(?:div|sqrt|rcp|rsqrt)\.[.\w]*", written))
+    assert found == {f"div.rn.f{kind.compute_bits}", f"sqrt.rn.f{kind.compute_bits}"}
+    assert ".ftz" not in written
+
+
 def test_double_precision_fits_in_registers() -> None:
     assert static.window("sm_90", "float64", 64, Window(16, 16)).local == 0
 
@@ -59,6 +87,26 @@ def test_bits_are_decided_by_the_text() -> None:
     assert not re.search(r"contract|fmuladd", kernel.asm["llir"])
 
 
+def test_places_of_columns_have_64_bits() -> None:
+    """So that more than 2^31 values are no trouble; numbers of rows may have 32."""
+    kind = ELEMENTS["float32"]
+    text = window_source(kind, 5, Window(2, 2, reach=1.0), blame=True)
+    more = {"spreads": "*fp32", "reach": "*fp32", "first": "i64", "columns": "i64"}
+    window = {"rows": "*i64", "out": "*fp32", "tallies": "*i32", **more}
+    radii = {"radii": "*fp32", "out": "*fp32", "columns": "i64"}
+    cases: list[tuple[str, dict[str, str], str, dict[str, Any], int]] = [
+        (text, window, "kernel", {"BLOCK": 128}, 128),
+        (spreads_source(kind), radii, "spreads", {}, LANES["float"]),
+        (sums_source(kind), SUMS, "pairs", {}, SUM_LANES["float"]),
+        (sums_source(kind), SUMS, "squares", {}, SUM_LANES["float"]),
+        (mix_source(kind), MIX, "mix", MIXED, 128),
+    ]
+    for source, signature, name, constants, columns in cases:
+        code = static.compiled(source, "sm_90", signature, name, constants).asm["ttir"]
+        places = re.findall(r"tt\.addptr .*, tensor<((?:\d+x)+)i(\d+)>", code)
+        assert {bits for shape, bits in places if str(columns) in shape.split("x")} == {"64"}
+
+
 SUMS = {"rows": "*i64", "out": "*fp64", "m": "i32", "columns": "i64", "granule": "i32"}
 MIX = {
     "rows": "*i64",
@@ -70,6 +118,7 @@ MIX = {
     "k": "i32",
     "columns": "i64",
 }
+MIXED = {"AROUND": True, "SAME": False, "MIXES": 16, "BLOCK": 128}
 
 
 @pytest.mark.parametrize("device", ["sm_80", "gfx942"])
@@ -81,9 +130,8 @@ def test_distances_norms_and_mixes_fit_in_registers(device: str) -> None:
         (sums_source(double), SUMS, "squares"),
     ]
     kernels: list[Any] = [static.compiled(text, device, kinds, name) for text, kinds, name in cases]
-    constants = {"AROUND": True, "SAME": False, "MIXES": 16, "BLOCK": 128}
     text = mix_source(ELEMENTS["float16"])
-    kernels.append(static.compiled(text, device, MIX, "mix", constants))
+    kernels.append(static.compiled(text, device, MIX, "mix", MIXED))
     assert [static.binary(kernel).local for kernel in kernels] == [0] * len(kernels)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import torch
 from tests.helpers import (
     DTYPES,
+    averages,
     bits,
     doubles,
     examples,
@@ -25,8 +29,10 @@ import phocas
 from phocas import Pipeline, Rule, kernels
 from phocas.experiments import doctor
 from phocas.kernels import PLAIN_MEAN, Window
+from phocas.kernels.emit import ELEMENTS
 from phocas.kernels.triton import KernelError, calls
-from phocas.kernels.triton.loader import interpreted
+from phocas.kernels.triton.loader import interpreted, load
+from phocas.kernels.triton.windows import window_source
 from phocas.rules import device
 from phocas.rules.algebra import Distances, Norms
 from phocas.rules.measures import rows_of
@@ -68,7 +74,7 @@ def with_lies(rule: Rule, dtype: str, d: int = 37) -> torch.Tensor:
     rng = np.random.default_rng(len(str(rule)))
     values = rng.normal(size=(M, d))
     last = rule.rule if isinstance(rule, Pipeline) else rule
-    if getattr(last, "b", 1) and last != phocas.Mean():
+    if getattr(last, "b", 1) and not averages(rule):
         values[4] = rng.choice(hostile_values(dtype)[:7], d)
     return tensor_of(values, dtype)
 
@@ -77,15 +83,8 @@ def honest(dtype: str) -> torch.Tensor:
     return tensor_of(np.random.default_rng(0).normal(size=(M, 37)), dtype)
 
 
-def beyond(rule: Rule) -> bool:
-    """Tell whether a rule's window is one that only torch and the processor have."""
-    last = rule.rule if isinstance(rule, Pipeline) else rule
-    reaching = isinstance(last, phocas.Heraclius) and last.b > 0
-    return reaching or isinstance(last, phocas.Watch)
-
-
 EVERY_RULE = examples(M) + pipelines(M)
-STRONGEST = [rule for rule in strongest(M) if not beyond(rule)]
+STRONGEST = strongest(M)
 
 
 def same(there: Any, here: Any) -> None:
@@ -95,7 +94,7 @@ def same(there: Any, here: Any) -> None:
     assert there.expected == here.expected
 
 
-@pytest.mark.parametrize("rule", [rule for rule in EVERY_RULE if not beyond(rule)], ids=str)
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=str)
 def test_every_rule_has_the_bits_of_the_processor(there: Aggregate, rule: Rule) -> None:
     rows = with_lies(rule, "float32")
     before = bits(rows)
@@ -108,25 +107,6 @@ def test_every_rule_has_the_bits_of_the_processor(there: Aggregate, rule: Rule) 
 def test_every_type_has_the_bits_of_the_processor(there: Aggregate, rule: Rule, dtype: str) -> None:
     rows = with_lies(rule, dtype)
     same(there(rule, rows), rule.explain(rows))
-
-
-@pytest.mark.parametrize("rule", [rule for rule in EVERY_RULE if beyond(rule)], ids=str)
-def test_windows_that_the_kernels_lack_are_left_to_torch(
-    there: Aggregate, rule: Rule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = honest("float32")
-    with pytest.raises(KernelError, match=r"have no Window\("):
-        there(rule, rows)
-    monkeypatch.setenv(device.VARIABLE, "torch")
-    wanted = there(rule, rows)
-    monkeypatch.delenv(device.VARIABLE)
-    monkeypatch.setattr(device, "path", lambda _: ("triton", ""))
-    monkeypatch.setattr(device, "_said", set())
-    with pytest.warns(RuntimeWarning, match=r"have no Window\(.*torch's operations are used"):
-        got = there(rule, rows)
-    # Rows are still measured by kernels, whose sums round otherwise than torch's.
-    np.testing.assert_allclose(got.value, wanted.value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got.dropped, wanted.dropped, rtol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,14 +133,68 @@ def test_windows_with_lies_in_any_cells(m: int, dtype: str) -> None:
         np.testing.assert_array_equal(counts, lost)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_spreads_have_the_bits_of_the_processor(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    block = kernels.BLOCK_COLUMNS
+    drawn = np.abs(rng.normal(size=9 * block + 5)) * 10.0 ** rng.integers(-3, 3, 9 * block + 5)
+    info = np.finfo(dtype)
+    extremes = [np.nan, np.inf, float(info.max), float(info.smallest_subnormal), float(info.tiny)]
+    for number, value in enumerate(extremes):
+        drawn[number * block : (number + 1) * block] = rng.choice([value, 0.0], block)
+    for d in (1, 17, block, len(drawn)):
+        radii = drawn[-d:].astype(dtype)
+        found = calls.Spreads.of(torch.from_numpy(radii), 4.0).values.numpy()
+        wanted = [kernels.spread(radii[start : start + block]) for start in range(0, d, block)]
+        assert bits(found) == bits(np.array(wanted, dtype))
+
+
+REACHING = [phocas.Heraclius(3), phocas.Heraclius(3, 0.5), phocas.Watch(phocas.Heraclius(2))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", REACHING, ids=str)
+def test_blocks_are_those_of_the_whole_matrix(
+    there: Aggregate, rule: Rule, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of columns may lie in several tensors, and in several parts of one."""
+    m, block = 7, kernels.BLOCK_COLUMNS
+    rng = np.random.default_rng(3)
+    values = rng.standard_t(3, size=(m, block + 40)) * 10.0 ** rng.integers(-3, 1, block + 40)
+    values[rng.random(values.shape) < 0.3] = 0
+    for column in values.T[:, : block // 8 if averages(rule) else None]:
+        column[rng.permutation(m)[:2]] = rng.choice(hostile_values(dtype), 2)
+    rows = tensor_of(values, dtype)
+    same(there(rule, rows), rule.explain(rows))
+    cuts = [0, 9, block - 3, block - 2, block + 7, block + 40]
+    named = [{str(start): row[start:stop] for start, stop in pairwise(cuts)} for row in rows]
+    monkeypatch.setattr(device, "BLOCK_VALUES", m * 300)
+    found, wanted = there(rule, named), rule.explain(named)
+    assert bits(found.value) == bits(wanted.value)
+    np.testing.assert_array_equal(found.dropped, wanted.dropped)
+
+
+@pytest.mark.parametrize("rule", [phocas.NNM(2) | phocas.Heraclius(2), REACHING[0]], ids=str)
+def test_a_column_that_is_lost_is_lost_there_too(there: Aggregate, rule: Rule) -> None:
+    rows = honest("float32")
+    rows[:6, 3], rows[:7, 5], rows[2:8, 9] = torch.nan, torch.inf, -torch.inf
+    found, wanted = there(rule, rows), rule.explain(rows)
+    np.testing.assert_array_equal(found.value.isfinite(), wanted.value.isfinite())
+    if rule in REACHING:
+        finite = wanted.value.isfinite()
+        assert not finite[[3, 5, 9]].any()
+        assert bits(found.value[finite]) == bits(wanted.value[finite])
+
+
 def test_tiny_and_huge_values_stay_within() -> None:
     rng = np.random.default_rng(2)
     small = torch.from_numpy((rng.integers(-9, 10, size=(9, 60)) * 1.4e-45).astype(np.float32))
     huge = torch.from_numpy((np.clip(rng.normal(size=(9, 60)), -3, 3) * 1e38).astype(np.float32))
     for rows in (small, huge, rows_with_one_tiny_column()):
-        for window in (Window(4), Window(3), Window(4, 4), Window(4, 7)):
-            out = torch.empty_like(rows[0])
-            calls.reduce(calls.Rows.of(rows), window, out)
+        for window in (Window(4), Window(3), Window(4, 4), Window(4, 7), Window(4, 4, reach=2.0)):
+            out, radii = torch.empty_like(rows[0]), torch.empty_like(rows[0])
+            calls.radii(calls.Rows.of(rows), window, radii)
+            calls.reduce(calls.Rows.of(rows), window, out, None, calls.Spreads.of(radii, 2.0))
             assert bool(((out >= rows.amin(dim=0)) & (out <= rows.amax(dim=0))).all())
 
 
@@ -209,6 +243,39 @@ def test_granules_are_those_of_the_whole_matrix(
         np.testing.assert_array_equal(measured(cuts), wanted)
     monkeypatch.setattr(calls, "SUMS_BYTES", 1)
     np.testing.assert_array_equal(measured([granule + 100]), wanted)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [phocas.Krum(2), phocas.NNM(2) | phocas.Phocas(2), phocas.CGE(2), phocas.GeometricMedian()],
+    ids=str,
+)
+def test_shards_on_a_device_have_the_bits_of_the_whole(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holder of columns measures its own, and all come to the processor's answer."""
+    m, granule = 7, kernels.granule_columns(7)
+    drawn = np.random.default_rng(1).normal(size=(m, 2 * granule + 50)).astype(np.float32)
+    drawn[2] = 1e20
+    rows = torch.from_numpy(drawn)
+    wanted = rule.explain(rows)
+    cuts = list(pairwise([0, 30, granule + 1, 2 * granule + 50]))
+    monkeypatch.setattr("phocas.rules.inputs._on_accelerator", lambda _: True)
+    evaluation = phocas.Evaluation(rule, m)
+    while evaluation.request is not None:
+        evaluation.answer([evaluation.partial(rows[:, a:b], a) for a, b in cuts])
+    found = [evaluation.explain(rows[:, a:b], a) for a, b in cuts]
+    assert bits(torch.cat([part.value for part in found])) == bits(wanted.value)
+    widths = np.array([b - a for a, b in cuts])
+    lost = widths @ np.stack([part.dropped for part in found]) / widths.sum()
+    np.testing.assert_allclose(lost, wanted.dropped, atol=1e-12)
+
+
+def test_cut_blocks_are_not_measured_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phocas.rules.inputs._on_accelerator", lambda _: True)
+    evaluation = phocas.Evaluation(phocas.Heraclius(2), 7)
+    with pytest.raises(TypeError, match="must be in host memory: move the tensor to the CPU"):
+        evaluation.partial(torch.ones(7, 9), 0)
 
 
 @pytest.mark.parametrize("size", [1e-170, 1e170])
@@ -284,6 +351,31 @@ def test_weights_too_small_for_single_precision(there: Aggregate) -> None:
     others = rows.double()
     others *= (2.5e-7 / others.norm(dim=1, keepdim=True)).clamp(max=1)
     torch.testing.assert_close(value, others.mean(dim=0), rtol=1e-5, atol=0)
+
+
+def test_source_is_kept_for_readers_and_never_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = window_source(ELEMENTS["float32"], 3, Window(1), interpreted=True)
+    monkeypatch.setenv("PHOCAS_CACHE", str(tmp_path))
+
+    def median() -> list[float]:
+        load.cache_clear()
+        rows, out = calls.Rows.of(torch.tensor([[1.0], [5.0], [2.0]])), torch.empty(1)
+        load(text)["kernel"]((1,), rows.table, out, torch.empty(1, 3), 1, BLOCK=128)
+        return list(out.tolist())
+
+    assert median() == [2.0]
+    (file,) = (tmp_path / "triton").iterdir()
+    assert file.read_text() == text
+    assert file.stem == hashlib.sha256(text.encode()).hexdigest()[:32]
+    assert file.parent.stat().st_mode & 0o077 == 0
+    file.write_text("raise SystemExit")
+    assert median() == [2.0]
+    for place in (file, "/proc/nowhere"):  # folders that cannot be
+        monkeypatch.setenv("PHOCAS_CACHE", str(place))
+        assert median() == [2.0]
+    assert list((tmp_path / "triton").iterdir()) == [file]
 
 
 def test_the_doctor_finds_it_sound(monkeypatch: pytest.MonkeyPatch) -> None:

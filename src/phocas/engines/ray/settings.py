@@ -62,4 +62,9 @@ class RaySettings(Settings):
 
     def build(self, task: Task) -> RayCluster:
         """Connect to Ray, and start the workers and servers of a task there."""
+        if task.device.type != "cpu":
+            raise ValueError(
+                f"the ray engine computes on the processors of its hosts: got device={task.device};"
+                " leave it out, or take the local engine"
+            )
         return RayCluster(task, self)

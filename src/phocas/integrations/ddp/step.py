@@ -84,7 +84,7 @@ class Aggregator:
             self.odds = self.bets.observe(views(self.products))
 
     def _measure(self, shard: int, bucket: Bucket, columns: torch.Tensor) -> Partial:
-        return self.evaluation.partial(columns.cpu(), bucket.start + bucket.bounds[shard][0])
+        return self.evaluation.partial(columns, bucket.start + bucket.bounds[shard][0])
 
     def _decide(self) -> list[torch.Tensor]:
         """Answer what the rule asks about whole rows, then finish all buckets."""
@@ -110,11 +110,7 @@ class Aggregator:
         """Aggregate the own shard of a bucket, and put everyone's in the place of its values."""
 
         def compute(shard: int, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            rows = columns[0]
-            if self.rule.columnwise and rows.device.type != "cpu":
-                result = self.rule.explain(rows)
-            else:
-                result = self.evaluation.explain(rows.cpu())
+            result = self.evaluation.explain(columns[0])
             lost = torch.from_numpy(result.dropped * bucket.width(shard))
             return [as_bytes(lost), as_bytes(result.value)]
 

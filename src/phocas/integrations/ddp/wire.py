@@ -95,7 +95,7 @@ class Wire:
         """Return every rank's bytes, in the order of ranks; sizes are asked for if not known."""
         length = sum(part.numel() for part in parts)
         if sizes is None:
-            own = torch.tensor([length], device=self.device)
+            own = torch.tensor([length]).to(self.device)
             everyone = own.new_empty(self.m)
             _all_gather(everyone, own, group=self.group)
             sizes = everyone.tolist()

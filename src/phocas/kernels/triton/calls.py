@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.calls import SparseMix
-from phocas.kernels.columns import Window
+from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.emit import ELEMENTS
 from phocas.kernels.mixing import PLAIN, UNIFORM
 from phocas.kernels.triton import KernelError
 from phocas.kernels.triton.loader import THREADS, Kernel, interpreted, load
 from phocas.kernels.triton.sums import SIDE, mix_source, sums_source
-from phocas.kernels.triton.windows import window_source
+from phocas.kernels.triton.windows import TOGETHER, spreads_source, window_source
 
 BLOCK = THREADS  # columns of a program: one a thread
 MIXES = 16  # of a program
@@ -77,29 +78,60 @@ class Rows:
 
 
 def reduce(
-    rows: Rows, window: Window, out: torch.Tensor, counts: NDArray[np.int64] | None = None
+    rows: Rows,
+    window: Window,
+    out: torch.Tensor,
+    counts: NDArray[np.int64] | None = None,
+    spread: Spreads | None = None,
 ) -> None:
-    """Average a window of every column into ``out``; add dropped values to ``counts``."""
+    """Average a window of every column into ``out``; add dropped values to ``counts``.
+
+    A window with a reach goes by the spreads of blocks, unless it is watched and nobody counts.
+    """
+    if window.watched and (counts is None or window.plain):
+        window = PLAIN_MEAN
+    if window.plain:
+        counts = None
     m = len(rows)
-    check(window)
-    largest = LARGEST_ROWS[rows.computed]
-    if m > largest:
-        raise KernelError(
-            f"Triton's kernels reduce at most {largest} rows of {rows.element}: got {m}"
-        )
-    blame = counts is not None and not window.plain
     programs = -(-rows.columns // BLOCK)
-    tallies = rows.empty(programs if blame else 1, m, dtype=torch.int32)
-    kernel = _window_kernel(rows.element, m, window, blame)
-    kernel((programs,), rows.table, _words(out), tallies, rows.columns, BLOCK=BLOCK)
-    if counts is not None and blame:
+    tallies = rows.empty(1 if counts is None else programs, m, dtype=torch.int32)
+    arguments: list[Any] = [rows.table, _words(out), tallies]
+    if window.reach:
+        if spread is None:
+            raise ValueError(f"a window with a reach needs the spreads of blocks: got {window}")
+        arguments += [spread.values, spread.reach, spread.first]
+    kernel = _window_kernel(rows, window, blame=counts is not None)
+    kernel((programs,), *arguments, rows.columns, BLOCK=BLOCK)
+    if counts is not None:
         counts += tallies.sum(dim=0, dtype=torch.int64).cpu().numpy()
 
 
-def check(window: Window) -> None:
-    """Refuse a window that has more than the kernels know: nothing of it must be left out."""
-    if window != Window(window.trim, window.drop, window.plain):
-        raise KernelError(f"Triton's kernels have no {window}")
+@dataclass(frozen=True, slots=True, eq=False)
+class Spreads:
+    """The spreads of all blocks of columns, the reach, and the first of the columns at hand."""
+
+    values: torch.Tensor
+    reach: torch.Tensor
+    first: int = 0
+
+    @staticmethod
+    def of(radii: torch.Tensor, reach: float) -> Spreads:
+        """Work the spreads out, to the bits of :func:`phocas.kernels.spread`."""
+        d = len(radii)
+        blocks = -(-d // BLOCK_COLUMNS)
+        values = torch.empty(blocks, dtype=radii.dtype, device=radii.device)
+        if d:
+            kernel = _compiled("spreads", str(radii.dtype).removeprefix("torch."), wide=False)
+            kernel((-(-blocks // TOGETHER),), radii, values, d)
+        return Spreads(values, torch.full_like(radii[:1], reach) if d else radii)
+
+
+def radii(rows: Rows, window: Window, out: torch.Tensor) -> None:
+    """Write the radius of every column, scaled as :func:`reduce` has it, as computed values."""
+    kernel = _window_kernel(rows, window, radii=True)
+    programs = -(-rows.columns // BLOCK)
+    tallies = rows.empty(1, dtype=torch.int32)
+    kernel((programs,), rows.table, out, tallies, rows.columns, BLOCK=BLOCK)
 
 
 def combine(rows: Rows, weights: NDArray[np.float64], out: torch.Tensor, *, fused: bool) -> None:
@@ -145,6 +177,20 @@ class Sums:
     def add(self, rows: Rows, *, wide: bool) -> None:
         """Add whole granules; columns missing from the last one are zeros."""
         width = len(self.total)
+        for sums in self._granules(rows, wide=wide):
+            add_up = _compiled("add_up", rows.element, wide)
+            programs = -(-width // BLOCK)
+            add_up((programs,), sums, self.total, len(sums), width, BLOCK=BLOCK)
+
+    def each(self, rows: Rows, *, wide: bool) -> NDArray[np.float64]:
+        """Return the sums of each granule by themselves: squared distances, or squared norms."""
+        return np.concatenate(
+            [self._squares(sums.cpu().numpy()) for sums in self._granules(rows, wide=wide)]
+        )
+
+    def _granules(self, rows: Rows, *, wide: bool) -> Iterator[torch.Tensor]:
+        """Yield the sums of some granules at a time."""
+        width = len(self.total)
         together = max(1, SUMS_BYTES // (8 * width))
         for start in range(0, rows.columns, together * self.granule):
             part = rows.shifted(start, min(rows.columns, start + together * self.granule))
@@ -159,33 +205,47 @@ class Sums:
                 part.columns,
                 self.granule,
             )
-            add_up = _compiled("add_up", rows.element, wide)
-            programs = -(-width // BLOCK)
-            add_up((programs,), sums, self.total, granules, width, BLOCK=BLOCK)
+            yield sums
 
     def result(self) -> NDArray[np.float64]:
         """Return the squared distances between the m rows, or their squared norms."""
-        total = self.total.cpu().numpy()
+        (found,) = self._squares(self.total[None].cpu().numpy())
+        return np.asarray(found + found.T if found.ndim > 1 else found)
+
+    def _squares(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return (granules, m, m) squares above the diagonal, or (granules, m)."""
         if self.name == "squares":
-            return total[: self.m]
-        cells = total.reshape(self.blocks, self.blocks, SIDE, SIDE).swapaxes(1, 2)
+            return sums[:, : self.m]
+        cells = sums.reshape(-1, self.blocks, self.blocks, SIDE, SIDE).swapaxes(2, 3)
         side = self.blocks * SIDE
-        upper = np.triu(cells.reshape(side, side)[: self.m, : self.m], 1)
-        return np.asarray(upper + upper.T)
+        return np.triu(cells.reshape(-1, side, side)[:, : self.m, : self.m], 1)
 
 
 def _words(out: torch.Tensor) -> torch.Tensor:
     return out.view(torch.uint16) if out.dtype == torch.bfloat16 else out
 
 
+def _window_kernel(
+    rows: Rows, window: Window, *, blame: bool = False, radii: bool = False
+) -> Kernel:
+    largest = LARGEST_ROWS[rows.computed]
+    if len(rows) > largest:
+        raise KernelError(
+            f"Triton's kernels reduce at most {largest} rows of {rows.element}: got {len(rows)}"
+        )
+    code = replace(window, reach=float(bool(window.reach)))  # the reach is a number, not code
+    return _written(rows.element, len(rows), code, blame, radii)
+
+
 @lru_cache(maxsize=1024)
-def _window_kernel(element: str, m: int, window: Window, blame: bool) -> Kernel:
-    text = window_source(ELEMENTS[element], m, window, blame=blame, interpreted=interpreted())
+def _written(element: str, m: int, window: Window, blame: bool, radii: bool) -> Kernel:
+    kind = ELEMENTS[element]
+    text = window_source(kind, m, window, blame=blame, radii=radii, interpreted=interpreted())
     return load(text)["kernel"]
 
 
 @lru_cache(maxsize=64)
 def _compiled(name: str, element: str, wide: bool) -> Kernel:
     kind = ELEMENTS[element].wide() if wide else ELEMENTS[element]
-    source: Any = mix_source if name == "mix" else sums_source
+    source: Any = {"mix": mix_source, "spreads": spreads_source}.get(name, sums_source)
     return load(source(kind))[name]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from phocas.files import write_atomically
+from phocas.kernels import jit
 from phocas.kernels.triton import KernelError
 
 THREADS = 128  # of a program
@@ -84,12 +86,29 @@ class Kernel:
 def load(text: str) -> dict[str, Kernel]:
     """Return the kernels in a module of Triton source, by their names.
 
-    The text stays in memory, where Triton asks for it by its digest: a file that is executed is one
-    more thing to trust. Triton keeps what it compiled in a cache of its own.
+    Triton keeps what it compiled in a cache of its own.
     """
     interpreted()
-    name = f"<phocas {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    name = _kept(text)
+    # Triton asks for the text by the name: it gets this one, whatever became of the file.
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     names: dict[str, Any] = {"__name__": "phocas.kernels.triton.written"}
     exec(compile(text, name, "exec"), names)  # noqa: S102 - our own text
     return {key: Kernel(value) for key, value in names.items() if hasattr(value, "run")}
+
+
+def _kept(text: str) -> str:
+    """Write source to the user's cache, for people and their tools, and return the file's name.
+
+    It is never read again: a file that is executed is one more thing to trust.
+    """
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    try:
+        path = jit.cache_folder().parent / "triton" / f"{digest}.py"
+    except RuntimeError:  # nobody's home is known, as in some containers
+        return f"<phocas {digest}>"
+    with suppress(OSError):  # a folder that cannot be written
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(path, text.encode())
+    return str(path)

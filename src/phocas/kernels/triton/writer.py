@@ -82,9 +82,21 @@ class Source:
         """Return a + b."""
         return self.op(f"{a} + {b}")
 
+    def sub(self, a: str, b: str) -> str:
+        """Return a - b."""
+        return self.op(f"{a} - {b}")
+
     def mul(self, a: str, b: str) -> str:
         """Return a * b, rounded on its own."""
         return self.op(f"{a} * {b}")
+
+    def div(self, a: str, b: str) -> str:
+        """Return a / b, rounded to nearest: in single precision, Triton's own is not."""
+        return self.op(f"tl.div_rn({a}, {b})" if self.scalar == "float" else f"{a} / {b}")
+
+    def root(self, a: str) -> str:
+        """Return the square root, rounded to nearest."""
+        return self.op(f"tl.sqrt_rn({a})" if self.scalar == "float" else f"tl.sqrt({a})")
 
     def fma(self, a: str, b: str, c: str) -> str:
         """Return a * b + c, rounded once."""
@@ -135,9 +147,11 @@ class Source:
         return self.op(f"tl.abs({a})")
 
     def nan_to_inf(self, a: str) -> str:
-        """Make NaN the largest value of all, so that every value is ordered."""
-        infinity = self.splat(float("inf"))
-        return self.select(self.compare("olt", a, infinity), a, infinity)
+        """Make NaN the largest value of all, so that every value is ordered.
+
+        Of NaN and a number, a minimum is the number: one instruction where a choice takes two.
+        """
+        return self.low(a, self.splat(float("inf")))
 
     def prefetch(self, address: str, distance: int) -> None:
         """Do nothing: a GPU has other columns to work on while it waits."""

@@ -20,7 +20,15 @@ import torch
 from torch import nn
 
 from phocas.specs import unknown
-from phocas.training.dropout import Noise, seed_dropout, worker_generator
+from phocas.training.dropout import (
+    Noise,
+    SeededDropout,
+    generator_states,
+    own_randomness,
+    seed_dropout,
+    worker_generator,
+    worker_seed,
+)
 from phocas.training.gradients.base import (
     SAMPLES_A_BLOCK,
     Loss,
@@ -114,6 +122,7 @@ class Looped(WorkerGradients):
         self.replica = _replica(model)
         seed_dropout(self.replica, self.noise)
         self.replica.train()
+        self.drops = any(isinstance(part, SeededDropout) for part in self.replica.modules())
         self.channels_last = channels_last
         own = dict(self.replica.named_parameters())
         names = {id(tensor): name for name, tensor in model.named_parameters()}
@@ -144,7 +153,8 @@ class Looped(WorkerGradients):
             mine.data.copy_(theirs.data)
 
         def worker(i: int) -> None:
-            self.noise.generator = worker_generator(seed, round, first_worker + i)
+            if self.drops:
+                self.noise.generator = worker_generator(seed, round, first_worker + i, self.device)
             batch = inputs[i]
             if self.channels_last and batch.dim() == 4:
                 batch = batch.contiguous(memory_format=torch.channels_last)
@@ -173,11 +183,11 @@ class Looped(WorkerGradients):
     ) -> None:
         theirs = dict(self.model.named_buffers())
         kept: list[Buffers] = []
-        with torch.random.fork_rng(devices=[]):
+        with own_randomness(self.device):
             for i in range(num_workers):
                 for name, buffer in self.replica.named_buffers():
                     buffer.copy_(theirs[name])
-                torch.manual_seed(worker_generator(seed, round, first_worker + i).initial_seed())
+                torch.manual_seed(worker_seed(seed, round, first_worker + i))
                 self.lanes.map(worker, [i])
                 kept.append({key: b.clone() for key, b in self.replica.named_buffers()})
         for name, buffer in theirs.items():
@@ -255,12 +265,10 @@ def _disturbs(looped: Looped, sample: tuple[torch.Tensor, torch.Tensor]) -> bool
     """Try a worker: does it change buffers, or draw from the generator of the process?"""
     inputs, targets = (part[:1] for part in sample)
     buffers = {name: buffer.clone() for name, buffer in looped.replica.named_buffers()}
-    with torch.random.fork_rng(devices=[]):
-        state = torch.get_rng_state()
-        looped(
-            inputs, targets, torch.empty(1, looped.flat.size, dtype=looped.flat.vector.dtype), 0, 0
-        )
-        drew = not torch.equal(state, torch.get_rng_state())
+    with own_randomness(looped.device):
+        states = generator_states(looped.device)
+        looped(inputs, targets, torch.empty_like(looped.flat.vector)[None], 0, 0)
+        drew = not all(map(torch.equal, states, generator_states(looped.device)))
     changed = any(
         not torch.equal(buffers[name], buffer) for name, buffer in looped.replica.named_buffers()
     )
@@ -274,9 +282,7 @@ def _agrees(
 ) -> bool:
     """Try a worker both ways; a model that vmap cannot take, or takes differently, is looped."""
     inputs, targets = (part[:1] for part in sample)
-    found, expected = (
-        torch.empty(1, looped.flat.size, dtype=looped.flat.vector.dtype) for _ in range(2)
-    )
+    found, expected = (torch.empty_like(looped.flat.vector)[None] for _ in range(2))
     looped(inputs, targets, expected, 0, 0)
     try:
         vectorised(inputs, targets, found, 0, 0)

@@ -21,7 +21,8 @@ SAMPLES_A_BLOCK = 320  # the smallest merged batch that costs less than 5% more 
 
 def empty_losses(num_workers: int, rows: torch.Tensor) -> torch.Tensor:
     """Return room for the workers' losses, which are never told in fewer than 32 bits."""
-    return torch.empty(num_workers, dtype=torch.promote_types(rows.dtype, torch.float32))
+    kind = torch.promote_types(rows.dtype, torch.float32)
+    return torch.empty(num_workers, dtype=kind, device=rows.device)
 
 
 class WorkerGradients(ABC):
@@ -38,6 +39,7 @@ class WorkerGradients(ABC):
         self.flat = flat
         self.lanes = lanes
         self.reduction = reduction
+        self.device = flat.vector.device
 
     @abstractmethod
     def __call__(

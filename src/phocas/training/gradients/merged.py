@@ -60,7 +60,10 @@ class Merged(WorkerGradients):
         def block(start: int) -> None:
             stop = min(start + step, num_workers)
             generators = (
-                [worker_generator(seed, round, first_worker + i) for i in range(start, stop)]
+                [
+                    worker_generator(seed, round, first_worker + i, out.device)
+                    for i in range(start, stop)
+                ]
                 if random
                 else []
             )
