@@ -8,9 +8,11 @@ from phocas.kernels.calls import (
     Rows,
     SparseMix,
     aligned,
+    clean,
     combine,
     compute_dtype,
     half_supported,
+    marks,
     mix_reduce,
     pair_matrix,
     pair_sums,
@@ -20,7 +22,7 @@ from phocas.kernels.calls import (
     square_sums,
     values,
 )
-from phocas.kernels.columns import PLAIN_MEAN, Window
+from phocas.kernels.columns import PLAIN_MEAN, Window, scale_for
 from phocas.kernels.distances import granule_columns
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
 
@@ -32,17 +34,20 @@ __all__ = [
     "Window",
     "address",
     "aligned",
+    "clean",
     "combine",
     "compute_dtype",
     "get_num_threads",
     "granule_columns",
     "half_supported",
+    "marks",
     "mix_reduce",
     "pair_matrix",
     "pair_sums",
     "radii",
     "reduce",
     "row_table",
+    "scale_for",
     "set_num_threads",
     "spread",
     "square_sums",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from phocas.kernels import (
     blocks,
+    cleaning,
     columns,
     distances,
     jit,
@@ -158,15 +159,48 @@ def radii(rows: Rows, window: Window, mix: SparseMix | None = None) -> NDArray[n
     if mix is not None:
         kind = compute_dtype(rows.element)
         mixed = np.empty(rows.columns, kind)
-        _mix_reduce(rows, mix, _radii_kernel(len(mix), kind.name, window), mixed, BLOCK_COLUMNS)
+        kernel = _knowing_kernel(len(mix), kind.name, window, "radii")
+        _mix_reduce(rows, mix, kernel, mixed, BLOCK_COLUMNS)
         return mixed
     computed = values(rows)  # as the columns of a kernel are, whatever they are stored as
     out = np.empty(rows.columns, computed.dtype)
-    kernel = _radii_kernel(len(rows), computed.dtype.name, window)
+    kernel = _knowing_kernel(len(rows), computed.dtype.name, window, "radii")
     table = row_table(computed)
     words = _words(address(table), address(out), *kernel.rest)
     POOL.run(kernel.work, words, None, rows.columns, CHUNK_COLUMNS)
     return out
+
+
+def marks(rows: Rows, window: Window, spread: float | None = None) -> NDArray[np.void]:
+    """Return what is implausible in every block: beyond twice the reach of a window.
+
+    They are of :func:`blocks.marks_dtype`. As for :func:`reduce`, the first column begins a block
+    unless all are part of one block, whose spread is given then.
+    """
+    kernel = _knowing_kernel(len(rows), rows.element, window, "marks").given(spread)
+    kind = blocks.marks_dtype(len(rows), compute_dtype(rows.element))
+    found = np.zeros(-(-rows.columns // BLOCK_COLUMNS), kind)
+    words = _words(address(rows.addresses), address(found), *kernel.rest)
+    POOL.run(kernel.work, words, None, rows.columns, CHUNK_COLUMNS)
+    return found
+
+
+def clean(rows: Rows, known: NDArray[np.void], scale: float, out: NDArray[np.generic]) -> None:
+    """Copy rows to ``out``, as they are stored, with the centre for what is implausible.
+
+    ``known`` are the marks of the blocks from the first column on, ``scale`` that of their window.
+    """
+    table = row_table(out)
+    number = np.array([scale], compute_dtype(rows.element))
+    words = cleaning.Arguments(
+        rows=address(rows.addresses),
+        out=address(table),
+        k=len(rows),
+        marks=address(known),
+        size=known.itemsize,
+        scale=address(number),
+    )
+    POOL.run(_compiled("clean", rows.element), _words(*words), None, rows.columns, BLOCK_COLUMNS)
 
 
 def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
@@ -382,6 +416,7 @@ _MEASURED = struct.Struct(f"{len(distances.Arguments._fields)}Q").pack
 
 def _compiled(name: str, element: str, wide: bool = False) -> int:
     writers = {
+        "clean": cleaning.clean_module,
         "combine": mixing.combine_module,
         "fused": mixing.fused_module,
         "pairs": distances.pairs_module,
@@ -415,17 +450,22 @@ class ColumnKernel(NamedTuple):
 
 def _column_kernel(m: int, element: str, window: Window, blame: bool) -> ColumnKernel:
     straight = m <= STRAIGHT_LINE_ROWS
-    return _chosen_kernel(m, element, window, blame and not window.plain, straight, radii=False)
+    return _chosen_kernel(m, element, window, blame and not window.plain, straight)
 
 
-def _radii_kernel(m: int, element: str, window: Window) -> ColumnKernel:
+def _knowing_kernel(m: int, element: str, window: Window, gives: blocks.Gives) -> ColumnKernel:
     straight = m <= STRAIGHT_LINE_ROWS
-    return _chosen_kernel(m, element, window, blame=False, straight=straight, radii=True)
+    return _chosen_kernel(m, element, window, blame=False, straight=straight, gives=gives)
 
 
 @lru_cache(maxsize=1024)
 def _chosen_kernel(
-    m: int, element: str, window: Window, blame: bool, straight: bool, radii: bool
+    m: int,
+    element: str,
+    window: Window,
+    blame: bool,
+    straight: bool,
+    gives: blocks.Gives = "values",
 ) -> ColumnKernel:
     kind = ELEMENTS[element]
     reach = bool(window.reach)
@@ -434,9 +474,9 @@ def _chosen_kernel(
         numbers = np.array([window.reach, np.nan], number)
         code = replace(window, reach=float(reach))  # the reach itself is a number, not code
         work = jit.address(
-            ("straight", element, m, code, blame, radii),
+            ("straight", element, m, code, blame, gives),
             lambda target: (
-                blocks.straight_module(target, kind, m, code, blame, radii)
+                blocks.straight_module(target, kind, m, code, blame, gives)
                 if reach or blame
                 else columns.straight_module(target, kind, m, code)
             ),
@@ -447,9 +487,9 @@ def _chosen_kernel(
         return _column_arguments(work, means.constants(m, number), m=m)
     drop = bool(window.drop)
     work = jit.address(
-        ("table", element, drop, reach, blame, radii),
+        ("table", element, drop, reach, blame, gives),
         lambda target: (
-            programs.blocks_module(target, kind, drop, reach, blame, radii)
+            programs.blocks_module(target, kind, drop, reach, blame, gives)
             if reach or blame
             else programs.table_module(target, kind, drop)
         ),

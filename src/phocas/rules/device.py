@@ -22,7 +22,15 @@ from phocas.kernels.triton import KernelError, calls
 from phocas.kernels.triton.calls import Rows
 from phocas.kernels.triton.loader import obstacle
 from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix
-from phocas.rules.algebra import Decision, Distances, Floats, Matrix, Request, needs_double
+from phocas.rules.algebra import (
+    Decision,
+    Distances,
+    Floats,
+    Matrix,
+    Plausible,
+    Request,
+    needs_double,
+)
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
 CHOICES = ("triton", "torch")
@@ -82,7 +90,7 @@ class KernelMatrix:
         """Return the number of columns."""
         return sum(map(_columns, self.pieces))
 
-    def measure(self, request: Request) -> Floats:
+    def measure(self, request: Request | Plausible) -> Floats:
         """Answer a rule's question about whole rows."""
         return self._or_by_torch(
             lambda: _measured(self.pieces, self.m, request), lambda other: other.measure(request)
@@ -169,7 +177,9 @@ def _granules(pieces: list[Piece], granule: int) -> Iterator[Piece]:
         yield torch.cat(parts, dim=1)
 
 
-def _measured(pieces: list[Piece], m: int, request: Request) -> Floats:
+def _measured(pieces: list[Piece], m: int, request: Request | Plausible) -> Floats:
+    if isinstance(request, Plausible) or request.clean is not None:
+        raise KernelError("Triton's kernels know nothing of cleaned rows")
     pairs = isinstance(request, Distances)
     wide = not isinstance(request, Distances) or request.wide or request.scale != 1
     weights = np.eye(m) if request.weights is None and request.scale != 1 else request.weights

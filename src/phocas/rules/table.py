@@ -6,6 +6,7 @@ from typing import Any
 
 from phocas.rules.base import Chain, PreAggregator, Randomness, Rule
 from phocas.rules.centres import CenteredClipping, GeometricMedian
+from phocas.rules.cleaning import Cleaning
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
 from phocas.rules.function import FunctionRule
 from phocas.rules.heraclius import Heraclius
@@ -15,7 +16,7 @@ from phocas.rules.watch import Watch
 from phocas.specs import Foreign, Table, loaded, split, unknown
 
 PRE_AGGREGATORS: Table[PreAggregator] = Table(
-    "pre-aggregator", [NNM, Bucketing, Clipping, AdaptiveClipping], PreAggregator
+    "pre-aggregator", [Cleaning, NNM, Bucketing, Clipping, AdaptiveClipping], PreAggregator
 )
 
 

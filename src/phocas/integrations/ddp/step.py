@@ -43,7 +43,7 @@ class Aggregator:
 
     def _begin(self) -> None:
         rng = generator(Stream.RULE, self.seed, self.step)
-        # Blocks of columns are those of a shard: nothing is exchanged for them.
+        # Blocks of columns are those of a shard, unless rows are cleaned: nothing is exchanged.
         self.evaluation = Evaluation(self.rule, self.wire.m, rng, whole_blocks=False)
         self.waiting: list[Bucket] = []
         self.measured: dict[int, list[Partial]] = {}
@@ -114,7 +114,8 @@ class Aggregator:
             if self.rule.columnwise and rows.device.type != "cpu":
                 result = self.rule.explain(rows)
             else:
-                result = self.evaluation.explain(rows.cpu())
+                start = bucket.start + bucket.bounds[shard][0]
+                result = self.evaluation.explain(rows.cpu(), start)
             lost = torch.from_numpy(result.dropped * bucket.width(shard))
             return [as_bytes(lost), as_bytes(result.value)]
 
