@@ -330,17 +330,19 @@ class Pipeline(Rule):
             return None
         cleanup = self.cleanup(m)
         if cleanup is not None:
-            return self.stages[0].spreads(m, q, self._among_cleaned(m, cleanup.most))
+            found = self._among_cleaned(m, cleanup.most)
+            return None if found is None else self.stages[0].spreads(m, q, found)
         *before, last = self._sizes(m)
         found = self.rule.spreads(last, q)
         for stage, size in zip(reversed(self.stages), reversed(before), strict=True):
             found = None if found is None else stage.spreads(size, q, found)
         return found
 
-    def _among_cleaned(self, m: int, most: int) -> float:
+    def _among_cleaned(self, m: int, most: int) -> float | None:
         """Return how far what follows is from the mean of cleaned rows of which some are out."""
-        found = (self.following.spreads(m, out) for out in range(most + 1))
-        return max(each for each in found if each is not None)
+        found = [self.following.spreads(m, out) for out in range(most + 1)]
+        known = [each for each in found if each is not None]
+        return max(known) if len(known) == len(found) else None
 
     @property
     def whole(self) -> bool:  # type: ignore[override]  # read-only here: the rule decides

@@ -192,7 +192,7 @@ class HostMatrix:
             place = start + piece.start + begin
             for first, last, _ in _segments(place, rows.columns, marks.spreads):
                 part = rows.shifted(first, last)
-                for offset, chunk in washed(part, place + first, marks, clean.out):
+                for offset, chunk in washed(part, place + first, marks, clean.out, piece.element):
                     yield begin + first + offset, chunk
 
     def _marked(self, plausible: Plausible, start: int) -> Marks:

@@ -62,12 +62,13 @@ class Marks:
 
 
 def washed(
-    rows: Rows, place: int, marks: Marks, out: NDArray[np.bool_]
+    rows: Rows, place: int, marks: Marks, out: NDArray[np.bool_], stored: str
 ) -> Iterator[tuple[int, Rows]]:
     """Yield a marked range of columns in chunks, cleaned, with where they begin in the range.
 
     Each is to be read before the next is asked for. Rows that are ``out`` are NaN. Chunks end where
-    the granules of measurements do.
+    the granules of measurements do. What is put in has the precision of the ``stored`` type, on
+    hosts too where kernels read a copy in another.
     """
     m = len(rows)
     block = kernels.BLOCK_COLUMNS
@@ -93,6 +94,9 @@ def washed(
                     room = kernels.aligned((m, width + BETWEEN), kind)
                 to = room[: len(wrong), : end - begin]
                 kernels.clean(chunk.take(wrong), here, scale, to)
+                if stored != rows.element:
+                    with np.errstate(over="ignore"):
+                        to[:] = to.astype(stored)
                 chunk.addresses[wrong] = kernels.row_table(to)
             if nothing is not None:
                 chunk.addresses[out] = kernels.address(nothing)
