@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
 
 def reproduce(
-    task: Annotated[str, typer.Argument(help="mnist, cifar10, heraclius, or a task's TOML file.")],
+    task: Annotated[
+        str, typer.Argument(help="mnist, cifar10, heraclius, choosing, or a task's TOML file.")
+    ],
     repeats: Annotated[
         int | None,
         typer.Option(min=1, help="Repeats of each run.", show_default="10, or what the scale says"),

@@ -185,20 +185,27 @@ def marks(rows: Rows, window: Window, spread: float | None = None) -> NDArray[np
     return found
 
 
-def clean(rows: Rows, known: NDArray[np.void], scale: float, out: NDArray[np.generic]) -> None:
-    """Copy rows to ``out``, as they are stored, with the centre for what is implausible.
+def clean(
+    rows: Rows,
+    chosen: NDArray[np.intp],
+    known: NDArray[np.void],
+    scale: float,
+    out: NDArray[np.generic],
+) -> None:
+    """Copy chosen rows to ``out``, as they are stored, with the centre for what is implausible.
 
     ``known`` are the marks of the blocks from the first column on, ``scale`` that of their window.
     """
-    table = row_table(out)
+    sources, table = rows.addresses[chosen], row_table(out)
     number = np.array([scale], compute_dtype(rows.element))
     words = cleaning.Arguments(
-        rows=address(rows.addresses),
+        rows=address(sources),
         out=address(table),
-        k=len(rows),
+        k=len(chosen),
         marks=address(known),
         size=known.itemsize,
         scale=address(number),
+        chosen=address(chosen),
     )
     POOL.run(_compiled("clean", rows.element), _words(*words), None, rows.columns, BLOCK_COLUMNS)
 

@@ -33,6 +33,12 @@ class RuleTable(Table[Rule]):
                     unknown("pre-aggregator", name, PRE_AGGREGATORS)
                     + f"; {name} is a rule, which must come last"
                 )
+        name = last.partition(":")[0].strip()
+        if name in PRE_AGGREGATORS and name not in self:
+            raise ValueError(
+                unknown("rule", name, self)
+                + f"; {name} is a pre-aggregator, which needs a rule after it: {last}|median"
+            )
         rule = super().read(last)
         stages = [PRE_AGGREGATORS.read(part) for part in before]
         if isinstance(rule, Foreign) or any(isinstance(stage, Foreign) for stage in stages):

@@ -20,7 +20,7 @@ from phocas.floats import FORMATS, to_bfloat16
 from phocas.kernels import Rows, Window
 from phocas.rules.measures import Partial
 
-CHUNK_BYTES = 1 << 20  # of cleaned rows, which stay in a cache until they are read
+CHUNK_BYTES = 1 << 24  # of cleaned rows, which stay in the last cache until they are read
 BETWEEN = 16  # values between the rows of a chunk: a power of two would crowd the cache's sets
 
 
@@ -93,7 +93,7 @@ def washed(
                 if room is None:
                     room = kernels.aligned((m, width + BETWEEN), kind)
                 to = room[: len(wrong), : end - begin]
-                kernels.clean(chunk.take(wrong), here, scale, to)
+                kernels.clean(chunk, wrong, here, scale, to)
                 if stored != rows.element:
                     with np.errstate(over="ignore"):
                         to[:] = to.astype(stored)
