@@ -5,10 +5,11 @@ Nothing here knows of rules, torch or servers: only of rows in memory.
 
 from phocas.kernels.blocks import BLOCK_COLUMNS, spread
 from phocas.kernels.calls import (
+    Dirt,
     Rows,
     SparseMix,
     aligned,
-    clean,
+    cleaned,
     combine,
     compute_dtype,
     half_supported,
@@ -29,12 +30,13 @@ from phocas.kernels.threads import address, get_num_threads, set_num_threads
 __all__ = [
     "BLOCK_COLUMNS",
     "PLAIN_MEAN",
+    "Dirt",
     "Rows",
     "SparseMix",
     "Window",
     "address",
     "aligned",
-    "clean",
+    "cleaned",
     "combine",
     "compute_dtype",
     "get_num_threads",

@@ -37,7 +37,7 @@ from phocas.rules.algebra import (
     by_function,
     needs_double,
 )
-from phocas.rules.washing import Marks, washed
+from phocas.rules.washing import Marks
 
 COPIED_COLUMNS = 1 << 15
 ACCEPTED = (
@@ -180,7 +180,7 @@ class HostMatrix:
         )
 
     def _blocks(self, piece: Piece, clean: Clean | None, start: int) -> Iterator[tuple[int, Rows]]:
-        """Yield the columns of a piece as :class:`Piece` does, cleaned; they last until the next.
+        """Yield the columns of a piece as :class:`Piece` does, to be read cleaned.
 
         The columns begin at column ``start`` of more.
         """
@@ -192,8 +192,7 @@ class HostMatrix:
             place = start + piece.start + begin
             for first, last, _ in _segments(place, rows.columns, marks.spreads):
                 part = rows.shifted(first, last)
-                for offset, chunk in washed(part, place + first, marks, clean.out, piece.element):
-                    yield begin + first + offset, chunk
+                yield begin + first, marks.of(place + first, part, clean.out, piece.element)
 
     def _marked(self, plausible: Plausible, start: int) -> Marks:
         if self.marks is None:
