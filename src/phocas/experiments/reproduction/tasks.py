@@ -200,15 +200,22 @@ def label_of(config: RunConfig) -> str:
     """Return the name of a rule in figures and claims, or the rule itself where it has none.
 
     What it is told beside b is part of the name.
+
+    >>> label_of(RunConfig(rule="nnm:b=6|heraclius:b=6,reach=2"))
+    'NNM + Heraclius reach 2'
     """
     steps = [step.partition(":") for step in config.rule.split("|")]
     if not all(name in LABELS for name, _, _ in steps):
         return config.rule
-    told = [
-        " ".join([LABELS[name], *(each for each in text.split(",") if not each.startswith("b="))])
-        for name, _, text in steps
+    return " + ".join(" ".join([LABELS[name], *_told(text)]) for name, _, text in steps)
+
+
+def _told(text: str) -> list[str]:
+    """Return what a step is told beside b, for people to read."""
+    parts = text.split(",") if text else []
+    return [
+        part.removesuffix(".0").replace("=", " ") for part in parts if not part.startswith("b=")
     ]
-    return " | ".join(each.strip() for each in told)
 
 
 def _folder() -> Path:
