@@ -45,7 +45,7 @@ class Errors:
     """The mean of the worst that was found; None if there is no bound."""
 
 
-def worst_errors(reproduction: Reproduction, path: Path) -> dict[str, Errors]:
+def worst_errors(reproduction: Reproduction, path: Path, q: int = LIARS) -> dict[str, Errors]:
     """Measure all rules of a reproduction on gradients of a run by the mean, by label.
 
     What is in the file at ``path`` is not measured again; the file then has all.
@@ -61,7 +61,7 @@ def worst_errors(reproduction: Reproduction, path: Path) -> dict[str, Errors]:
     missing = {label: rule for label, rule in rules.items() if label not in found}
     if missing:
         rounds = gradients(config, reproduction.front)
-        found |= {label: measure(rule, rounds) for label, rule in missing.items()}
+        found |= {label: measure(rule, rounds, q) for label, rule in missing.items()}
         text = json.dumps([asdict(each) for each in found.values()], indent=1)
         write_atomically(path, f"{text}\n".encode())
     return found
