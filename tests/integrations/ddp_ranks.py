@@ -137,6 +137,11 @@ def blocks(rank: int) -> Any:
 
 
 @scene
+def cleaned(rank: int) -> Any:
+    return trained("cleaning:b=1,reach=2|nnm:b=1|heraclius:b=1", rank, poison=40.0, verify=True)
+
+
+@scene
 def watched(rank: int) -> Any:
     return trained("watch:rule=heraclius:b=1", rank, poison=3.0)
 

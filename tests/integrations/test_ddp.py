@@ -113,6 +113,7 @@ def compare(results: list[Any], rule: str) -> None:
         ("mixing", "nnm:b=1|phocas:b=1"),
         ("centre", "geometric-median"),
         ("drawing", "bucketing:size=3|mean"),
+        ("cleaned", "cleaning:b=1,reach=2|nnm:b=1|heraclius:b=1"),
         ("watched", "watch:rule=heraclius:b=1"),
         ("bfloat16", "phocas:b=1"),
         ("bfloat16_krum", "krum:b=0"),

@@ -27,6 +27,11 @@ PIPELINES = [
     "nnm:b=2|multi-krum:b=2",
     "bucketing:size=2|bulyan:b=1",
     "clipping:radius=3|median",
+    "cleaning:b=1|nnm:b=1|phocas:b=1",
+    "cleaning:b=3|nnm:b=2|trimmed-mean:b=2",
+    "cleaning:b=2,reach=0.5|nnm:b=2|krum:b=1",
+    "cleaning:b=2|bucketing:size=2|median",
+    "cleaning:b=3|adaptive-clipping:b=1|median",
 ]
 
 
@@ -174,6 +179,13 @@ def test_one_more_is_not_survived(text: str, m: int) -> None:
         ("nnm:b=2|phocas:b=6", 2, 0),
         ("nnm:b=6|krum:b=2", 2, 0),
         ("bucketing:size=2|nnm:b=3|median", 3, 0),
+        ("cleaning:b=8|nnm:b=6|trimmed-mean:b=6", 8, 8),
+        ("cleaning:b=8|mean", 8, 8),
+        ("cleaning:b=2|median", 2, 2),
+        ("cleaning:b=0|median", 9, 9),
+        ("cleaning:b=0|nnm:b=6|krum:b=2", 2, 0),
+        ("cleaning:b=8|clipping:radius=1|median", 0, 0),
+        ("cleaning:b=8|centered-clipping:radius=1", 0, 0),
     ],
 )
 def test_promises_by_hand(text: str, rows: int, values: int) -> None:

@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
 
 def reproduce(
-    task: Annotated[str, typer.Argument(help="mnist, cifar10, heraclius, or a task's TOML file.")],
+    task: Annotated[
+        str, typer.Argument(help="mnist, cifar10, heraclius, choosing, or a task's TOML file.")
+    ],
     repeats: Annotated[
         int | None,
         typer.Option(min=1, help="Repeats of each run.", show_default="10, or what the scale says"),
@@ -141,9 +143,11 @@ def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[s
     import sys
 
     from phocas.experiments.reproduction.claims import CLAIMS
+    from phocas.experiments.reproduction.front import worst_errors
     from phocas.experiments.reproduction.outcomes import MissingError, collect
     from phocas.experiments.reproduction.verdicts import judge
     from phocas.report.claims_table import claims_table, markdown
+    from phocas.report.front import draw_front, front_lines
     from phocas.report.paper_figures import draw
     from phocas.report.tables import show
 
@@ -161,6 +165,13 @@ def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[s
         command=shlex.join(["phocas", *sys.argv[1:]]),
         facts=_facts(reproduction, file, failed),
     )
+    if reproduction.front:
+        try:
+            errors = worst_errors(reproduction, folder / "worst.json")
+            draw_front(outcomes, errors, folder / "front.png")
+            text += "\n" + "\n".join(front_lines(outcomes, errors))
+        except MissingError as error:
+            typer.echo(f"{error}: no front", err=True)
     folder.mkdir(parents=True, exist_ok=True)
     claims = folder / "claims.md"
     claims.write_text(text, "utf-8")

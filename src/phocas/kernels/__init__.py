@@ -5,13 +5,16 @@ Nothing here knows of rules, torch or servers: only of rows in memory.
 
 from phocas.kernels.blocks import BLOCK_COLUMNS, spread
 from phocas.kernels.calls import (
+    Dirt,
     Rows,
     SparseMix,
     aligned,
+    cleaned,
     combine,
     compute_dtype,
     draw_normals,
     half_supported,
+    marks,
     mix_reduce,
     packed_sums,
     pair_matrix,
@@ -22,24 +25,27 @@ from phocas.kernels.calls import (
     square_sums,
     values,
 )
-from phocas.kernels.columns import PLAIN_MEAN, Window
+from phocas.kernels.columns import PLAIN_MEAN, Window, scale_for
 from phocas.kernels.distances import granule_columns
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
 
 __all__ = [
     "BLOCK_COLUMNS",
     "PLAIN_MEAN",
+    "Dirt",
     "Rows",
     "SparseMix",
     "Window",
     "address",
     "aligned",
+    "cleaned",
     "combine",
     "compute_dtype",
     "draw_normals",
     "get_num_threads",
     "granule_columns",
     "half_supported",
+    "marks",
     "mix_reduce",
     "packed_sums",
     "pair_matrix",
@@ -47,6 +53,7 @@ __all__ = [
     "radii",
     "reduce",
     "row_table",
+    "scale_for",
     "set_num_threads",
     "spread",
     "square_sums",

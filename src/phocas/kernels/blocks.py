@@ -5,7 +5,8 @@ it sorts, and leaves in scratch memory what is known of each column: where its k
 with a reach, which values were dropped. Now the spread of the block is known, the root mean square
 of its radii, and a second sweep gives the dropped values their weights. Blame is a last sweep, over
 rows that are still in cache, a few rows at a time along the block, so that counters stay in
-registers.
+registers. Marks are what cleaning needs to know of a block: centres, limits, and how many values of
+each row are beyond them.
 
 The spread is summed in lanes that are the same on every processor, so that it has the same bits
 whoever works it out. It is given instead where a block is cut and others hold the rest of it.
@@ -17,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +53,10 @@ TOGETHER = 4  # rows that are compared at once with the same bounds
 # LOW and HIGH, or within the distance HIGH of -LOW, scaled. With a reach, the centre, the sum of
 # the kept distances and each distance that was not kept follow.
 LOW, HIGH, CENTRE, TOTAL, BEYOND = range(5)
+FARTHEST = TOTAL  # of marks: the scaled distance of the value that is farthest from the centre
+
+Gives = Literal["values", "radii", "marks"]
+"""What a kernel is asked for: the means of windows, or what is known of columns or of blocks."""
 
 _SWEEP = "ptr noalias %args, ptr noalias %rows, ptr noalias %out, ptr noalias %scratch"
 _WHERE = "i64 %column, i64 %place, i64 %count"
@@ -76,6 +82,16 @@ def spread(radii: NDArray[np.floating]) -> np.floating:
     return kind(np.ldexp(np.sqrt(total / kind(len(radii))), power))
 
 
+def marks_dtype(m: int, kind: np.dtype[np.floating]) -> np.dtype[Any]:
+    """Return what is known of a block in which something is implausible; of others all is zero.
+
+    A value is implausible if its distance from the centre, scaled, is more than the limit.
+    """
+    return np.dtype(
+        [("centre", kind, BLOCK_COLUMNS), ("limit", kind, BLOCK_COLUMNS), ("counts", np.int64, m)]
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Sweeps:
     """How a kernel goes over a block: functions that are written, and where its numbers are.
@@ -88,17 +104,19 @@ class Sweeps:
     arrays: int
     second: str = ""
     blame: str = ""
-    radii: bool = False
+    gives: Gives = "values"
     reach: int = 0
 
 
 def straight_module(
-    target: Target, element: Element, m: int, window: Window, blame: bool, radii: bool = False
+    target: Target,
+    element: Element,
+    m: int,
+    window: Window,
+    blame: bool,
+    gives: Gives = "values",
 ) -> str:
-    """Write the kernel of straight-line code.
-
-    With ``radii``, it only gives the radius of every column.
-    """
+    """Write the kernel of straight-line code."""
     f = Function(target, element)
     with f.loop("0", "%count", f.lanes) as loop:
         column = f.op(f"add i64 %column, {loop.index}")
@@ -109,7 +127,9 @@ def straight_module(
         wires = run_network(f, [f.nan_to_inf(value) for value in rows], addresses, window)
         found = average(f, wires, window)
         left: tuple[str, ...] = (found.low, found.high)
-        if window.reach and not window.watched and not radii:
+        if gives == "marks":
+            left += (found.centre, _farthest(f, found.beyond))
+        elif window.reach and not window.watched and gives == "values":
             left += (found.centre, found.total, *found.beyond)
         elif not window.reach and not window.watched:
             f.store(found.value, f.at("%out", column))
@@ -129,13 +149,19 @@ def straight_module(
     sweeps = Sweeps(
         first_text(f),
         len(left),
-        second_text(target, element, scaled, None if window.watched else weigh)
-        if window.reach and not radii
+        second_text(target, element, scaled, None if window.watched or gives == "marks" else weigh)
+        if window.reach and gives != "radii"
         else "",
-        blame_text(target, element, scaled) if blame else "",
-        radii,
+        blame_text(target, element, scaled) if blame or gives == "marks" else "",
+        gives,
     )
     return module_text(f, sweeps)
+
+
+def _farthest(f: Function, beyond: tuple[str, ...]) -> str:
+    """Return the distance of the farthest value: it is of the first or of the last pair."""
+    first, last = f.absolute(beyond[0]), f.absolute(beyond[-1])
+    return f.select(f.compare("uge", first, last), first, last)
 
 
 def first_text(f: Function) -> str:
@@ -337,6 +363,61 @@ entry:
 """
 
 
+def _beyond_text(target: Target, element: Element) -> str:
+    """Write what tells whether a value of a block may be beyond its limit.
+
+    Of a column that is lost it may be: counts must not depend on how a block is cut.
+    """
+    f = Function(target, element)
+    with f.loop("0", "%count", f.lanes) as loop:
+        found = loop.carry(f.mask, "zeroinitializer")
+        farthest = f.load_vector(slot(f, FARTHEST, loop.index))
+        limit = f.load_vector(slot(f, HIGH, loop.index))
+        beyond = f.either(
+            f.compare("ugt", farthest, limit), f.compare("uge", limit, f.splat(math.inf))
+        )
+        loop.update(found, f.either(found, beyond))
+    bits = f.op(f"bitcast {f.mask} {found} to i{f.lanes}")
+    result = f.op(f"icmp ne i{f.lanes} {bits}, 0")
+    body = "\n".join(f.lines)
+    return f"""
+define internal i1 @beyond(ptr noalias %scratch, i64 %count) noinline {{
+entry:
+{body}
+  ret i1 {result}
+}}
+"""
+
+
+def _marked(f: Function, whole: str, last: str, at_whole: str, at_last: str) -> list[str]:
+    """Write what is done with the marks of a block: kept if something may be implausible."""
+    bytes_ = f.element.compute_bits // 8
+    size = BLOCK_COLUMNS * bytes_
+    copy = "call void @llvm.memcpy.p0.p0.i64"
+    return [
+        f"%up = add i64 %n, {f.lanes - 1}",
+        f"%vectors = and i64 %up, {-f.lanes}",
+        "%implausible = call i1 @beyond(ptr %scratch, i64 %vectors)",
+        "br i1 %implausible, label %mark, label %finished",
+        "mark:",
+        f"%number_of_block = udiv i64 %begin, {BLOCK_COLUMNS}",
+        "%size_of_counts = mul i64 %m, 8",
+        f"%size_of_mark = add i64 %size_of_counts, {2 * size}",
+        "%offset_of_mark = mul i64 %number_of_block, %size_of_mark",
+        "%centres_to = getelementptr i8, ptr %out, i64 %offset_of_mark",
+        f"%limits_to = getelementptr i8, ptr %centres_to, i64 {size}",
+        f"%counts_to = getelementptr i8, ptr %limits_to, i64 {size}",
+        f"%centres = getelementptr {f.scalar}, ptr %scratch, i64 {CENTRE * BLOCK_COLUMNS}",
+        f"%size = mul i64 %n, {bytes_}",
+        f"{copy}(ptr %centres_to, ptr %centres, i64 %size, i1 false)",
+        f"{copy}(ptr %limits_to, ptr %radii, i64 %size, i1 false)",
+        f"call void @blame(ptr %counts_to, {whole}, {at_whole})",
+        "br i1 %any, label %mark_last, label %finished",
+        "mark_last:",
+        f"call void @blame(ptr %counts_to, {last}, {at_last})",
+    ]
+
+
 def _define(name: str, parameters: str, f: Function) -> str:
     body = "\n".join(f.lines)
     return f"""
@@ -365,27 +446,29 @@ def module_text(f: Function, sweeps: Sweeps) -> str:
             f"call void @second({whole}, {numbers}, {at_whole})",
         ]
         tail = [f"call void @second({last}, {numbers}, {at_last})"]
-    if sweeps.blame:
+    marks = sweeps.gives == "marks"
+    if sweeps.blame and not marks:
         middle.append(f"call void @blame(ptr %local, {whole}, {at_whole})")
         tail.append(f"call void @blame(ptr %local, {last}, {at_last})")
-    if sweeps.radii:
+    if sweeps.gives == "radii":
         middle += [
             f"%to = getelementptr {scalar}, ptr %out, i64 %begin",
             f"%size = mul i64 %n, {bytes_}",
             "call void @llvm.memcpy.p0.p0.i64(ptr %to, ptr %radii, i64 %size, i1 false)",
         ]
-    else:
+    elif not marks:
         tail += [
             f"%to_last = getelementptr {kind}, ptr %out, i64 %column",
             f"%size_last = mul i64 %rest, {f.element.size}",
             "call void @llvm.memcpy.p0.p0.i64(ptr %to_last, ptr %answer, i64 %size_last, i1 false)",
         ]
+    after = _marked(f, whole, last, at_whole, at_last) if marks else []
     newline = "\n  "
     names = ColumnArguments._fields
     rows, out, m, numbers_at = (names.index(name) for name in ("rows", "out", "m", "constants"))
     return f"""{declarations(f)}{pad_text(f)}
 declare i{bits} @llvm.vector.reduce.add.v{lanes}i{bits}(<{lanes} x i{bits}>)
-{sweeps.first}{sweeps.second}{sweeps.blame}
+{sweeps.first}{sweeps.second}{sweeps.blame}{_beyond_text(f.target, f.element) if marks else ""}
 {_spread_text(f.target, f.element)}
 define void @kernel{SIGNATURE} {{
 entry:
@@ -430,9 +513,12 @@ pad:
   br label %sorted
 sorted:
   {newline.join(middle)}
-  br i1 %any, label %padded, label %finished
+  br i1 %any, label %padded, label %swept
 padded:
   {newline.join(tail)}
+  br label %swept
+swept:
+  {newline.join(after)}
   br label %finished
 finished:
   br label %next

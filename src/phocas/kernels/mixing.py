@@ -120,7 +120,7 @@ def combine_module(target: Target, element: Element) -> str:
                     mixed = f.multiply_add(total, inverse, middle)
                     _put(f, mixed, f.at(place, offset, f.scalar))
         f.set_lanes(lanes)
-    return _finish(f)
+    return finish(f)
 
 
 def fused_module(target: Target, element: Element) -> str:
@@ -171,7 +171,7 @@ def fused_module(target: Target, element: Element) -> str:
                     _put(f, value, f.at(place, offset, f.scalar))
         f.line(f"  store ptr {f.at(out, loop.index, f.scalar)}, ptr {inner.slot('out')}")
         f.line(f"  call void {work}(ptr {inner.table}, ptr {counts}, i64 0, i64 {columns})")
-    return _finish(f)
+    return finish(f)
 
 
 def _fetch_next(f: Function, rows: str, m: str, k: str, row: str, end: str, columns: str) -> None:
@@ -317,7 +317,8 @@ def _put(f: Function, value: str, address: str) -> None:
     f.line(f"  store {f.vector} {value}, ptr {address}, align {size}")
 
 
-def _finish(f: Function) -> str:
+def finish(f: Function) -> str:
+    """Wrap a body over vectors and single values into a ``kernel``."""
     body = "\n".join(f.lines)
     lanes = f.lanes
     f.set_lanes(1)

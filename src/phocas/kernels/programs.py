@@ -99,16 +99,18 @@ def blocks_module(
     drop: bool,
     reach: bool,
     blame: bool,
-    radii: bool = False,
+    gives: blocks.Gives = "values",
 ) -> str:
     """Write the kernel over blocks, for blame or with a reach."""
     f = Function(target, element)
     end = f.op("add i64 %column, %count")
     with _columns(f, "%rows", "%column", end, drop) as (column, found):
         left: tuple[str, ...] = (found.low, found.high)
-        if reach and not radii:
+        if gives == "marks":
+            left += (found.centre, f.splat(float("inf")))  # every block is marked
+        elif reach and gives == "values":
             left += (found.centre,)
-        elif not radii:
+        elif gives == "values":
             f.store(found.value, f.at("%out", column))
         place = f.op(f"add i64 %place, {f.op(f'sub i64 {column}, %column')}")
         blocks.leave(f, left, place)
@@ -134,9 +136,11 @@ def blocks_module(
     sweeps = blocks.Sweeps(
         blocks.first_text(f),
         len(left),
-        blocks.second_text(target, element, scaled, weigh) if reach and not radii else "",
-        blocks.blame_text(target, element, scaled) if blame else "",
-        radii,
+        blocks.second_text(target, element, scaled, None if gives == "marks" else weigh)
+        if reach and gives != "radii"
+        else "",
+        blocks.blame_text(target, element, scaled) if blame or gives == "marks" else "",
+        gives,
         reach=4,
     )
     return blocks.module_text(f, sweeps) + _sort_function(target, element)

@@ -107,8 +107,9 @@ def _accuracies(figure: Figure, outcomes: Outcomes) -> list[str]:
         return [f"### {figure.title}", "", str(error), ""]
     for case in cases:
         config = case.case.config
+        rule = config.rule.replace("|", "\\|")
         lines.append(
-            f"| {case.case.label} | `{config.rule}` | {config.batch_size} |"
+            f"| {case.case.label} | `{rule}` | {config.batch_size} |"
             f" {len(case.seeds)} of {case.wanted} | {_plain(interval(case.final))} |"
             f" {_plain(interval(case.best))} | {case.final.min():.3f}, {case.final.max():.3f} |"
             f" {case.nonfinite.mean():.1f} |"

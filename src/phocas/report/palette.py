@@ -60,6 +60,9 @@ def style_of(rule: str | None, index: int = 0) -> Style:
 
     >>> style_of("phocas:b=8") == style_of("phocas:b=6") != style_of("my.rules:Mine")
     True
+    >>> style_of("heraclius:b=8,reach=2") == style_of("heraclius:b=8")
+    False
     """
-    name = (rule or "").partition(":")[0]
-    return STYLES.get(name, _OTHERS[index % len(_OTHERS)])
+    name, _, told = (rule or "").partition(":")
+    other = _OTHERS[index % len(_OTHERS)]
+    return other if "," in told or "|" in told else STYLES.get(name, other)

@@ -2,6 +2,7 @@
 
 from phocas.rules.base import Chain, Explanation, Pipeline, PreAggregator, Rule, Told
 from phocas.rules.centres import CenteredClipping, GeometricMedian
+from phocas.rules.cleaning import Cleaning
 from phocas.rules.columnwise import (
     ColumnRule,
     MeaMed,
@@ -31,6 +32,7 @@ __all__ = [
     "Bulyan",
     "CenteredClipping",
     "Chain",
+    "Cleaning",
     "Clipping",
     "ColumnRule",
     "Evaluation",

@@ -7,7 +7,7 @@ that memory stays bounded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,13 @@ from phocas import kernels
 from phocas.kernels import BLOCK_COLUMNS, PLAIN_MEAN, Window
 from phocas.rules import measures
 from phocas.rules.algebra import (
+    UNMIXED,
+    Clean,
     Decision,
     Distances,
     Floats,
     Function,
+    Plausible,
     Radii,
     Request,
     by_function,
@@ -40,20 +43,23 @@ class DeviceMatrix:
         self.m = len(tensors[0])
         self.d = sum(tensor.shape[1] for tensor in tensors)
         self.rebuild = rebuild
+        self._known: dict[Window, torch.Tensor] = {}
 
-    def measure(self, request: Request) -> Floats:
+    def measure(self, request: Request | Plausible) -> Floats:
         """Answer a rule's question about whole rows."""
+        if isinstance(request, Plausible):
+            return self._implausible(request.window)
         pairs = isinstance(request, Distances)
         k = self.m if request.weights is None else len(request.weights)
         result = np.zeros((k, k) if pairs else k)
-        for tensor in self.tensors:
-            for block in _blocks(tensor):
+        for number in range(len(self.tensors)):
+            for block in self._blocks(number, request.clean):
                 result += _squares(_asked(block, request), pairs=pairs)
         return result + result.T if pairs else result
 
-    def partial(self, request: Request | Radii, start: int = 0) -> measures.Partial:
+    def partial(self, request: Request | Radii | Plausible, start: int = 0) -> measures.Partial:
         """Return what these columns contribute, if they begin at column ``start`` of more."""
-        asked = not_radii(request)
+        asked = without_blocks(request)
         k = self.m if asked.weights is None else len(asked.weights)
         result = measures.Partial(k)
         for block in (block for tensor in self.tensors for block in _blocks(tensor)):
@@ -72,16 +78,21 @@ class DeviceMatrix:
         return result
 
     def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
-        """Mix and reduce; count what was dropped of each mixed row, wherever columns begin."""
+        """Clean, mix and reduce; count what was dropped of each mixed row, wherever they begin."""
         del start
         if decision.function is not None:
-            return self._by_function(decision.function, decision.mix.weights)
+            return self._by_function(decision, decision.function)
+        if decision.clean is not None and decision.window.watched:
+            if counts is not None:
+                window = replace(decision.window, watched=False)
+                self.apply(replace(decision, window=window), counts)
+            return self.apply(Decision(UNMIXED, PLAIN_MEAN), None)
         answers = []
         spreads = self._spreads(decision) if decision.window.reach else None
         done = 0
-        for tensor in self.tensors:
+        for number, tensor in enumerate(self.tensors):
             parts = []
-            for block in _blocks(tensor):
+            for block in self._blocks(number, decision.clean):
                 end = done + block.shape[1]
                 known = None if spreads is None else spreads[done:end]
                 parts.append(self._reduce(block, decision, counts, known))
@@ -89,9 +100,49 @@ class DeviceMatrix:
             answers.append(torch.cat(parts) if parts else tensor.new_empty(0))
         return self.rebuild(answers)
 
-    def _by_function(self, function: Function, weights: Floats | None) -> Any:
+    def _blocks(self, number: int, clean: Clean | None) -> Iterator[torch.Tensor]:
+        """Yield the columns of a tensor, cleaned."""
+        if clean is None:
+            yield from _blocks(self.tensors[number])
+            return
+        window = clean.plausible.window
+        spreads = self._own_spreads(window)
+        done = sum(tensor.shape[1] for tensor in self.tensors[:number])
+        out = torch.from_numpy(clean.out).to(self.tensors[number].device)
+        for block in _blocks(self.tensors[number]):
+            rows, known = _computed(block), spreads[done : done + block.shape[1]]
+            found = nearest(rows, window)
+            _, outside = _beyond(found, window.reach, known)
+            cleaned = torch.where(outside, found.centre, rows)
+            yield cleaned.masked_fill(out[:, None], torch.nan).to(block.dtype)
+            done += block.shape[1]
+
+    def _implausible(self, window: Window) -> Floats:
+        """Return the share of each row that is beyond twice the reach of a window."""
+        spreads = self._own_spreads(window)
+        counts, done = np.zeros(self.m), 0
+        for tensor in self.tensors:
+            for block in _blocks(tensor):
+                known = spreads[done : done + block.shape[1]]
+                _, outside = _beyond(nearest(_computed(block), window), window.reach, known)
+                counts += outside.sum(dim=1).cpu().numpy()
+                done += block.shape[1]
+        return counts / max(1, self.d)
+
+    def _own_spreads(self, window: Window) -> torch.Tensor:
+        """Return the spreads of the rows as they are, which are asked for again and again."""
+        if window not in self._known:
+            self._known[window] = self._spreads(Decision(UNMIXED, window))
+        return self._known[window]
+
+    def _by_function(self, decision: Decision, function: Function) -> Any:
         """Give all mixed rows to a function at once, as an array in host memory."""
-        rows = torch.cat([_mixed(_computed(tensor), weights) for tensor in self.tensors], dim=1)
+        blocks = [
+            _mixed(_computed(block), decision.mix.weights)
+            for number in range(len(self.tensors))
+            for block in self._blocks(number, decision.clean)
+        ]
+        rows = torch.cat(blocks, dim=1)
         values = torch.from_numpy(by_function(function, rows.numpy(force=True)))
         parts = torch.split(values, [tensor.shape[1] for tensor in self.tensors])
         return self.rebuild([part.to(like) for part, like in zip(parts, self.tensors, strict=True)])
@@ -104,8 +155,8 @@ class DeviceMatrix:
                 none,
                 *(
                     nearest(_mixed(_computed(block), decision.mix.weights), decision.window).radius
-                    for tensor in self.tensors
-                    for block in _blocks(tensor)
+                    for number in range(len(self.tensors))
+                    for block in self._blocks(number, decision.clean)
                 ),
             ]
         )
@@ -192,9 +243,7 @@ def _reaching(
     """Average with weights that fall beyond the reach."""
     distances = found.rows / 2 - found.centre / 2
     lengths, radius = distances.abs(), found.radius
-    largest = torch.finfo(lengths.dtype).max
-    full = (torch.maximum(radius, spreads) * reach).clamp(max=largest)
-    outside = lengths > torch.maximum(radius, (2 * full).clamp(max=largest))
+    full, outside = _beyond(found, reach, spreads)
     weights = ((2 * full - lengths) / full).clamp(0, 1)
     weights = torch.where(lengths <= radius, 1, weights).masked_fill(outside, 0)
     share = weights / weights.sum(dim=0)
@@ -202,6 +251,16 @@ def _reaching(
     low = found.rows.masked_fill(outside, torch.inf).amin(dim=0)
     high = found.rows.masked_fill(outside, -torch.inf).amax(dim=0)
     return value.clamp(low, high), outside
+
+
+def _beyond(
+    found: Nearest, reach: float, spreads: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return up to where values count in full, and which are beyond twice as far."""
+    lengths = (found.rows / 2 - found.centre / 2).abs()
+    largest = torch.finfo(lengths.dtype).max
+    full = (torch.maximum(found.radius, spreads) * reach).clamp(max=largest)
+    return full, lengths > torch.maximum(found.radius, (2 * full).clamp(max=largest))
 
 
 def _ordered(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,11 +294,11 @@ def nearest(rows: torch.Tensor, window: Window) -> Nearest:
     return Nearest(rows, y, kept, chosen)
 
 
-def not_radii(request: Request | Radii) -> Request:
-    """Refuse to measure blocks that are cut: their spreads are exchanged in host memory only."""
-    if isinstance(request, Radii):
+def without_blocks(request: Request | Radii | Plausible) -> Request:
+    """Refuse what goes by blocks that are cut: their spreads are exchanged in host memory only."""
+    if isinstance(request, Radii | Plausible) or request.clean is not None:
         raise TypeError(
-            "shards of a rule that reaches by blocks of columns must be in host memory: move the"
+            "shards of a rule that goes by blocks of columns must be in host memory: move the"
             " tensor to the CPU first"
         )
     return request

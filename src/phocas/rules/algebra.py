@@ -1,8 +1,10 @@
-"""The algebra of rules: an optional mix of the rows, then a reduction of each column.
+"""The algebra of rules: clean the cells, mix the rows, reduce each column; two may be left out.
 
-A rule's mix is worked out from a few small measurements of the rows, which are sums over columns.
-It is written as a generator that yields what it wants to know and returns the :class:`Mix`; whoever
-runs it decides where the rows are: in one array, on twenty servers or on an accelerator.
+What is implausible in a column is known from its block of columns; which rows are mostly
+implausible, and out, is a sum over columns. A rule's mix is worked out from a few small
+measurements of the cleaned rows, which are sums over columns too. It is written as a generator that
+yields what it wants to know and returns the :class:`Mix`; whoever runs it decides where the rows
+are: in one array, on twenty servers or on an accelerator.
 """
 
 from __future__ import annotations
@@ -26,6 +28,52 @@ Floats: TypeAlias = NDArray[np.float64]
 # with the fourth power of their number: more are faster measured.
 DERIVED_ROWS = 64
 
+MOSTLY = 0.5  # the share of a row that is implausible, above which the row is out
+
+
+@dataclass(frozen=True, slots=True)
+class Plausible:
+    """Ask what share of each row is implausible: beyond twice the reach of a window.
+
+    ``spreads`` are those of the blocks of columns that are cut, by number; None if there is no more
+    than the columns at hand.
+    """
+
+    window: Window
+    spreads: Mapping[int, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clean:
+    """The cleaned rows: the centre of its column stands for each implausible value.
+
+    Rows that are ``out`` are NaN. ``shares`` is what is implausible of each row.
+    """
+
+    plausible: Plausible
+    shares: Floats
+    out: NDArray[np.bool_]
+
+    @property
+    def lost(self) -> Floats:
+        """Return the share of each row that is not its own any more."""
+        return np.where(self.out, 1.0, self.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class Cleanup:
+    """How rows are cleaned: what is implausible, and how many rows may be out."""
+
+    window: Window
+    most: int
+
+    def clean(self, plausible: Plausible, shares: Floats) -> Clean:
+        """Put those rows out that are mostly implausible; if they are too many, the worst."""
+        worst = np.argsort(-shares, kind="stable")[: self.most]
+        out = np.zeros(len(shares), bool)
+        out[worst] = shares[worst] > MOSTLY
+        return Clean(plausible, shares, out)
+
 
 @dataclass(frozen=True, slots=True)
 class Distances:
@@ -39,6 +87,7 @@ class Distances:
     weights: Floats | None = None
     wide: bool = False
     scale: float = 1.0
+    clean: Clean | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +96,7 @@ class Norms:
 
     weights: Floats | None = None
     scale: float = 1.0
+    clean: Clean | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +108,7 @@ class Radii:
 
     window: Window
     weights: Floats | None = None
+    clean: Clean | None = None
 
 
 Request: TypeAlias = Distances | Norms
@@ -249,7 +300,7 @@ Function: TypeAlias = Callable[[NDArray[Any]], Any]
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """What remains when a rule has been planned: a mix, and a window of each column.
+    """What remains when a rule has been planned: cleaned rows, a mix, a window of each column.
 
     A ``function`` of the mixed rows takes the window's place if there is one. ``spreads`` are those
     of the blocks of columns that are cut, by number, for a window that reaches by them; None if
@@ -260,6 +311,7 @@ class Decision:
     window: Window
     function: Function | None = None
     spreads: Mapping[int, float] | None = None
+    clean: Clean | None = None
 
 
 def by_function(function: Function, rows: NDArray[Any]) -> NDArray[Any]:
@@ -284,18 +336,18 @@ class Matrix(Protocol):
     def d(self) -> int:
         """Return the number of columns."""
 
-    def measure(self, request: Request) -> Floats:
+    def measure(self, request: Request | Plausible) -> Floats:
         """Answer a rule's question about whole rows."""
 
     def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
-        """Mix and reduce, in the form of the rows; count what was dropped of each mixed row."""
+        """Clean, mix and reduce, in the form of the rows; count what is dropped of mixed rows."""
 
 
 class Columns(Matrix, Protocol):
     """Rows that may be a range of the columns of longer ones."""
 
-    def partial(self, request: Request | Radii, start: int = 0) -> Partial:
+    def partial(self, request: Request | Radii | Plausible, start: int = 0) -> Partial:
         """Return what these columns contribute, if they begin at column ``start`` of more."""
 
     def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
-        """Mix and reduce; with spreads of cut blocks, columns begin at ``start`` of more."""
+        """Clean, mix and reduce; with spreads of cut blocks, columns begin at ``start`` of more."""

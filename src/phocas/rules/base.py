@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import numbers
 from abc import abstractmethod
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import Window
-from phocas.rules.algebra import Decision, Floats, Matrix, Mix, Planning, Request, through
+from phocas.rules.algebra import (
+    Cleanup,
+    Decision,
+    Floats,
+    Matrix,
+    Mix,
+    Planning,
+    Plausible,
+    Request,
+    through,
+)
 from phocas.rules.inputs import open_rows
 from phocas.rules.promise import ASSUMED, Tolerance
 from phocas.specs import Spec, count, normalise
@@ -50,6 +60,9 @@ class Explanation:
 
 class Stage(Spec):
     """A step over m rows: a rule, or a pre-aggregation before one."""
+
+    outermost: ClassVar[bool] = False
+    """Whether it must see the rows as they come, with nothing before it."""
 
     def check(self, m: int) -> None:
         """Raise ValueError unless the step holds its promise with m workers."""
@@ -110,8 +123,6 @@ class Rule(Stage):
     """Whether each column is reduced on its own, so that any server can do it for its columns."""
     whole: bool = False
     """Whether all columns must be in one place, so that only one server can do it."""
-    outermost: ClassVar[bool] = False
-    """Whether it must see the rows as they come, with nothing before it."""
 
     @abstractmethod
     def window(self, m: int) -> Window:
@@ -166,20 +177,30 @@ class Rule(Stage):
         decision = self.decide(matrix, as_generator(rng))
         counts = np.zeros(decision_rows(decision, matrix.m), np.int64)
         value = matrix.apply(decision, counts)
-        return Explanation(
-            value, shares(decision, matrix.m, counts, matrix.d), self.expected(matrix.m)
-        )
+        cleaned = None if decision.clean is None else decision.clean.lost
+        dropped = shares(decision, matrix.m, counts, matrix.d, cleaned)
+        return Explanation(value, dropped, self.expected(matrix.m))
 
     def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
-        """Work out the mix and the window for a matrix that can be measured."""
+        """Work out what is cleaned, the mix and the window for a matrix that can be measured."""
+        cleanup = self.cleanup(matrix.m)
+        clean = None
+        if cleanup is not None:
+            plausible = Plausible(cleanup.window)
+            clean = cleanup.clean(plausible, matrix.measure(plausible))
         planning = self.planning(matrix.m, rng)
         reply: Floats | None = None
         while True:
             try:
                 request: Request = planning.send(reply) if reply is not None else next(planning)
             except StopIteration as stop:
-                return self.decision(stop.value, matrix.m)
-            reply = matrix.measure(request)
+                return replace(self.decision(stop.value, matrix.m), clean=clean)
+            reply = matrix.measure(request if clean is None else replace(request, clean=clean))
+
+    def cleanup(self, m: int) -> Cleanup | None:
+        """Say how the rows of m workers are cleaned before anything is asked about them."""
+        del m
+        return None
 
     def decision(self, mix: Mix, m: int) -> Decision:
         """Say what is done with the rows of m workers once their mix is known."""
@@ -188,6 +209,11 @@ class Rule(Stage):
 
 class PreAggregator(Stage):
     """Turn m rows into others, for a rule to reduce."""
+
+    def plausible(self, m: int) -> Window | None:
+        """Return the window twice beyond whose reach a step that cleans has values replaced."""
+        del m
+        return None
 
     def rows_after(self, m: int) -> int:
         """Return how many rows come out."""
@@ -243,14 +269,31 @@ class Pipeline(Rule):
     name: ClassVar[str] = "pipeline"
 
     def __post_init__(self) -> None:
-        """Refuse a rule that must see the rows as they come."""
+        """Refuse steps after others that must see the rows as they come."""
         if self.rule.outermost:
             raise ValueError(
                 f"{type(self.rule).__name__} goes around a pipeline, not into one: got {self}"
             )
+        for stage in self.stages[1:]:
+            if stage.outermost:
+                name = type(stage).__name__
+                raise ValueError(
+                    f"{name} must come first and once, where the rows are as they came: got {self}"
+                )
 
     def __str__(self) -> str:
         return "|".join(str(stage) for stage in (*self.stages, self.rule))
+
+    @property
+    def following(self) -> Rule:
+        """Return what follows the first stage."""
+        rest = self.stages[1:]
+        return Pipeline(rest, self.rule) if rest else self.rule
+
+    def cleanup(self, m: int) -> Cleanup | None:
+        """Clean as the first stage says; no more rows are out than what follows survives."""
+        window = self.stages[0].plausible(m)
+        return None if window is None else Cleanup(window, self.following.tolerates(m).rows)
 
     def _sizes(self, m: int) -> list[int]:
         """Return how many rows reach each stage and, last, the rule."""
@@ -272,6 +315,8 @@ class Pipeline(Rule):
     def tolerates(self, m: int) -> Tolerance:
         """Return what is left of the rule's promise on the way back through the stages."""
         self.check(m)
+        if self.cleanup(m) is not None and self.following.spreads(m, 0) is None:
+            return Tolerance()  # what follows goes far from rows that are near one another
         *before, last = self._sizes(m)
         found = self.rule.tolerates(last)
         for stage, size in zip(reversed(self.stages), reversed(before), strict=True):
@@ -283,11 +328,21 @@ class Pipeline(Rule):
         tolerance = self.tolerates(m)
         if q > max(tolerance.rows, tolerance.values):
             return None
+        cleanup = self.cleanup(m)
+        if cleanup is not None:
+            found = self._among_cleaned(m, cleanup.most)
+            return None if found is None else self.stages[0].spreads(m, q, found)
         *before, last = self._sizes(m)
         found = self.rule.spreads(last, q)
         for stage, size in zip(reversed(self.stages), reversed(before), strict=True):
             found = None if found is None else stage.spreads(size, q, found)
         return found
+
+    def _among_cleaned(self, m: int, most: int) -> float | None:
+        """Return how far what follows is from the mean of cleaned rows of which some are out."""
+        found = [self.following.spreads(m, out) for out in range(most + 1)]
+        known = [each for each in found if each is not None]
+        return max(known) if len(known) == len(found) else None
 
     @property
     def whole(self) -> bool:  # type: ignore[override]  # read-only here: the rule decides
@@ -321,13 +376,20 @@ def decision_rows(decision: Decision, m: int) -> int:
 
 
 def shares(
-    decision: Decision, m: int, counts: NDArray[np.int64], columns: int
+    decision: Decision,
+    m: int,
+    counts: NDArray[np.int64],
+    columns: int,
+    cleaned: Floats | None = None,
 ) -> NDArray[np.float64]:
-    """Return each worker's lost share from what the window dropped of each mixed row."""
+    """Return each worker's lost share from what the window dropped of each mixed row.
+
+    What is ``cleaned`` of a worker is lost before, and what is left of it as that of all.
+    """
     lost = counts / max(1, columns)
-    if decision.mix.weights is None:
-        return lost
-    weights = np.abs(np.nan_to_num(decision.mix.weights, nan=0.0))
-    entered = (1 - lost) @ weights
-    fair = np.broadcast_to(decision.mix.fair, (m,))
-    return np.asarray(np.clip(1 - entered / fair, 0.0, 1.0), np.float64)
+    if decision.mix.weights is not None:
+        weights = np.abs(np.nan_to_num(decision.mix.weights, nan=0.0))
+        entered = (1 - lost) @ weights
+        fair = np.broadcast_to(decision.mix.fair, (m,))
+        lost = np.asarray(np.clip(1 - entered / fair, 0.0, 1.0), np.float64)
+    return lost if cleaned is None else lost + cleaned * (1 - lost)

@@ -22,7 +22,7 @@ from phocas.kernels.triton import KernelError, calls
 from phocas.kernels.triton.calls import Rows
 from phocas.kernels.triton.loader import obstacle
 from phocas.rules import measures
-from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix, not_radii
+from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix, without_blocks
 from phocas.rules.algebra import (
     UNMIXED,
     Columns,
@@ -30,6 +30,7 @@ from phocas.rules.algebra import (
     Distances,
     Floats,
     Mix,
+    Plausible,
     Radii,
     Request,
     needs_double,
@@ -94,15 +95,15 @@ class KernelMatrix:
         """Return the number of columns."""
         return sum(map(_columns, self.pieces))
 
-    def measure(self, request: Request) -> Floats:
+    def measure(self, request: Request | Plausible) -> Floats:
         """Answer a rule's question about whole rows."""
         return self._or_by_torch(
             lambda: _measured(self.pieces, self.m, request), lambda other: other.measure(request)
         )
 
-    def partial(self, request: Request | Radii, start: int = 0) -> measures.Partial:
+    def partial(self, request: Request | Radii | Plausible, start: int = 0) -> measures.Partial:
         """Return what these columns contribute, if they begin at column ``start`` of more."""
-        asked = not_radii(request)
+        asked = without_blocks(request)
         return self._or_by_torch(
             lambda: _partial(self.pieces, self.m, asked, start),
             lambda other: other.partial(asked, start),
@@ -232,7 +233,9 @@ class _Question:
             yield Rows.of(mixed * self.request.scale)
 
 
-def _measured(pieces: list[Piece], m: int, request: Request) -> Floats:
+def _measured(pieces: list[Piece], m: int, request: Request | Plausible) -> Floats:
+    if isinstance(request, Plausible) or request.clean is not None:
+        raise KernelError("Triton's kernels know nothing of cleaned rows")
     question = _Question(request, m)
     sums = question.sums(pieces[0][0].device)
     for piece in _granules(pieces, sums.granule):

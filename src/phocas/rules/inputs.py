@@ -25,15 +25,19 @@ from phocas.floats import FORMATS, to_bfloat16
 from phocas.kernels import Rows, SparseMix, Window
 from phocas.rules import measures
 from phocas.rules.algebra import (
+    UNMIXED,
+    Clean,
     Columns,
     Decision,
     Floats,
     Function,
+    Plausible,
     Radii,
     Request,
     by_function,
     needs_double,
 )
+from phocas.rules.washing import Marks
 
 COPIED_COLUMNS = 1 << 15
 ACCEPTED = (
@@ -99,22 +103,29 @@ class HostMatrix:
         self.pieces = pieces
         self.m = len(pieces[0].arrays) if pieces else 0
         self.rebuild = rebuild
+        self.marks: Marks | None = None
+        """What is implausible here, once that was asked for: it is found out but once."""
 
     @property
     def d(self) -> int:
         """Return the number of columns."""
         return sum(piece.columns for piece in self.pieces)
 
-    def measure(self, request: Request) -> Floats:
+    def measure(self, request: Request | Plausible) -> Floats:
         """Answer a rule's question about whole rows."""
-        return measures.total(request, [self.partial(request)])
+        partials = [self.partial(request)]
+        if isinstance(request, Plausible):
+            return measures.shares(partials)
+        return measures.total(request, partials)
 
-    def partial(self, request: Request | Radii, start: int = 0) -> measures.Partial:
+    def partial(self, request: Request | Radii | Plausible, start: int = 0) -> measures.Partial:
         """Return what these columns contribute, if they begin at column ``start`` of more."""
+        if isinstance(request, Plausible):
+            return self._marked(request, start).partial(self.m)
         m = self.m if request.weights is None else len(request.weights)
         result = measures.Partial(m)
         for piece in self.pieces:
-            for begin, rows in piece.blocks():
+            for begin, rows in self._blocks(piece, request.clean, start):
                 place = start + piece.start + begin
                 if isinstance(request, Radii):
                     result += measures.edge_radii(request, place, rows)
@@ -123,22 +134,29 @@ class HostMatrix:
         return result
 
     def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
-        """Mix and reduce; count what was dropped of each mixed row.
+        """Clean, mix and reduce; count what was dropped of each mixed row.
 
         With spreads of blocks that are cut, the columns begin at column ``start`` of more.
         """
         if decision.function is not None:
-            return self._by_function(decision.function, decision.mix.weights)
-        spreads = decision.spreads
+            return self._by_function(decision, decision.function, start)
+        if decision.clean is not None and decision.window.watched:
+            if counts is not None:
+                window = replace(decision.window, watched=False)
+                self.apply(replace(decision, window=window), counts, start)
+            return self.apply(Decision(UNMIXED, kernels.PLAIN_MEAN), None)
+        clean, spreads = decision.clean, decision.spreads
+        origin = start
         if spreads is None:
-            start, spreads = 0, self._cut_spreads(decision)
+            radii = Radii(decision.window, decision.mix.weights, clean)
+            origin, spreads = 0, self._cut_spreads(radii)
         answers = []
         for piece in self.pieces:
             out: NDArray[Any] | None = None
-            for begin, rows in piece.blocks():
+            for begin, rows in self._blocks(piece, clean, start):
                 if out is None:
                     out = np.empty(piece.columns, _answer_dtype(decision, rows, piece))
-                place = start + piece.start + begin
+                place = origin + piece.start + begin
                 for first, last, spread in _segments(place, rows.columns, spreads):
                     part = rows if last - first == rows.columns else rows.shifted(first, last)
                     _apply(decision, part, out[begin + first : begin + last], counts, spread)
@@ -147,10 +165,13 @@ class HostMatrix:
             answers.append(_stored(out, piece.element))
         return self.rebuild(answers)
 
-    def _by_function(self, function: Function, weights: Floats | None) -> Any:
+    def _by_function(self, decision: Decision, function: Function, start: int) -> Any:
         """Give all mixed rows to a function at once, in a copy that it may change."""
-        blocks = [rows for piece in self.pieces for _, rows in piece.blocks()]
-        mixed = [_mixed(rows, weights) for rows in blocks]
+        mixed = [
+            _mixed(rows, decision.mix.weights)
+            for piece in self.pieces
+            for _, rows in self._blocks(piece, decision.clean, start)
+        ]
         values = by_function(function, np.concatenate(mixed, axis=1))
         ends = np.cumsum([piece.columns for piece in self.pieces])
         parts = np.split(values, ends[:-1])
@@ -158,12 +179,39 @@ class HostMatrix:
             [_stored(part, piece.element) for part, piece in zip(parts, self.pieces, strict=True)]
         )
 
-    def _cut_spreads(self, decision: Decision) -> Mapping[int, float]:
+    def _blocks(self, piece: Piece, clean: Clean | None, start: int) -> Iterator[tuple[int, Rows]]:
+        """Yield the columns of a piece as :class:`Piece` does, to be read cleaned.
+
+        The columns begin at column ``start`` of more.
+        """
+        if clean is None:
+            yield from piece.blocks()
+            return
+        marks = self._marked(clean.plausible, start)
+        for begin, rows in piece.blocks():
+            place = start + piece.start + begin
+            for first, last, _ in _segments(place, rows.columns, marks.spreads):
+                part = rows.shifted(first, last)
+                yield begin + first, marks.of(place + first, part, clean.out, piece.element)
+
+    def _marked(self, plausible: Plausible, start: int) -> Marks:
+        if self.marks is None:
+            window, spreads = plausible.window, plausible.spreads
+            if spreads is None:
+                spreads = self._cut_spreads(Radii(window))
+            marks = Marks(window, spreads)
+            for piece in self.pieces:
+                for begin, rows in piece.blocks():
+                    place = start + piece.start + begin
+                    for first, last, spread in _segments(place, rows.columns, spreads):
+                        marks.add(place + first, rows.shifted(first, last), spread)
+            self.marks = marks
+        return self.marks
+
+    def _cut_spreads(self, radii: Radii) -> Mapping[int, float]:
         """Return the spreads of blocks that lie in more than one piece."""
         cut = any(piece.start % kernels.BLOCK_COLUMNS for piece in self.pieces)
-        if not cut or not decision.window.reach:
-            return {}
-        return measures.spreads([self.partial(Radii(decision.window, decision.mix.weights))])
+        return measures.spreads([self.partial(radii)]) if cut and radii.window.reach else {}
 
 
 def _mixed(rows: Rows, weights: Floats | None) -> NDArray[Any]:

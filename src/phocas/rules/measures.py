@@ -150,6 +150,21 @@ def spreads(partials: Iterable[Partial], columns: int | None = None) -> dict[int
     }
 
 
+def shares(partials: Iterable[Partial], columns: int | None = None) -> Floats:
+    """Return what share of each row is counted: blocks' counts are sums, of others edges."""
+    parts = _checked(partials)
+    blocks, edges = _covering(parts, kernels.BLOCK_COLUMNS, columns)
+    counts = np.zeros(parts[0].m)
+    width = 0
+    for _, sums in blocks:
+        counts += sums.sum(axis=0)
+        width += len(sums) * kernels.BLOCK_COLUMNS
+    for _, values in edges:
+        counts += values.sum(axis=1)
+        width += values.shape[1]
+    return counts / max(1, width)
+
+
 def _checked(partials: Iterable[Partial]) -> list[Partial]:
     """Return at least one partial, all of the same rows."""
     parts = list(partials)

@@ -52,6 +52,21 @@ def window_spreads(window: Window, n: int, q: int, honest: int) -> float:
     return centre + stretch(window, n, q) * (math.sqrt(honest / (n - q)) + centre)
 
 
+def cleaned_spreads(window: Window, m: int, q: int, following: float) -> float:
+    """Bound what follows cleaned values: no value is far from the centre c any more, wrong or not.
+
+    With r, s and S as in :func:`stretch`, every value of a column is within max(r, 2 reach s) of
+    c, whose squares add up to no more than L^2 = max(1, 2 reach)^2 S^2 2 (m - q) / (b - q + 1). So
+    all rows that are not out are within L of c; if their mean is a and their spread e, then
+    a^2 + e^2 <= L^2, and what follows is within a + following e of c.
+    """
+    centre = window_spreads(Window(trim=window.trim), m, q, honest=m - q)
+    around = math.hypot(1, centre)  # S: the honest values' mean is that far from c
+    ratio = 2 * (m - q) / (survived(window) - q + 1)
+    limit = max(1.0, 2 * window.reach) * around * math.sqrt(ratio)
+    return centre + math.hypot(1, following) * limit
+
+
 def stretch(window: Window, n: int, q: int) -> float:
     """Bound how far what a window keeps of n values has its mean from the centre c.
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from phocas.rules.base import Pipeline, PreAggregator, Rule
 from phocas.rules.centres import CenteredClipping, GeometricMedian
+from phocas.rules.cleaning import Cleaning
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
@@ -33,9 +34,8 @@ def reference(rule: Rule, rows: Any) -> Matrix:
     matrix = np.asarray(rows, np.float64)
     with np.errstate(all="ignore"):
         if isinstance(rule, Pipeline):
-            for stage in rule.stages:
-                matrix = _STAGES[type(stage)](stage, matrix)
-            return reference(rule.rule, matrix)
+            stage, following = rule.stages[0], rule.following
+            return reference(following, _STAGES[type(stage)](stage, matrix, following))
         return _RULES[type(rule)](rule, matrix)
 
 
@@ -223,14 +223,33 @@ def _centered_clipping(rule: CenteredClipping, rows: Matrix) -> Matrix:
 # -- before a rule ---------------------------------------------------------------------------------
 
 
-def _nnm(rule: NNM, rows: Matrix) -> Matrix:
+def implausible(rule: Cleaning, rows: Matrix) -> NDArray[np.bool_]:
+    """Return which values are to be replaced: those that Heraclius of half the reach leaves out."""
+    if not rule.b:
+        return np.zeros(rows.shape, bool)
+    return np.asarray(weights(Heraclius(rule.b, rule.reach / 2), rows) == 0)
+
+
+def _cleaning(rule: Cleaning, rows: Matrix, following: Rule) -> Matrix:
+    wrong = implausible(rule, rows)
+    centres = _by_column(lambda column: trimmed(column, rule.b), rows)
+    result = np.where(wrong, centres, rows)
+    share = wrong.mean(axis=1)
+    worst = np.argsort(-share, kind="stable")[: following.tolerates(len(rows)).rows]
+    for row in worst:
+        if share[row] > 1 / 2:
+            result[row] = np.nan
+    return result
+
+
+def _nnm(rule: NNM, rows: Matrix, _: Rule) -> Matrix:
     squared = squared_distances(rows)
     np.fill_diagonal(squared, -1)
     nearest_rows = np.argsort(squared, axis=1, kind="stable")[:, : len(rows) - rule.b]
     return np.array([rows[members].mean(axis=0) for members in nearest_rows])
 
 
-def _bucketing(rule: Bucketing, rows: Matrix) -> Matrix:
+def _bucketing(rule: Bucketing, rows: Matrix, _: Rule) -> Matrix:
     starts = range(0, len(rows), rule.size)
     return np.array([rows[start : start + rule.size].mean(axis=0) for start in starts])
 
@@ -243,11 +262,11 @@ def _clip(rows: Matrix, radius: float) -> Matrix:
     return result
 
 
-def _clipping(rule: Clipping, rows: Matrix) -> Matrix:
+def _clipping(rule: Clipping, rows: Matrix, _: Rule) -> Matrix:
     return _clip(rows, rule.radius)
 
 
-def _adaptive_clipping(rule: AdaptiveClipping, rows: Matrix) -> Matrix:
+def _adaptive_clipping(rule: AdaptiveClipping, rows: Matrix, _: Rule) -> Matrix:
     longest_first = np.sort(_lengths(rows))[::-1]
     clipped = int(np.floor(2 * (rule.b / len(rows)) * (len(rows) - rule.b) + 1e-9))
     return _clip(rows, float(longest_first[clipped]))
@@ -269,7 +288,8 @@ _RULES: dict[type[Rule], Callable[[Any, Matrix], Matrix]] = {
     CGE: _cge,
     Watch: _watch,
 }
-_STAGES: dict[type[PreAggregator], Callable[[Any, Matrix], Matrix]] = {
+_STAGES: dict[type[PreAggregator], Callable[[Any, Matrix, Rule], Matrix]] = {
+    Cleaning: _cleaning,
     NNM: _nnm,
     Bucketing: _bucketing,
     Clipping: _clipping,

@@ -19,12 +19,13 @@ True
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from phocas.rules import measures
-from phocas.rules.algebra import Columns, Decision, Floats, Radii, Request
+from phocas.rules.algebra import Clean, Columns, Decision, Floats, Plausible, Radii, Request
 from phocas.rules.base import (
     Explanation,
     Randomness,
@@ -33,9 +34,10 @@ from phocas.rules.base import (
     decision_rows,
     shares,
 )
-from phocas.rules.inputs import open_rows
+from phocas.rules.inputs import HostMatrix, open_rows
 from phocas.rules.measures import Partial
 from phocas.rules.table import RULES
+from phocas.rules.washing import Marks
 
 
 class Evaluation:
@@ -43,8 +45,9 @@ class Evaluation:
 
     Most column rules have nothing to ask: their ``request`` is None from the start. Heraclius asks
     for the radii of columns whose block is cut, unless ``whole_blocks`` is False: then every holder
-    has blocks of its own, from its first column on. With ``d``, the columns of the whole matrix, an
-    answer that lacks the last of them is refused as well.
+    has blocks of its own, from its first column on. A rule that cleans asks for them in any case,
+    and then for what is implausible. With ``d``, the columns of the whole matrix, an answer that
+    lacks the last of them is refused as well.
     """
 
     def __init__(
@@ -62,49 +65,77 @@ class Evaluation:
         self.d = d
         if self.rule.whole and d is None:
             raise ValueError(_needs_all(self.rule))
-        self.whole_blocks = whole_blocks
-        self.request: Request | Radii | None = None
+        self._cleanup = self.rule.cleanup(m)
+        self.whole_blocks = whole_blocks or self._cleanup is not None
+        self.request: Request | Radii | Plausible | None = None
+        self._clean: Clean | None = None
+        self._marks: dict[int, Marks | None] = {}
         self._decision: Decision | None = None
         self._planning = self.rule.planning(m, as_generator(rng))
-        self._advance(None)
+        if self._cleanup is None:
+            self._advance(None)
+        else:
+            self.request = Radii(self._cleanup.window)
+
+    @property
+    def cleans(self) -> bool:
+        """Tell whether the rule cleans, for which columns must be in host memory."""
+        return self._cleanup is not None
 
     def _advance(self, reply: Floats | None) -> None:
         try:
-            self.request = next(self._planning) if reply is None else self._planning.send(reply)
+            request = next(self._planning) if reply is None else self._planning.send(reply)
+            self.request = replace(request, clean=self._clean)
         except StopIteration as stop:
             self.request = None
-            self._decision = self.rule.decision(stop.value, self.m)
+            self._decision = replace(self.rule.decision(stop.value, self.m), clean=self._clean)
             if self._decision.window.reach and self.whole_blocks:
-                self.request = Radii(self._decision.window, self._decision.mix.weights)
+                weights = self._decision.mix.weights
+                self.request = Radii(self._decision.window, weights, self._clean)
 
     def partial(self, columns: Any, start: int) -> Partial:
         """Measure columns that begin at column ``start`` of the whole matrix."""
         if self.request is None:
             raise ValueError("there is no request: the evaluation is ready to finish")
-        return self._open(columns).partial(self.request, start)
+        matrix = self._open(columns, start)
+        found = matrix.partial(self.request, start)
+        if isinstance(matrix, HostMatrix):
+            self._marks[start] = matrix.marks
+        return found
 
     def answer(self, partials: Iterable[Partial]) -> None:
         """Take everyone's partials, in any order; columns must be measured once each."""
         if self.request is None:
             raise ValueError("there is no request to answer: the evaluation is ready to finish")
-        if not isinstance(self.request, Radii):
+        if isinstance(self.request, Plausible):
+            if self._cleanup is not None:
+                shares = measures.shares(partials, self.d)
+                self._clean = self._cleanup.clean(self.request, shares)
+            self._advance(None)
+        elif not isinstance(self.request, Radii):
             self._advance(measures.total(self.request, partials, self.d))
-        elif self._decision is not None:
+        elif self._decision is None:
+            self.request = Plausible(self.request.window, measures.spreads(partials, self.d))
+        else:
             self._decision.spreads = measures.spreads(partials, self.d)
             self.request = None
 
     def finish(self, columns: Any, start: int | None = None) -> Any:
         """Aggregate columns, in the form that they have, from column ``start`` of the matrix on."""
         decision = self._decided(start)
-        return self._all(columns).apply(decision, None, start or 0)
+        return self._all(columns, start).apply(decision, None, start or 0)
 
     def explain(self, columns: Any, start: int | None = None) -> Explanation:
         """Aggregate columns and say what share of each worker's values there was dropped."""
         decision = self._decided(start)
-        matrix = self._all(columns)
+        matrix = self._all(columns, start)
         counts = np.zeros(decision_rows(decision, self.m), np.int64)
         value = matrix.apply(decision, counts, start or 0)
-        dropped = shares(decision, self.m, counts, matrix.d)
+        cleaned = None
+        if decision.clean is not None and isinstance(matrix, HostMatrix) and matrix.marks:
+            here = matrix.marks.counts(self.m) / max(1, matrix.d)
+            cleaned = replace(decision.clean, shares=here).lost
+        dropped = shares(decision, self.m, counts, matrix.d, cleaned)
         return Explanation(value, dropped, self.rule.expected(self.m))
 
     def _decided(self, start: int | None) -> Decision:
@@ -112,22 +143,25 @@ class Evaluation:
             raise ValueError(
                 f"the evaluation is not ready: it waits for an answer to {self.request}"
             )
-        if self._decision.spreads is not None and start is None:
+        by_blocks = self._decision.spreads is not None or self._clean is not None
+        if by_blocks and start is None:
             raise ValueError(
                 f"{self.rule} goes by blocks of columns: give the column at which these begin, as"
                 " start=..."
             )
         return self._decision
 
-    def _all(self, columns: Any) -> Columns:
+    def _all(self, columns: Any, start: int | None) -> Columns:
         """Open columns that are finished here, which must be all of them for some rules."""
-        matrix = self._open(columns)
+        matrix = self._open(columns, start or 0)
         if self.rule.whole and matrix.d != self.d:
             raise ValueError(f"{_needs_all(self.rule)}: got {matrix.d} of {self.d}")
         return matrix
 
-    def _open(self, columns: Any) -> Columns:
+    def _open(self, columns: Any, start: int) -> Columns:
         matrix = open_rows(columns)
+        if isinstance(matrix, HostMatrix):
+            matrix.marks = self._marks.get(start)
         if matrix.m != self.m:
             raise ValueError(f"columns must be of {self.m} rows: got {matrix.m}")
         return matrix

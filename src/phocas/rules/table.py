@@ -6,6 +6,7 @@ from typing import Any
 
 from phocas.rules.base import Chain, PreAggregator, Randomness, Rule
 from phocas.rules.centres import CenteredClipping, GeometricMedian
+from phocas.rules.cleaning import Cleaning
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
 from phocas.rules.function import FunctionRule
 from phocas.rules.heraclius import Heraclius
@@ -15,7 +16,7 @@ from phocas.rules.watch import Watch
 from phocas.specs import Foreign, Table, loaded, split, unknown
 
 PRE_AGGREGATORS: Table[PreAggregator] = Table(
-    "pre-aggregator", [NNM, Bucketing, Clipping, AdaptiveClipping], PreAggregator
+    "pre-aggregator", [Cleaning, NNM, Bucketing, Clipping, AdaptiveClipping], PreAggregator
 )
 
 
@@ -32,6 +33,12 @@ class RuleTable(Table[Rule]):
                     unknown("pre-aggregator", name, PRE_AGGREGATORS)
                     + f"; {name} is a rule, which must come last"
                 )
+        name = last.partition(":")[0].strip()
+        if name in PRE_AGGREGATORS and name not in self:
+            raise ValueError(
+                unknown("rule", name, self)
+                + f"; {name} is a pre-aggregator, which needs a rule after it: {last}|median"
+            )
         rule = super().read(last)
         stages = [PRE_AGGREGATORS.read(part) for part in before]
         if isinstance(rule, Foreign) or any(isinstance(stage, Foreign) for stage in stages):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from phocas.kernels import Window
-from phocas.rules.algebra import Planning
+from phocas.rules.algebra import Cleanup, Planning
 from phocas.rules.base import Randomness, Rule
 from phocas.rules.columnwise import Mean
 from phocas.specs import normalise
@@ -43,6 +43,10 @@ class Watch(Rule):
     def check(self, m: int) -> None:
         """Check the rule."""
         self.rule.check(m)
+
+    def cleanup(self, m: int) -> Cleanup | None:
+        """Clean as the rule does, for its blame."""
+        return self.rule.cleanup(m)
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Plan as the rule does."""

@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from phocas.experiments.reproduction.claims import CLAIMS, PAPER
+from phocas.experiments.reproduction.claims import CLAIMS, CLEANED, PAPER
+from phocas.experiments.reproduction.front import Errors, worst_errors
 from phocas.experiments.reproduction.outcomes import Outcomes, Repeats
-from phocas.experiments.reproduction.tasks import BASELINE, Case, Figure, Reproduction, plan
+from phocas.experiments.reproduction.tasks import (
+    BASELINE,
+    Case,
+    Figure,
+    Reproduction,
+    label_of,
+    plan,
+)
 from phocas.experiments.reproduction.verdicts import Check, Finding, Interval, interval, judge
 from phocas.report.claims_table import describe, markdown
+from phocas.report.front import draw_front, front_lines, lowest_accuracies
 from phocas.report.paper_figures import draw
 
 if TYPE_CHECKING:
@@ -151,6 +160,84 @@ def test_accuracy_that_heraclius_costs_is_found(
 
     found = verdicts(made_up(other, task="heraclius"))
     assert {name for name, f in found.items() if f.verdict == "does not hold"} == broken
+
+
+def as_cleaning_does(figure: Figure, case: Case) -> float:
+    """Return an accuracy at the end for which every claim about cleaning holds."""
+    cells = figure.name in ("bit-flip", "gambler")
+    if case.label == "NNM + Trmean" and cells:
+        return 0.1
+    return 0.93 if case.label == BASELINE else 0.92
+
+
+@pytest.mark.parametrize(
+    ("figure", "label", "level", "broken"),
+    [
+        ("none", "Mean", 0.93, set()),
+        ("none", CLEANED, 0.91, {"none-cleaning"}),
+        ("omniscient", CLEANED, 0.91, {"omniscient-cleaning"}),
+        ("min-max", CLEANED, 0.91, set()),
+        ("min-max", CLEANED, 0.85, {"min-max-cleaning"}),
+        ("gambler", "NNM + Trmean", 0.9, {"cells-nnm"}),
+    ],
+)
+def test_claims_about_cleaning(figure: str, label: str, level: float, broken: set[str]) -> None:
+    def other(where: Figure, case: Case) -> float:
+        changed = where.name == figure and case.label == label
+        return level if changed else as_cleaning_does(where, case)
+
+    found = verdicts(made_up(other, task="choosing"))
+    assert len(found) == len(CLAIMS["choosing"])
+    assert {name for name, f in found.items() if f.verdict != "holds"} == broken
+
+
+def test_the_front_is_drawn_and_told(tmp_path: Path) -> None:
+    outcomes = made_up(as_cleaning_does, task="choosing")
+    errors = {
+        label_of(case.config): Errors(case.config.rule, 0.1, None if case.label == "Mean" else 2.0)
+        for case in outcomes.reproduction.figures[0].cases
+    }
+    draw_front(outcomes, errors, tmp_path / "front.png")
+    assert (tmp_path / "front.png").stat().st_size > 10_000
+    end, where = lowest_accuracies(outcomes)["NNM + Trmean"]
+    assert end == pytest.approx(0.1, abs=0.01)
+    assert where in ("bit-flip", "gambler")
+    lines = front_lines(outcomes, errors)
+    assert any("cleaning:b=8\\|nnm:b=6" in line and "| 2.00 |" in line for line in lines)
+    assert any(line.startswith("| Mean") and "no bound" in line for line in lines)
+
+
+def test_worst_errors_are_measured_once(tmp_path: Path) -> None:
+    small = plan("choosing", repeats=1, scale="small")
+    config = (
+        small.figures[0]
+        .cases[0]
+        .config.model_copy(
+            update={
+                "dataset": "synthetic",
+                "model": "softmax",
+                "workers": 9,
+                "servers": 1,
+                "rounds": 4,
+            }
+        )
+    )
+    cases = tuple(
+        Case(rule, config.model_copy(update={"rule": rule}))
+        for rule in ("mean", "median", "cleaning:b=4|nnm:b=3|median")
+    )
+    figure = dataclasses.replace(small.figures[0], cases=cases)
+    tiny = dataclasses.replace(small, figures=(figure,), front=(2, 4))
+    path = tmp_path / "worst.json"
+    found = worst_errors(tiny, path, q=2)
+    assert found["Mean"].worst is None
+    assert found["Mean"].quiet < 1e-6
+    for label in ("Median", "Cleaning + NNM + Median"):
+        quiet, worst = found[label].quiet, found[label].worst
+        assert worst is not None
+        assert 0 < quiet < worst
+    path.write_text(path.read_text().replace('"quiet": 0', '"quiet": 7'))
+    assert worst_errors(tiny, path, q=2)["Median"].quiet > 7
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,16 @@ def fails(figure: str, label: str) -> Predicate:
     return against_baseline(figure, label, high=-BAD)
 
 
+def reaches(figure: str, label: str, least: float) -> Predicate:
+    """Want a rule to end at an accuracy or above it."""
+
+    def checks(outcomes: Outcomes) -> list[Check]:
+        found = outcomes.get(figure, label).final
+        return [Check(f"{label}, at the end ({figure})", interval(found), at_least=least)]
+
+    return checks
+
+
 def slower(figure: str, label: str, than: str, most: float = np.inf) -> Predicate:
     """Want a rule behind another over the rounds, by so much at most."""
     return against(figure, than, label, 0.0, most, "average")

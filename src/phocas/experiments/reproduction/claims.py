@@ -1,4 +1,4 @@
-"""What is claimed, by the paper in our words and by us of Heraclius, and of which results."""
+"""What is claimed, by the paper in our words and by us of our rules, and of which results."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from phocas.experiments.reproduction.checks import (
     gap_narrows,
     insensitive,
     like_no_failures,
+    reaches,
     reason_is_b,
     slower,
     survival_is_likelier,
@@ -338,5 +339,42 @@ HERACLIUS: tuple[Claim, ...] = (
     ),
 )
 
-CLAIMS: dict[ClaimsOf, tuple[Claim, ...]] = {"paper": PAPER, "heraclius": HERACLIUS}
+# The numbers were asked for before the rule was written; its default reach met them at once.
+CLEANED = "Cleaning + NNM + Trmean"
+ADAPTED = {
+    "little": "a little is enough",
+    "inner-product": "the inner-product attack",
+    "sign-flip": "flipped signs",
+    "min-max": "the min-max attack",
+}
+CHOOSING: tuple[Claim, ...] = (
+    Claim(
+        "none-cleaning",
+        "Accuracy",
+        f"Without failures {CLEANED} ends at 0.915 or more.",
+        reaches("none", CLEANED, 0.915),
+    ),
+    *(
+        Claim(
+            f"{figure}-cleaning",
+            "Accuracy",
+            f"Under {attack} {CLEANED} ends at {least:.3g} or more.",
+            reaches(figure, CLEANED, least),
+        )
+        for attacks, least in ((ATTACKS, 0.915), (ADAPTED, 0.86))
+        for figure, attack in attacks.items()
+    ),
+    Claim(
+        "cells-nnm",
+        "Why cleaning",
+        "Without cleaning, NNM + Trmean survives neither the bit-flip attack nor the gambler.",
+        every(fails(figure, "NNM + Trmean") for figure in ("bit-flip", "gambler")),
+    ),
+)
+
+CLAIMS: dict[ClaimsOf, tuple[Claim, ...]] = {
+    "paper": PAPER,
+    "heraclius": HERACLIUS,
+    "choosing": CHOOSING,
+}
 """By what a task file has as its ``claims``."""

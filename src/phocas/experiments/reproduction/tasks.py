@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 Metric = Literal["top1", "top3"]
-ClaimsOf = Literal["paper", "heraclius"]
+ClaimsOf = Literal["paper", "heraclius", "choosing"]
 LABELS = {
     "mean": "Mean",
     "krum": "Krum",
@@ -34,6 +34,10 @@ LABELS = {
     "trimmed-mean": "Trmean",
     "phocas": "Phocas",
     "heraclius": "Heraclius",
+    "median": "Median",
+    "meamed": "MeaMed",
+    "nnm": "NNM",
+    "cleaning": "Cleaning",
 }
 REPEATS = 10  # the paper's
 BASELINE = "Mean without Byzantine"
@@ -58,6 +62,8 @@ class _TaskFile(BaseModel):
     metric: Metric
     claims: ClaimsOf = "paper"
     figures: list[str]
+    front: list[int] = Field(default_factory=list)
+    """The rounds whose gradients the front of worst errors is about, if there is one."""
     rules: list[str] | None = None
     """What stands in the figures for each list of rules, unless it is one of a figure over b."""
     settings: dict[str, Any]
@@ -123,6 +129,7 @@ class Reproduction:
     claims: ClaimsOf
     figures: tuple[Figure, ...]
     repeats: int
+    front: tuple[int, ...] = ()
 
     def runs(self) -> list[RunConfig]:
         """Return all runs without repetition: all first repeats come before the second ones."""
@@ -139,7 +146,7 @@ def tasks() -> list[str]:
     """Return the tasks that come with the package.
 
     >>> tasks()
-    ['cifar10', 'heraclius', 'mnist']
+    ['choosing', 'cifar10', 'heraclius', 'mnist']
     """
     found = [path.stem for path in _folder().glob("*.toml") if "figures" in read_toml(path)]
     return sorted(found)
@@ -185,13 +192,30 @@ def plan(
         claims=file.claims,
         figures=tuple(figures),
         repeats=chosen.repeats if repeats is None else repeats,
+        front=tuple(file.front),
     )
 
 
 def label_of(config: RunConfig) -> str:
-    """Return the name of a rule in figures and claims, or the rule itself where it has none."""
-    name = config.rule.partition(":")[0]
-    return LABELS.get(name, config.rule)
+    """Return the name of a rule in figures and claims, or the rule itself where it has none.
+
+    What it is told beside b is part of the name.
+
+    >>> label_of(RunConfig(rule="nnm:b=6|heraclius:b=6,reach=2"))
+    'NNM + Heraclius reach 2'
+    """
+    steps = [step.partition(":") for step in config.rule.split("|")]
+    if not all(name in LABELS for name, _, _ in steps):
+        return config.rule
+    return " + ".join(" ".join([LABELS[name], *_told(text)]) for name, _, text in steps)
+
+
+def _told(text: str) -> list[str]:
+    """Return what a step is told beside b, for people to read."""
+    parts = text.split(",") if text else []
+    return [
+        part.removesuffix(".0").replace("=", " ") for part in parts if not part.startswith("b=")
+    ]
 
 
 def _folder() -> Path:

@@ -43,7 +43,7 @@ class Aggregator:
 
     def _begin(self) -> None:
         rng = generator(Stream.RULE, self.seed, self.step)
-        # Blocks of columns are those of a shard: nothing is exchanged for them.
+        # Blocks of columns are those of a shard, unless rows are cleaned: nothing is exchanged.
         self.evaluation = Evaluation(self.rule, self.wire.m, rng, whole_blocks=False)
         self.waiting: list[Bucket] = []
         self.measured: dict[int, list[Partial]] = {}
@@ -84,7 +84,11 @@ class Aggregator:
             self.odds = self.bets.observe(views(self.products))
 
     def _measure(self, shard: int, bucket: Bucket, columns: torch.Tensor) -> Partial:
-        return self.evaluation.partial(columns, bucket.start + bucket.bounds[shard][0])
+        return self.evaluation.partial(self._held(columns), bucket.start + bucket.bounds[shard][0])
+
+    def _held(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return columns where the rule can work on a shard of them."""
+        return columns.cpu() if self.evaluation.cleans else columns
 
     def _decide(self) -> list[torch.Tensor]:
         """Answer what the rule asks about whole rows, then finish all buckets."""
@@ -110,7 +114,8 @@ class Aggregator:
         """Aggregate the own shard of a bucket, and put everyone's in the place of its values."""
 
         def compute(shard: int, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            result = self.evaluation.explain(columns[0])
+            start = bucket.start + bucket.bounds[shard][0]
+            result = self.evaluation.explain(self._held(columns[0]), start)
             lost = torch.from_numpy(result.dropped * bucket.width(shard))
             return [as_bytes(lost), as_bytes(result.value)]
 

@@ -1,0 +1,131 @@
+"""The front of rules: what each costs when nothing is wrong, and how far it gives when much is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Canvas
+
+from phocas.experiments.reproduction.outcomes import MissingError
+from phocas.report.figures import plain, save_png
+from phocas.report.palette import BLUE, GREEN, ORANGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from phocas.experiments.reproduction.front import Errors
+    from phocas.experiments.reproduction.outcomes import Outcomes
+
+FAMILY = "Heraclius"
+
+
+def quiet_accuracies(outcomes: Outcomes) -> dict[str, float]:
+    """Return every rule's accuracy at the end when nothing is wrong, by its label."""
+    return {case.case.label: float(case.final.mean()) for case in outcomes.figure("none")}
+
+
+def lowest_accuracies(outcomes: Outcomes) -> dict[str, tuple[float, str]]:
+    """Return every rule's lowest accuracy at the end and the attack; only of complete rules."""
+    figures = [f for f in outcomes.reproduction.figures if f.name != "none"]
+    found: dict[str, tuple[float, str]] = {}
+    for label in quiet_accuracies(outcomes):
+        try:
+            ends = [
+                (float(outcomes.get(figure.name, label).final.mean()), figure.name)
+                for figure in figures
+            ]
+        except MissingError:
+            continue
+        if ends:
+            found[label] = min(ends)
+    return found
+
+
+def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> None:
+    """Draw accuracy without failures against the worst error, and against the lowest accuracy."""
+    quiet = quiet_accuracies(outcomes)
+    lowest = lowest_accuracies(outcomes)
+    canvas = Canvas(figsize=(11, 5), layout="constrained")
+    FigureCanvasAgg(canvas)
+    left, right = canvas.subplots(1, 2, sharey=True)
+    bounded = {label: each.worst for label, each in errors.items() if each.worst is not None}
+    edge = 1.6 * max(bounded.values(), default=1.0)
+    places = {label: bounded.get(label, edge) for label in errors}
+    shown = {label: (x, quiet[label]) for label, x in places.items() if label in quiet}
+    _points(left, shown, lambda x: x**2 < edge)
+    left.set_xscale("log")
+    left.invert_xaxis()  # better is to the right, on both sides
+    ticks = [tick for tick in (1, 2, 3, 5, 10, 20, 50, 100) if tick < edge]
+    left.set_xticks([*ticks, edge], [*map(str, ticks), "no\nbound"])
+    left.minorticks_off()
+    left.set_xlabel("worst error by who knows the rule, in lengths of the gradient")
+    left.set_ylabel("accuracy without failures")
+    _points(
+        right, {label: (x, quiet[label]) for label, (x, _) in lowest.items()}, lambda x: x > 0.5
+    )
+    right.set_xlim(0, 1)
+    right.set_xlabel("lowest accuracy under the attacks that were run")
+    for axes in (left, right):
+        plain(axes)
+    repeats = sorted({len(case.seeds) for case in outcomes.figure("none")})
+    told = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
+    canvas.suptitle(
+        f"{outcomes.reproduction.title}: up and to the right is better. Repeats: {told}",
+        x=0.01,
+        ha="left",
+        fontsize=10.5,
+    )
+    save_png(canvas, path)
+
+
+def _points(
+    axes: Axes, places: Mapping[str, tuple[float, float]], is_right: Callable[[float], bool]
+) -> None:
+    """Draw named points; those of one family, by how far it reaches, are joined."""
+    family = [place for label, place in places.items() if label.startswith(FAMILY)]
+    if family:
+        ordered = sorted(family, key=lambda place: place[1])
+        axes.plot(*zip(*ordered, strict=True), color=GREEN, linewidth=1, zorder=1)
+    ordered_labels = sorted(places.items(), key=lambda item: -item[1][1])
+    for number, (label, (x, y)) in enumerate(ordered_labels):
+        colour = GREEN if label.startswith(FAMILY) else ORANGE if "+" in label else BLUE
+        axes.plot([x], [y], "o", color=colour, markersize=6)
+        side, across = ("right", -6) if is_right(x) else ("left", 6)
+        up = 3 if number % 2 == 0 else -9  # neighbours by height are written on either side
+        axes.annotate(label, (x, y), (across, up), textcoords="offset points", fontsize=8, ha=side)
+
+
+def front_lines(outcomes: Outcomes, errors: Mapping[str, Errors]) -> list[str]:
+    """Write the front as a table in Markdown."""
+    quiet, lowest = quiet_accuracies(outcomes), lowest_accuracies(outcomes)
+    rounds = ", ".join(map(str, outcomes.reproduction.front))
+    lines = [
+        "## The front",
+        "",
+        "![Accuracy without failures against the worst error](front.png)",
+        "",
+        (
+            "Errors are distances from the mean of the honest gradients, in lengths of that mean,"
+            f" in rounds {rounds} of a run by the mean; 6 liars of 20 know the rule and search."
+        ),
+        "",
+        "| rule | without failures | lowest | under | error, nobody lies | worst error found |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, each in sorted(errors.items(), key=lambda item: -quiet.get(item[0], 0)):
+        end, figure = lowest.get(label, (None, "not complete"))
+        rule = each.rule.replace("|", "\\|")
+        worst = "no bound" if each.worst is None else f"{each.worst:.2f}"
+        lines.append(
+            f"| {label} (`{rule}`) | {_number(quiet.get(label))} | {_number(end)} | {figure} |"
+            f" {each.quiet:.2f} | {worst} |"
+        )
+    return [*lines, ""]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
