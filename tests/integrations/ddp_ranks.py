@@ -25,7 +25,7 @@ import phocas
 from phocas.integrations.ddp import Guard, protect
 from phocas.integrations.ddp import step as ddp_step
 from phocas.integrations.ddp import verify as ddp_verify
-from phocas.integrations.ddp.wire import Bucket, Wire, pack
+from phocas.integrations.wire import Bucket, Wire, pack
 from phocas.rules.bets import Bets
 
 WORLD = 4

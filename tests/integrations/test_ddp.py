@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import phocas
 from phocas.integrations.ddp import protect
-from phocas.integrations.ddp.wire import pack, unpack
+from phocas.integrations.wire import pack, unpack
 from phocas.rules.measures import Partial
 from phocas.seeds import Stream, generator
 from phocas.sharding import shard_bounds

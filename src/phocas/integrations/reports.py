@@ -34,6 +34,8 @@ class SuspectReport(TypedDict):
     """What is known against one rank."""
 
     rank: int
+    host: str
+    """The name of the machine that it runs on."""
     since: int
     """The step (from 1) in which it was named."""
     grounds: list[Literal["distances", "addresses"]]
@@ -79,7 +81,9 @@ def _lines(report: Report) -> Iterator[str]:
     if not report["suspects"]:
         yield "no rank is suspect"
     for suspect in report["suspects"]:
-        yield f"rank {suspect['rank']}: named in step {suspect['since']} by {_grounds(suspect)}"
+        where = f" on {suspect['host']}" if suspect["host"] else ""
+        yield f"rank {suspect['rank']}{where}: named in step {suspect['since']}"
+        yield f"  by {_grounds(suspect)}"
         yield (
             f"  {suspect['dropped']:.1%} of its values thrown away, where"
             f" {suspect['expected']:.1%} is expected"

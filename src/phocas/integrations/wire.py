@@ -155,3 +155,11 @@ def unpack(message: torch.Tensor) -> Partial:
     if not whole:
         raise ValueError(f"measurements must be whole: got {len(content)} bytes that are not")
     return Partial(m, tuple(sums), tuple(edges))
+
+
+def read(rank: int, message: torch.Tensor) -> Partial:
+    """Read the measurements that a rank sent; what is none is refused in its name."""
+    try:
+        return unpack(message)
+    except ValueError as error:
+        raise ValueError(f"rank {rank}: {error}") from None
