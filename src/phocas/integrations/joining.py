@@ -25,14 +25,16 @@ def join(
     device: torch.device,
     settings: dict[str, Any],
     timeout: timedelta | None = None,
+    ranks: list[int] | None = None,
 ) -> tuple[Wire, list[str]]:
     """Return a wire of its own for the ranks of a group, and the names of their hosts.
 
-    What ranks were told is compared, so that a difference is an error and not a hang.
+    With ``ranks`` there are more of them, who wait for as long as the group does. What ranks were
+    told is compared, so that a difference is an error and not a hang.
     """
     _share_cores()
     own = dist.new_group(
-        dist.get_process_group_ranks(group),
+        ranks or dist.get_process_group_ranks(group),
         timeout=timeout or _timeout(group, device),
         use_local_synchronization=True,
     )

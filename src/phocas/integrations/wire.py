@@ -107,6 +107,15 @@ class Wire:
         _all_gather(arrived, padded, group=self.group)
         return [arrived[i * longest : i * longest + size] for i, size in enumerate(sizes)]
 
+    def gather_later(self, arrived: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        """Begin to gather messages of the same length into memory that the caller keeps."""
+        work: dist.Work = _all_gather(arrived, own, group=self.group, async_op=True)
+        return work
+
+    def memory(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of a purpose for so many values, which the next call uses again."""
+        return self._room(name, 0, size * dtype.itemsize, self.device).view(dtype)
+
     def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Return one rank's tensor; the others give one of its shape."""
         tensor = tensor.clone()

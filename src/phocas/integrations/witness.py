@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,22 +29,39 @@ _SELDOM = 16
 class Segment:
     """Columns of one parameter among those that a rank holds.
 
-    ``first`` is the flat index within the parameter of the first of them; the next lie beside it,
-    or ``jump`` further on after each ``run`` of columns where the parameter is cut crosswise.
+    ``first`` is the flat index within the parameter of the first column of its shard. The next lie
+    beside it, or ``jump`` further on after each ``run`` of columns where the parameter is cut
+    crosswise. So many columns of the shard are ``before`` this segment.
     """
 
     parameter: int
     begin: int
     end: int
-    first: int
+    first: int = 0
     run: int = 0
     jump: int = 0
+    before: int = 0
 
     def address(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the flat indices within the parameter of columns of this segment."""
+        places = self.before + columns
         if not self.run:
-            return self.first + columns
-        return self.first + columns // self.run * self.jump + columns % self.run
+            return self.first + places
+        return self.first + places // self.run * self.jump + places % self.run
+
+
+def within(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
+    """Return what lies within a range of columns, counted from its beginning."""
+    return [
+        replace(
+            part,
+            begin=max(part.begin, begin) - begin,
+            end=min(part.end, end) - begin,
+            before=part.before + max(0, begin - part.begin),
+        )
+        for part in segments
+        if max(part.begin, begin) < min(part.end, end)
+    ]
 
 
 def testimony_bytes(m: int) -> int:

@@ -150,7 +150,7 @@ def _segments(parameters: list[torch.Tensor], numbers: dict[int, int]) -> list[S
     begin = 0
     for parameter in parameters:
         end = begin + parameter.numel()
-        segments.append(Segment(numbers[id(parameter)], begin, end, first=0))
+        segments.append(Segment(numbers[id(parameter)], begin, end))
         begin = end
     return segments
 

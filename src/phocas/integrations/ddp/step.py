@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from phocas.integrations.ddp.verify import agree
 from phocas.integrations.guard import Ledger
 from phocas.integrations.wire import Bucket, Wire, as_bytes, pack, read
-from phocas.integrations.witness import Segment, heard, testimony_bytes
+from phocas.integrations.witness import Segment, heard, testimony_bytes, within
 from phocas.rules import Evaluation
 from phocas.rules.measures import Partial
 from phocas.seeds import Stream, generator
@@ -86,7 +86,7 @@ class Aggregator:
         """Let the witness look at the shards that are held here; only the own one is bet on."""
         for shard, rows in bucket.columns.items():
             begin, end = bucket.bounds[shard]
-            here = _within(segments, begin, end)
+            here = within(segments, begin, end)
             if shard == self.wire.rank:
                 self.witness.see(rows, here, bucket.start + begin)
             else:
@@ -137,17 +137,3 @@ class Aggregator:
         for message, (begin, end) in zip(messages, bucket.bounds, strict=True):
             self.dropped += message[before : before + 8 * m].view(torch.float64).cpu().numpy()
             bucket.flat[begin:end] = message[before + 8 * m :].view(bucket.flat.dtype)
-
-
-def _within(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
-    """Return what lies within a range of columns, counted from its beginning."""
-    return [
-        Segment(
-            part.parameter,
-            max(part.begin, begin) - begin,
-            min(part.end, end) - begin,
-            first=max(0, begin - part.begin),
-        )
-        for part in segments
-        if part.begin < end and part.end > begin
-    ]
