@@ -293,7 +293,7 @@ def test_the_command_prints_a_table_and_says_nothing_was_broken() -> None:
     heading = ["attack", "rows", "column", "distance", "<,>", "limit", "promised", "verdict"]
     assert lines[2].split() == heading
     assert any(line.startswith("gaussian:q=6 ") and line.endswith("holds") for line in lines)
-    assert lines[-1] == "0 of 22 attacks break phocas:b=6; broken promises: 0"
+    assert lines[-1] == "0 of 23 attacks break phocas:b=6; broken promises: 0"
     assert "\x1b" not in output
 
 
