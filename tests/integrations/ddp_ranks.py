@@ -1,15 +1,12 @@
 """What the ranks of test_ddp do: ``python ddp_ranks.py RANK FOLDER`` runs every scene in turn.
 
-A scene's result goes to FOLDER/scene.rank.pt, for the test to compare over ranks and with the rule
-on one process. Ranks meet in a file and talk over loopback.
+Results are as scenes.py says.
 """
 
 import itertools
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.integrations.scenes import HANG_TIMEOUT, LIAR, Play, act, refusal, with_patched
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,14 +26,10 @@ from phocas.integrations.ddp import verify as ddp_verify
 from phocas.integrations.wire import Bucket, Wire, pack
 from phocas.rules.bets import Bets
 
-WORLD = 4
-LIAR = 2
-HANG_TIMEOUT = 3.0
-DEATH_TIMEOUT = 30.0
-SCENES: dict[str, Callable[[int], Any]] = {}
+SCENES: dict[str, Play] = {}
 
 
-def scene(run: Callable[[int], Any]) -> Callable[[int], Any]:
+def scene(run: Play) -> Play:
     SCENES[run.__name__] = run
     return run
 
@@ -286,16 +280,6 @@ def failing(rank: int, rule: str, group: Any = None) -> Any:
     return {"said": said, "kind": type(failure).__name__, "ranks": getattr(failure, "ranks", None)}
 
 
-def with_patched(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
-    """Make this rank lie in one place of its own memory."""
-    kept = getattr(place, name)
-    setattr(place, name, value)
-    try:
-        return run()
-    finally:
-        setattr(place, name, kept)
-
-
 @scene
 def lying_aggregator(rank: int) -> Any:
     """Let the liar add a little to the shard that it aggregates."""
@@ -355,14 +339,6 @@ def two_versions(rank: int) -> Any:
     return with_patched(Wire, "scatter", scatter, lambda: failing(rank, "phocas:b=1"))
 
 
-def refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
 @scene
 def refused(rank: int) -> Any:
     model = DistributedDataParallel(network())
@@ -416,26 +392,5 @@ def dead(rank: int) -> Any:
     return {"said": said, "seconds": time.perf_counter() - begin}
 
 
-def main(rank: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    # For bfloat16 oneDNN takes AMX, which some virtual machines announce and do not have.
-    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
-    torch.set_num_threads(1)
-    phocas.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        f"file://{folder}/meet",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=DEATH_TIMEOUT),
-    )
-    for name, run in SCENES.items():
-        try:
-            result = run(rank)
-        except Exception:  # noqa: BLE001 - it fails the test of this scene alone
-            result = traceback.format_exc()
-        torch.save(result, folder / f"{name}.{rank}.pt")
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    act(SCENES, int(sys.argv[1]), Path(sys.argv[2]))

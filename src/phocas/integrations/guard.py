@@ -35,6 +35,8 @@ from phocas.specs import count
 _NEARLY = 20.0  # odds at which a rank is looked at more closely, long before it is accused
 _HARDWARE = 0.5  # the share of addresses that come again where a machine is broken
 _DATA = 0.1
+_EVERYWHERE = 0.9  # a share of wrong values whose addresses say nothing
+_TELLING = 5.0  # deviations from what is usual in a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Suspect:
 
     @property
     def layers(self) -> dict[str, float]:
-        """Return by parameter the share of values that is wrong, the largest first."""
+        """Return by parameter the share of values that is wrong, the most telling first."""
         return {name: places["share"] for name, places in self.places.items()}
 
     def report(self) -> SuspectReport:
@@ -183,7 +185,7 @@ class Ledger:
             "addresses": int(self.traces.since[rank]),
         }
         known = self.suspicion.evidence()[rank]
-        traces = sorted(self.traces.workers[rank].items(), key=lambda item: -item[1].share)
+        traces = sorted(self.traces.workers[rank].items(), key=_importance)
         return Suspect(
             rank=rank,
             since=min(step for step in steps.values() if step),
@@ -195,7 +197,7 @@ class Ledger:
             places={
                 self.names[parameter]: _places(trace)
                 for parameter, trace in traces
-                if parameter < len(self.names) and trace.wild
+                if 0 <= parameter < len(self.names) and trace.weight > _TELLING
             },
         )
 
@@ -233,12 +235,17 @@ class Ledger:
             os._exit(reactions.exit_code)
 
 
+def _importance(item: tuple[int, Trace]) -> tuple[float, float]:
+    return -item[1].weight, -item[1].share
+
+
 def _places(trace: Trace) -> PlacesReport:
     kind: Literal["hardware", "data", "unclear"] = "unclear"
-    if trace.repeats >= _HARDWARE:
-        kind = "hardware"
-    elif 0 <= trace.repeats < _DATA:
-        kind = "data"
+    if trace.share <= _EVERYWHERE and trace.repeats >= 0:
+        if trace.repeats >= _HARDWARE:
+            kind = "hardware"
+        elif trace.repeats < _DATA:
+            kind = "data"
     return PlacesReport(
         since=trace.since,
         share=trace.share,

@@ -47,7 +47,7 @@ class SuspectReport(TypedDict):
     expected: float
     """What a rank loses if who sent a value does not matter."""
     layers: dict[str, float]
-    """By parameter name, the share of its values there that is wrong; the largest first."""
+    """By parameter name, the share of its values there that is wrong; the most telling first."""
     places: dict[str, PlacesReport]
     """By parameter name, where they lie; the same keys in the same order."""
 

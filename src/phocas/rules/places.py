@@ -170,6 +170,14 @@ class Trace:
         """Return the same for the workers in the middle."""
         return self.others / max(1, self.looks)
 
+    @property
+    def weight(self) -> float:
+        """Return how much this says: infinite if absurd, else deviations from what is usual."""
+        if self.times:
+            return np.inf
+        expected = self.usual * self.columns
+        return float((self.wild - expected) / np.sqrt(max(1.0, expected)))
+
 
 class Traces:
     """The traces of all workers, and who is absurd at the same addresses in the eyes of many.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from phocas.integrations.wire import Wire
+from phocas.integrations.wire import Wire, all_gather
 from phocas.sharding import shard_bounds
 
 
@@ -83,6 +83,6 @@ class Replicated:
         own = value.new_zeros(longest)
         own[: value.numel()] = value
         everyone = self.wire.memory("parts", self.copies * longest, out.dtype)
-        dist.all_gather_into_tensor(everyone, own, group=self.replicas)
+        all_gather(everyone, own, group=self.replicas)
         for part, (begin, end) in zip(everyone.view(self.copies, longest), bounds, strict=True):
             out[begin:end] = part[: end - begin]
