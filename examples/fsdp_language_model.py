@@ -94,7 +94,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The next character, from those before it."""
 
-    def __init__(self, layers: int = 4, width: int = 96, heads: int = 4) -> None:
+    def __init__(self, layers: int = 3, width: int = 64, heads: int = 4) -> None:
         """Make the layers."""
         super().__init__()
         self.characters = nn.Embedding(CHARACTERS, width)
@@ -205,7 +205,7 @@ def main() -> None:
     """Start four ranks on this machine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rule", default="heraclius:b=1")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--faulty", type=int, default=3, help="the rank that is broken, -1: none")
     parser.add_argument("--layer", default="layers.2.attention", help="where it is broken")
     parser.add_argument("--begin", type=int, default=50, help="the steps before it breaks")

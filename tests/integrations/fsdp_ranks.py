@@ -41,9 +41,10 @@ from phocas.integrations.witness import Witness
 
 NAN = float("nan")
 SCENES: dict[str, Play] = {}
+SEEDS = {"corrupted": range(3), "corrupted_long": range(20)}
 
 
-def scene(run: Play) -> Play:
+def scene(run: Any) -> Any:
     SCENES[run.__name__] = run
     return run
 
@@ -228,7 +229,6 @@ def plain(rank: int) -> Any:
         "sum": {"prepare": summed},
         "bfloat16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
         "float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-        "kept": {"reshard_after_forward": False},
     }
     for name, options in variants.items():
         prepare: Any = options.pop("prepare", lambda _: None)
@@ -242,7 +242,7 @@ def plain(rank: int) -> Any:
             model = network(**options)
             prepare(model)
             guard = wrap(model)
-            train(model, rank, 4)
+            train(model, rank, 2)
             weights.append(whole(model))
             del guard
         found[name] = weights
@@ -387,10 +387,10 @@ def one_parameter(rank: int) -> Any:
 
 
 @scene
-def corrupted(rank: int) -> Any:
-    """Corrupt one weight silently on one rank from a step on, with twenty seeds."""
+def corrupted(rank: int, seeds: range = SEEDS["corrupted"]) -> Any:
+    """Corrupt one weight silently on one rank from a step on, with several seeds."""
     found = []
-    for seed in range(20):
+    for seed in seeds:
         model = network()
         fault = Fault(begin=6, seed=seed)
         bad = seed % WORLD
@@ -416,7 +416,7 @@ def honest(rank: int) -> Any:
     """Name nobody where nobody is wrong."""
     model = network()
     guard = watch(model, b=1)
-    train(model, rank, 60)
+    train(model, rank, 40)
     return {"report": guard.report(), "text": guard.report_text()}
 
 
@@ -530,5 +530,11 @@ def dead(rank: int) -> Any:
     return {"said": said, "seconds": time.perf_counter() - begin}
 
 
+def corrupted_long(rank: int) -> Any:
+    return corrupted(rank, SEEDS["corrupted_long"])
+
+
 if __name__ == "__main__":
-    act(SCENES, int(sys.argv[1]), Path(sys.argv[2]))
+    long: dict[str, Play] = {"corrupted_long": corrupted_long}
+    scenes = long if "long" in sys.argv[3:] else SCENES
+    act(scenes, int(sys.argv[1]), Path(sys.argv[2]))

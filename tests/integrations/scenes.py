@@ -46,11 +46,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def play(script: Path, folder: Path, seconds: float = 120) -> Scene:
+def play(script: Path, folder: Path, seconds: float = 300, *which: str) -> Scene:
     """Run a script of scenes as WORLD processes; return what looks up the results of a scene."""
     running = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder)],
+            [sys.executable, str(script), str(rank), str(folder), *which],
             env=environment(),
             stderr=subprocess.PIPE,
             text=True,
