@@ -15,12 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.integrations.scenes import HANG_TIMEOUT, LIAR, Play, act, refusal, with_patched
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from tests.integrations.scenes import (
+    HANG_TIMEOUT,
+    LIAR,
+    Fault,
+    FaultyLinear,
+    Play,
+    act,
+    refusal,
+    with_patched,
+)
 
 import phocas
-from phocas.integrations.ddp import Guard, protect
+from phocas.integrations.ddp import Guard, protect, watch
 from phocas.integrations.ddp import step as ddp_step
 from phocas.integrations.ddp import verify as ddp_verify
 from phocas.integrations.wire import Bucket, Wire, pack
@@ -250,6 +257,38 @@ def suspects(rank: int) -> Any:
             }
         )
     return found
+
+
+@scene
+def corrupted(rank: int) -> Any:
+    """Watch while one rank's gradients are corrupted silently, at addresses of a fixed stride."""
+    fault = Fault(begin=6)
+    widths = (30, 61, 60, 5)
+    torch.manual_seed(1)
+    module = nn.Sequential(*[FaultyLinear(a, b) for a, b in itertools.pairwise(widths)])
+    model = DistributedDataParallel(module)
+    told: list[Any] = []
+    guard = watch(model, b=1, on_suspect=told.append)
+    torch.manual_seed(100 + rank)
+    for step in range(16):
+        fault.step = step
+        for layer in module:
+            layer.fault = fault if rank == LIAR else None
+        model.zero_grad()
+        model(torch.randn(8, 30)).square().mean().backward()
+    return {"struck": fault.struck, "report": guard.report(), "told": [one.rank for one in told]}
+
+
+@scene
+def closed(rank: int) -> Any:
+    """Average again once the guard is closed: the liar's NaN are everyone's."""
+    recorded = record(network(), "phocas:b=1", bucket_cap_mb=0.004)
+    train(recorded, rank, 2)
+    with recorded.guard as guard:
+        pass
+    recorded.backward(torch.full((8, 30), float("nan") if rank == LIAR else 1.0))
+    grads = [parameter.grad for parameter in recorded.model.parameters()]
+    return {"nan": [bool(grad.isnan().all()) for grad in grads], "steps": guard.steps}
 
 
 @scene

@@ -144,6 +144,26 @@ def test_suspects(ranks: Scene) -> None:
         assert lying["steps"] == honest["steps"] == 60
 
 
+def test_watching_names_the_rank_and_layers_that_are_corrupted(ranks: Scene) -> None:
+    results = ranks("corrupted")
+    assert [bool(result["struck"]) for result in results] == [rank == LIAR for rank in range(WORLD)]
+    for result in results:
+        assert result["report"] == results[0]["report"]
+        (suspect,) = result["report"]["suspects"]
+        assert suspect["rank"] == LIAR
+        assert suspect["since"] <= 6 + 10
+        assert {"0.weight", "1.weight"} <= set(suspect["layers"])
+        assert suspect["places"]["1.weight"]["kind"] == "hardware"
+        assert suspect["places"]["1.weight"]["stride"] % 16 == 0
+        assert result["told"] == [LIAR]
+
+
+def test_a_closed_guard_averages_again(ranks: Scene) -> None:
+    for result in ranks("closed"):
+        assert result["steps"] == 2
+        assert all(result["nan"])
+
+
 def test_a_rank_cannot_frame_another_by_what_it_says_of_its_shard(ranks: Scene) -> None:
     assert ranks("framing") == [[]] * WORLD
 

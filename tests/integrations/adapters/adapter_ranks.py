@@ -5,6 +5,7 @@ Results are as scenes.py says.
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,20 @@ def plain_loop(rank: int) -> Any:
     return told(guard, model)
 
 
-def accelerated(rank: int, **options: Any) -> Any:
-    from accelerate import Accelerator
+def accelerated(rank: int, plugin: Any = None) -> Any:
+    from accelerate import Accelerator, DistributedType
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    accelerator = Accelerator(cpu=True, **options)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if plugin is not None:
+        # Accelerate takes FSDP2 where there are accelerators only; told so, it does all it does.
+        accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
     module = network()
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.01))
-    protect = fsdp.protect if options else ddp.protect
+    protect = ddp.protect if plugin is None else fsdp.protect
     guard = protect(model, "heraclius:b=1")
     for batch, _ in zip(batches(rank), range(STEPS), strict=False):
         optimizer.zero_grad()
@@ -103,10 +108,11 @@ def accelerate_fsdp(rank: int) -> Any:
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
+        cpu_ram_efficient_loading=False,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Linear"],
     )
-    return accelerated(rank, fsdp_plugin=plugin)
+    return accelerated(rank, plugin)
 
 
 @scene
@@ -186,6 +192,7 @@ def trainer(rank: int) -> Any:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("default")  # what others warn of is their own business
     os.environ |= {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), sys.argv[1]),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(WORLD)),
