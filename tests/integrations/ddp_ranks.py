@@ -25,6 +25,8 @@ from tests.integrations.scenes import (
     refusal,
     with_patched,
 )
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import phocas
 from phocas.integrations.ddp import Guard, protect, watch
@@ -265,7 +267,7 @@ def corrupted(rank: int) -> Any:
     fault = Fault(begin=6)
     widths = (30, 61, 60, 5)
     torch.manual_seed(1)
-    module = nn.Sequential(*[FaultyLinear(a, b) for a, b in itertools.pairwise(widths)])
+    module: Any = nn.Sequential(*[FaultyLinear(a, b) for a, b in itertools.pairwise(widths)])
     model = DistributedDataParallel(module)
     told: list[Any] = []
     guard = watch(model, b=1, on_suspect=told.append)
@@ -287,7 +289,7 @@ def closed(rank: int) -> Any:
     with recorded.guard as guard:
         pass
     recorded.backward(torch.full((8, 30), float("nan") if rank == LIAR else 1.0))
-    grads = [parameter.grad for parameter in recorded.model.parameters()]
+    grads: list[Any] = [parameter.grad for parameter in recorded.model.parameters()]
     return {"nan": [bool(grad.isnan().all()) for grad in grads], "steps": guard.steps}
 
 
