@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers import bits
-from tests.integrations.scenes import DEATH_TIMEOUT, HANG_TIMEOUT, LIAR, WORLD, Scene, play
+from tests.integrations.scenes import (
+    DEATH_TIMEOUT,
+    HANG_TIMEOUT,
+    LIAR,
+    ROOT,
+    WORLD,
+    Scene,
+    environment,
+    play,
+)
 
 import phocas
 from phocas.seeds import Stream, generator
@@ -258,3 +269,29 @@ def test_a_rank_that_dies_raises_on_the_others(ranks: Scene) -> None:
         assert result["seconds"] < DEATH_TIMEOUT / 2
         assert "step 3, gradients of 3: waited for all 4 ranks" in result["said"]
         assert "closed" in result["said"] or "reset" in result["said"]
+
+
+@pytest.mark.slow
+def test_the_example_outlives_a_broken_device_and_names_it(tmp_path: Path) -> None:
+    figure = tmp_path / "curves.png"
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "examples" / "fsdp_language_model.py")),
+            *("--steps", "90", "--begin", "30", "--figure", str(figure)),
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "plain FSDP2: step 90, loss nan" in done.stdout
+    loss = re.search(r"heraclius:b=1: step 90, loss ([\d.]+)", done.stdout)
+    assert loss is not None
+    assert float(loss[1]) < 3.2
+    assert re.search(r"rank 3 on .*: named in step 3\d", done.stdout)
+    assert "  layers.2.attention.weight\n    since step 31:" in done.stdout
+    assert "same addresses, stride 64: hardware" in done.stdout
+    assert figure.stat().st_size > 5000
