@@ -32,6 +32,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
 import phocas
@@ -480,6 +481,21 @@ def refused(rank: int) -> Any:
     }
     protect(model, phocas.Phocas(b=1))
     said["twice"] = refusal(lambda: watch(model, b=1))
+
+    def on_two(parameter: nn.Parameter) -> ShardPlacementResult:
+        mesh = pairs["b"] if parameter.ndim == 1 else init_device_mesh("cpu", (WORLD,))
+        return ShardPlacementResult(Shard(0), infos.setdefault(mesh, FSDPMeshInfo(mesh, 0)))
+
+    infos: dict[DeviceMesh, FSDPMeshInfo] = {}
+    several = fully_shard(nn.Linear(4, 4), shard_placement_fn=on_two)
+    said["groups"] = refusal(lambda: protect(several, "mean"))
+    together: Any = nn.Sequential(nn.Linear(30, 4), nn.Linear(4, 4))
+    fully_shard(list(together))
+    fully_shard(together)
+    protect(together, "median").close()
+    with protect(together, "median") as guard:
+        train(together, rank, 2)
+    said["together"] = f"{guard.steps} steps"
     return said
 
 

@@ -247,6 +247,8 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
         assert "1.weight is in no sharded unit" in said["partly"]
         assert "all units must be on one mesh" in said["two meshes"]
         assert "the model is protected already" in said["twice"]
+        assert "the model has 2 parameter groups" in said["groups"]
+        assert said["together"] == "2 steps"
         assert "exit_code must be 1 to 255: got 256" in said["exit code"]
         assert "on_suspect must be a function" in said["callback"]
         pattern = f"rank {rank} has rule '(mean|median)', rank \\d has '(mean|median)'"

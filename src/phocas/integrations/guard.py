@@ -222,10 +222,7 @@ class Ledger:
                 reactions.on_suspect(suspect)
         writer = min(set(range(self.m)) - set(self.named()), default=0)
         if reactions.log is not None and self.rank == writer:
-            with reactions.log.open("a", encoding="utf-8") as file:
-                for suspect in new:
-                    entry = {"event": "suspect", "time": time.time(), "told_by": self.rank}
-                    file.write(json.dumps({**entry, **suspect.report()}) + "\n")
+            _write(reactions.log, new, self.rank)
         if reactions.exit_code is not None:
             sys.stdout.flush()
             ranks = ", ".join(str(suspect.rank) for suspect in new)
@@ -233,6 +230,16 @@ class Ledger:
             sys.stderr.flush()
             # Backward may be in another thread, or inside of C++: only this ends the process.
             os._exit(reactions.exit_code)
+
+
+def _write(log: Path, new: Sequence[Suspect], rank: int) -> None:
+    entry = {"event": "suspect", "time": time.time(), "told_by": rank}
+    lines = [json.dumps({**entry, **suspect.report()}) + "\n" for suspect in new]
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:  # a full disk must not end a job that goes well
+        print(f"phocas: cannot write to {log}: {error}", *lines, file=sys.stderr)
 
 
 def _importance(item: tuple[int, Trace]) -> tuple[float, float]:

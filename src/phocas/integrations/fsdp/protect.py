@@ -184,6 +184,7 @@ def _sharded(model: Any) -> Iterator[tuple[str, FSDPModule, Any]]:
             f"model must be sharded: got {type(model).__name__}; call fully_shard on its blocks"
             " and on itself first"
         )
+    known: list[Any] = []
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -195,6 +196,9 @@ def _sharded(model: Any) -> Iterator[tuple[str, FSDPModule, Any]]:
                 " for one only: call fully_shard on the modules of each mesh by themselves"
             )
         for group in groups:
+            if any(group is other for other in known):
+                continue  # modules that were sharded together, as one unit
+            known.append(group)
             if isinstance(group._reduce_scatter_comm, RobustReduceScatter):  # noqa: SLF001
                 raise ValueError(  # noqa: TRY004 - the type is right, the state is not
                     f"{name or 'the model'} is protected already: close its guard first"
