@@ -191,7 +191,7 @@ def draw(arguments: argparse.Namespace, plain: list[float], protected: list[floa
         axes.annotate(
             f"not finite from step {gone + 1} on",
             (gone, finite[gone - 1]),
-            xytext=(12, 12),
+            xytext=(12, 45),
             textcoords="offset points",
             color="#d55e00",
         )

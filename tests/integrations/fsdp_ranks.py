@@ -487,7 +487,7 @@ def refused(rank: int) -> Any:
         return ShardPlacementResult(Shard(0), infos.setdefault(mesh, FSDPMeshInfo(mesh, 0)))
 
     infos: dict[DeviceMesh, FSDPMeshInfo] = {}
-    several = fully_shard(nn.Linear(4, 4), shard_placement_fn=on_two)
+    several: Any = fully_shard(nn.Linear(4, 4), shard_placement_fn=on_two)
     said["groups"] = refusal(lambda: protect(several, "mean"))
     together: Any = nn.Sequential(nn.Linear(30, 4), nn.Linear(4, 4))
     fully_shard(list(together))

@@ -19,7 +19,7 @@ class PlacesReport(TypedDict):
     share: float
     """The share of its values here that are wrong, where they were looked at."""
     others: float
-    """The same for the ranks in the middle: what is usual here."""
+    """The same for the worst of the other ranks, but for b - 1, in the mean over steps."""
     addresses: list[int]
     """The first few wrong values, as flat indices of the parameter."""
     stride: int | None

@@ -146,7 +146,7 @@ class Witness:
                     worker=rank,
                     wild=width - int(near[rank]),
                     columns=width,
-                    others=middle((width - near) / width),
+                    others=_most(np.delete(1 - near / width, rank), self.b),
                     absurd=rank in wrong,
                     address=int(found[0]) if len(found) else -1,
                     stride=stride,
@@ -178,6 +178,11 @@ def heard(numbers: Floats, m: int) -> tuple[Floats, list[Finding]]:
     """Read a testimony: the odds against each of m ranks, and the findings."""
     findings = [Finding.read(row) for row in numbers[m:].reshape(FINDINGS, Finding.NUMBERS)]
     return numbers[:m], [finding for finding in findings if finding is not None]
+
+
+def _most(shares: Floats, b: int) -> float:
+    """Return the largest share, but for b - 1 that may be of other liars."""
+    return float(np.sort(shares)[-min(max(1, b), len(shares))]) if len(shares) else 0.0
 
 
 def _sizes(rows: torch.Tensor) -> Floats:

@@ -67,7 +67,7 @@ class Finding:
     wild: int
     columns: int
     others: float
-    """The share of wild values that is usual among workers here."""
+    """The largest share of wild values of another worker here, but for b - 1 of them."""
     absurd: bool
     address: int
     """The first address of a gross value, -1 if there is none."""
@@ -167,7 +167,7 @@ class Trace:
 
     @property
     def usual(self) -> float:
-        """Return the same for the workers in the middle."""
+        """Return the same for the worst of the others, but for b - 1, in the mean over looks."""
         return self.others / max(1, self.looks)
 
     @property
