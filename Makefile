@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-ray test-gpu test-page bench lint format clean
+.PHONY: demo test test-slow test-ray test-gpu test-page test-integrations bench lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -23,6 +23,11 @@ test-slow: $(VENV)/.installed
 test-ray: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest tests/engines/test_ray.py tests/engines/test_faults.py
+
+# Other people's training loops, each run for real on the CPU.
+test-integrations: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,adapters]"
+	$(BIN)/python -m pytest tests/integrations/adapters
 
 # Without a GPU: Triton's interpreter runs its kernels, and its compiler makes them for devices.
 test-gpu: $(VENV)/.installed

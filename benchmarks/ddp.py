@@ -29,6 +29,8 @@ STEPS = 5  # of one way in one turn
 WAYS = {
     "plain DDP": None,
     "mean": ("mean", False),
+    "heraclius": ("heraclius:b=1", False),
+    "watch": ("watch:rule=heraclius:b=1", False),
     "phocas": ("phocas:b=1", False),
     "phocas, verified": ("phocas:b=1", True),
     "geometric-median": ("geometric-median", False),

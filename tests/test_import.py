@@ -91,7 +91,8 @@ print((after - before) * 1024 - value.nbytes)
 def test_rooms_that_need_more_load_when_asked_for() -> None:
     program = (
         "import sys, phocas; assert 'torch' not in sys.modules;"
-        "phocas.integrations.ddp.protect; assert 'torch' in sys.modules"
+        "phocas.integrations.ddp.protect; assert 'torch' in sys.modules;"
+        "phocas.integrations.fsdp.protect, phocas.integrations.watch"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

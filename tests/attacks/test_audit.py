@@ -51,6 +51,7 @@ UNBOUNDED = {
     "crash",
     "stuck",
     "random-cells",
+    "silent-corruption",
     "worst-case distance",
     "worst-case descent",
 }
@@ -214,6 +215,7 @@ AUDITED = [
     *("heraclius:b=6", "watch:rule=phocas:b=6"),
     *("multi-krum:b=6", "bulyan:b=4", "geometric-median", "mda:b=6", "cge:b=6"),
     *("centered-clipping:radius=1000", "bucketing:size=2|median", "bucketing:size=4|median"),
+    *("heraclius:b=6", "watch:rule=heraclius:b=6"),
     *("nnm:b=6|phocas:b=6", "adaptive-clipping:b=6|median", "clipping:radius=9|median"),
     *("heraclius:b=6", "heraclius:b=8,reach=16", "watch:rule=(heraclius:b=6)"),
 ]
@@ -292,11 +294,11 @@ def test_the_command_prints_a_table_and_says_nothing_was_broken() -> None:
     )
     assert status == 0
     lines = output.splitlines()
-    assert lines[0] == "phocas:b=6 against 22 attacks: m = 20, q = 6, d = 500"
+    assert lines[0] == "phocas:b=6 against 23 attacks: m = 20, q = 6, d = 500"
     heading = ["attack", "rows", "column", "distance", "<,>", "limit", "promised", "verdict"]
     assert lines[2].split() == heading
     assert any(line.startswith("gaussian:q=6 ") and line.endswith("holds") for line in lines)
-    assert lines[-1] == "0 of 22 attacks break phocas:b=6; broken promises: 0"
+    assert lines[-1] == "0 of 23 attacks break phocas:b=6; broken promises: 0"
     assert "\x1b" not in output
 
 

@@ -24,6 +24,7 @@ from phocas.attacks import (
     Omniscient,
     RandomCells,
     SignFlip,
+    SilentCorruption,
     Straggler,
     Stuck,
     attack_rng,
@@ -309,6 +310,33 @@ def test_random_cells_hold_any_bits(kind: str) -> None:
     for bit in range(FORMATS[kind].bits):
         share = np.mean((words >> words.dtype.type(bit)) & words.dtype.type(1))
         assert share == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(touched.count))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_silent_corruption_is_periodic_and_hardly_ever_nan(kind: str) -> None:
+    """As published: one bit in 38%, several in the rest, NaN in 1%, the same addresses always."""
+    attack = SilentCorruption(worker=2, round=5, stride=3, first=1)
+    before = torch.full((M, 90_000), 0.01, dtype=getattr(torch, kind))
+    early = before.clone()
+    assert attack.corrupt(early, rng=attack_rng(0, 4), round=4).count == 0
+    assert torch.equal(early, before)
+    for round in (5, 6):
+        G = before.clone()
+        touched = attack.corrupt(G, rng=attack_rng(0, round), round=round)
+        assert touched.rows.tolist() == [2]
+        assert touched.cell_columns.tolist() == list(range(1, 90_000, 3))
+        values = G[2, 1::3].double()
+        assert not values.isinf().any()
+        lost = int(values.isnan().sum())
+        assert lost == pytest.approx(300, abs=4 * math.sqrt(300))
+        flipped = (WritableMatrix(G).words ^ WritableMatrix(before).words)[2, 1::3]
+        kept = flipped[~values.isnan().numpy()]
+        ones = np.array([int(word).bit_count() for word in kept])
+        assert np.mean(ones == 1) == pytest.approx(0.38, abs=0.02)
+        assert ones.min() == 1
+        assert ones.max() == 8
+        assert (values.abs() > 1e3).any()
+        assert (values.abs() < 1e-3).any()
 
 
 @pytest.mark.parametrize("value", [1.0, 1.00390625, 1.01171875, -3.3e38, 3.4e38, 1e-40, 0.0, -0.0])

@@ -1,15 +1,12 @@
 """What the ranks of test_ddp do: ``python ddp_ranks.py RANK FOLDER`` runs every scene in turn.
 
-A scene's result goes to FOLDER/scene.rank.pt, for the test to compare over ranks and with the rule
-on one process. Ranks meet in a file and talk over loopback.
+Results are as scenes.py says.
 """
 
 import itertools
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,26 +16,33 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tests.fake_device import THERE, FakeDevice
+from tests.integrations.scenes import (
+    HANG_TIMEOUT,
+    LIAR,
+    WORLD,
+    Fault,
+    FaultyLinear,
+    Play,
+    act,
+    refusal,
+    with_patched,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phocas
-from phocas.integrations.ddp import Guard, protect
+from phocas.integrations.ddp import Guard, protect, watch
 from phocas.integrations.ddp import step as ddp_step
 from phocas.integrations.ddp import verify as ddp_verify
-from phocas.integrations.ddp.wire import Bucket, Wire, pack
+from phocas.integrations.guard import Ledger, Reactions
+from phocas.integrations.wire import Bucket, Wire, pack
 from phocas.rules.bets import Bets
-from phocas.rules.suspicion import Suspicion
 
-WORLD = 4
-LIAR = 2
-HANG_TIMEOUT = 3.0
-DEATH_TIMEOUT = 30.0
 DEVICE_RULES = ("phocas:b=1", "krum:b=0", "nnm:b=1|median", "geometric-median")
-SCENES: dict[str, Callable[[int], Any]] = {}
+SCENES: dict[str, Play] = {}
 
 
-def scene(run: Callable[[int], Any]) -> Callable[[int], Any]:
+def scene(run: Play) -> Play:
     SCENES[run.__name__] = run
     return run
 
@@ -267,6 +271,38 @@ def suspects(rank: int) -> Any:
 
 
 @scene
+def corrupted(rank: int) -> Any:
+    """Watch while one rank's gradients are corrupted silently, at addresses of a fixed stride."""
+    fault = Fault(begin=6)
+    widths = (30, 61, 60, 5)
+    torch.manual_seed(1)
+    module: Any = nn.Sequential(*[FaultyLinear(a, b) for a, b in itertools.pairwise(widths)])
+    model = DistributedDataParallel(module)
+    told: list[Any] = []
+    guard = watch(model, b=1, on_suspect=told.append)
+    torch.manual_seed(100 + rank)
+    for step in range(16):
+        fault.step = step
+        for layer in module:
+            layer.fault = fault if rank == LIAR else None
+        model.zero_grad()
+        model(torch.randn(8, 30)).square().mean().backward()
+    return {"struck": fault.struck, "report": guard.report(), "told": [one.rank for one in told]}
+
+
+@scene
+def closed(rank: int) -> Any:
+    """Average again once the guard is closed: the liar's NaN are everyone's."""
+    recorded = record(network(), "phocas:b=1", bucket_cap_mb=0.004)
+    train(recorded, rank, 2)
+    with recorded.guard as guard:
+        pass
+    recorded.backward(torch.full((8, 30), float("nan") if rank == LIAR else 1.0))
+    grads: list[Any] = [parameter.grad for parameter in recorded.model.parameters()]
+    return {"nan": [bool(grad.isnan().all()) for grad in grads], "steps": guard.steps}
+
+
+@scene
 def framing(rank: int) -> Any:
     """Let the liar's gradients be honest, and let it say that rank 0 was far in every step."""
     said = np.array([1e30, 0.0, 0.0, 0.0])
@@ -292,16 +328,6 @@ def failing(rank: int, rule: str, group: Any = None) -> Any:
             said.append(str(error))
     failure = recorded.guard.failure
     return {"said": said, "kind": type(failure).__name__, "ranks": getattr(failure, "ranks", None)}
-
-
-def with_patched(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
-    """Make this rank lie in one place of its own memory."""
-    kept = getattr(place, name)
-    setattr(place, name, value)
-    try:
-        return run()
-    finally:
-        setattr(place, name, kept)
 
 
 @scene
@@ -363,14 +389,6 @@ def two_versions(rank: int) -> Any:
     return with_patched(Wire, "scatter", scatter, lambda: failing(rank, "phocas:b=1"))
 
 
-def refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
 @scene
 def refused(rank: int) -> Any:
     model = DistributedDataParallel(network())
@@ -397,15 +415,15 @@ def on_a_device(rank: int) -> Any:
     with FakeDevice() as device:
         for text in DEVICE_RULES:
             rule = phocas.parse_rule(text)
-            suspicion = Suspicion(WORLD, rule.liars(WORLD) or None)
-            aggregator = ddp_step.Aggregator(wire, rule, suspicion, verify=False, seed=0)
+            ledger = Ledger(rule, [], ["here"] * WORLD, rank, Reactions())
+            aggregator = ddp_step.Aggregator(wire, ledger, verify=False, seed=0)
             generator = torch.Generator().manual_seed(rank)
             sent = [torch.randn(size, generator=generator) for size in (9_000, 300_001)]
             flats = [flat.to(THERE) for flat in sent]
             device.sent.clear()
             device.fetched.clear()
             for last, flat in enumerate(flats):
-                aggregator.take(flat, last=bool(last))
+                aggregator.take(flat, [], last=bool(last))
             moved = sum(device.sent), sum(device.fetched)
             got = torch.cat([flat.cpu() for flat in flats])
             found[text] = {"sent": torch.cat(sent), "got": got, "moved": moved}
@@ -447,26 +465,5 @@ def dead(rank: int) -> Any:
     return {"said": said, "seconds": time.perf_counter() - begin}
 
 
-def main(rank: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    # For bfloat16 oneDNN takes AMX, which some virtual machines announce and do not have.
-    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
-    torch.set_num_threads(1)
-    phocas.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        f"file://{folder}/meet",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=DEATH_TIMEOUT),
-    )
-    for name, run in SCENES.items():
-        try:
-            result = run(rank)
-        except Exception:  # noqa: BLE001 - it fails the test of this scene alone
-            result = traceback.format_exc()
-        torch.save(result, folder / f"{name}.{rank}.pt")
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    act(SCENES, int(sys.argv[1]), Path(sys.argv[2]))

@@ -3,88 +3,42 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.helpers import bits
+from tests.integrations.scenes import (
+    DEATH_TIMEOUT,
+    HANG_TIMEOUT,
+    LIAR,
+    ROOT,
+    WORLD,
+    Scene,
+    environment,
+    play,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import phocas
 from phocas.integrations.ddp import protect
-from phocas.integrations.ddp.wire import pack, unpack
+from phocas.integrations.wire import pack, unpack
 from phocas.rules.measures import Partial
 from phocas.seeds import Stream, generator
 from phocas.sharding import shard_bounds
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-WORLD = 4
-LIAR = 2
-HANG_TIMEOUT = 3.0
-DEATH_TIMEOUT = 30.0
-
-Scene: TypeAlias = Callable[[str], list[Any]]
-
-
-def environment() -> dict[str, str]:
-    source = str(ROOT / "src")
-    path = os.pathsep.join(filter(None, [source, str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {
-        **os.environ,
-        "PYTHONPATH": path,
-        "PYTHONWARNINGS": "error::FutureWarning",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    folder = tmp_path_factory.mktemp("ranks")
-    script = str(HERE / "ddp_ranks.py")
-    running = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(folder)],
-            env=environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    deadline = time.monotonic() + 120
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            assert process.returncode == 0, errors
-    finally:
-        for process in running:
-            process.kill()
-
-    def results(name: str) -> list[Any]:
-        found = [
-            torch.load(path, weights_only=False)
-            for rank in range(WORLD)
-            if (path := folder / f"{name}.{rank}.pt").exists()
-        ]
-        for result in found:
-            assert not isinstance(result, str), result
-        return found
-
-    return results
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return play(Path(__file__).parent / "ddp_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 def stacked(results: list[Any], step: int) -> torch.Tensor:
@@ -189,6 +143,26 @@ def test_suspects(ranks: Scene) -> None:
         assert lying["since"][0] <= 25
         assert honest["suspects"] == []
         assert lying["steps"] == honest["steps"] == 60
+
+
+def test_watching_names_the_rank_and_layers_that_are_corrupted(ranks: Scene) -> None:
+    results = ranks("corrupted")
+    assert [bool(result["struck"]) for result in results] == [rank == LIAR for rank in range(WORLD)]
+    for result in results:
+        assert result["report"] == results[0]["report"]
+        (suspect,) = result["report"]["suspects"]
+        assert suspect["rank"] == LIAR
+        assert suspect["since"] <= 6 + 10
+        assert {"0.weight", "1.weight"} <= set(suspect["layers"])
+        assert suspect["places"]["1.weight"]["kind"] == "hardware"
+        assert suspect["places"]["1.weight"]["stride"] % 16 == 0
+        assert result["told"] == [LIAR]
+
+
+def test_a_closed_guard_averages_again(ranks: Scene) -> None:
+    for result in ranks("closed"):
+        assert result["steps"] == 2
+        assert all(result["nan"])
 
 
 def test_a_rank_cannot_frame_another_by_what_it_says_of_its_shard(ranks: Scene) -> None:

@@ -21,7 +21,7 @@ from phocas.attacks.base import (
 )
 from phocas.attacks.field import ConstantRows, InnerProduct, LabelFlip, SignFlip
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
-from phocas.attacks.machine import Crash, RandomCells, Straggler, Stuck
+from phocas.attacks.machine import Crash, RandomCells, SilentCorruption, Straggler, Stuck
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
 from phocas.attacks.table import ATTACKS, parse_attack
 from phocas.attacks.touched import Touched
@@ -49,6 +49,7 @@ __all__ = [
     "Scene",
     "Setting",
     "SignFlip",
+    "SilentCorruption",
     "Straggler",
     "Stuck",
     "Touched",

@@ -25,7 +25,7 @@ import numpy as np
 from phocas.attacks.base import Attack, attack_rng
 from phocas.attacks.field import ConstantRows, InnerProduct, SignFlip
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
-from phocas.attacks.machine import Crash, RandomCells, Straggler, Stuck
+from phocas.attacks.machine import Crash, RandomCells, SilentCorruption, Straggler, Stuck
 from phocas.attacks.memory import host_array, is_tensor, kind_of
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
 from phocas.attacks.table import ATTACKS
@@ -155,6 +155,7 @@ def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
         Straggler(q),
         Stuck(worker=0, bits=(kind.bits - 1,)),
         RandomCells(rate=0.001),
+        SilentCorruption(worker=0),
         WorstCase(rule, q),
         WorstCase(rule, q, objective="descent"),
     ]

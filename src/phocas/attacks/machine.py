@@ -12,6 +12,7 @@ import numpy as np
 from phocas.attacks.base import Attack, RowAttack, Scene, Setting, Who
 from phocas.attacks.cells import bernoulli, bit_mask, missing_bits, read_bits, rows_and_columns
 from phocas.attacks.touched import Touched
+from phocas.floats import Format
 from phocas.specs import count, normalise, probability
 
 
@@ -143,3 +144,71 @@ class RandomCells(Attack):
         touched = scene.cells_here(rows, columns)
         scene.matrix.change_bits(touched.cell_rows, touched.cell_columns, lambda _: noise)
         return touched
+
+
+@dataclass(frozen=True)
+class SilentCorruption(OneWorker):
+    """A worker's device corrupts values at addresses of a fixed stride, from a round on.
+
+    As a study of faults in GPUs found (arXiv 2605.04213): the same addresses again and again, one
+    bit in fewer than 40% of the values and several in the others, and NaN in 1% only. The rest
+    stays finite, small or large, so that looking for NaN misses nearly all of it.
+    """
+
+    name: ClassVar[str] = "silent-corruption"
+    worker: int
+    round: int = 0
+    stride: int = 64
+    first: int = 0
+    nan: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        normalise(
+            self,
+            round=count(self.name, "round", self.round),
+            stride=count(self.name, "stride", self.stride, 1),
+            first=count(self.name, "first", self.first),
+            nan=probability(self.name, "nan", self.nan),
+        )
+
+    def problems(self, setting: Setting) -> Iterator[str]:
+        """Ask for a worker that exists, and an address to corrupt."""
+        yield from super().problems(setting)
+        if setting.d and self.first >= setting.d:
+            yield f"first < d: got first={self.first} with d={setting.d}"
+
+    def _corrupt(self, scene: Scene) -> Touched:
+        if scene.round < self.round:
+            return Touched(scene.shape)
+        kind = scene.matrix.kind
+        columns = np.arange(self.first, scene.d, self.stride)
+        flips = _flips(scene.rng, len(columns), kind)
+        lost = scene.rng.random(len(columns)) < self.nan
+        here = (columns >= scene.start) & (columns < scene.start + scene.matrix.d)
+        touched = scene.cells_here(np.full(len(columns), self.worker), columns)
+        flips, lost = flips[here], lost[here]
+        exponent = bit_mask(tuple(range(kind.mantissa + 1, kind.bits)), kind)
+        top = bit_mask((kind.bits - 1,), kind)
+
+        def change(words: np.ndarray) -> np.ndarray:
+            flipped = words ^ flips
+            finite = np.where(flipped & exponent == exponent, flipped & ~top, flipped)
+            corrupted: np.ndarray = np.where(lost, exponent | (exponent >> 1), finite)
+            return corrupted
+
+        scene.matrix.change_bits(touched.cell_rows, touched.cell_columns, change)
+        return touched
+
+
+_ONE_BIT = 0.38
+_MOST_BITS = 8
+
+
+def _flips(rng: np.random.Generator, size: int, kind: Format) -> np.ndarray:
+    """Draw which bits flip: one in 38% of the words, two to eight in the others."""
+    several = np.where(rng.random(size) < _ONE_BIT, 1, rng.integers(2, _MOST_BITS + 1, size=size))
+    bits = rng.random((size, kind.bits)).argsort(axis=1) < several[:, None]
+    weights = kind.word.type(1) << np.arange(kind.bits, dtype=kind.word)
+    words: np.ndarray = np.where(bits, weights, kind.word.type(0)).sum(axis=1, dtype=kind.word)
+    return words

@@ -7,7 +7,7 @@ import dataclasses
 from phocas.attacks.base import Attack
 from phocas.attacks.field import ConstantRows, InnerProduct, LabelFlip, SignFlip
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
-from phocas.attacks.machine import Crash, RandomCells, Straggler, Stuck
+from phocas.attacks.machine import Crash, RandomCells, SilentCorruption, Straggler, Stuck
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
 from phocas.attacks.worst import ALittleIsEnough, WorstCase
 from phocas.specs import Table
@@ -31,6 +31,7 @@ ATTACKS: Table[Attack] = Table(
         Straggler,
         Stuck,
         RandomCells,
+        SilentCorruption,
         WorstCase,
     ],
     base=Attack,

@@ -1,13 +1,22 @@
-"""Glue to other people's training loops: the rules inside torch's DistributedDataParallel."""
+"""Glue to other people's training loops: the rules inside torch's DDP and FSDP2.
+
+``protect`` and ``watch`` take a model that DDP or FSDP2 has wrapped, whichever it is; ``ddp`` and
+``fsdp`` have what is special to each, ``lightning`` and ``transformers`` a callback.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
+_MODULES = ("ddp", "fsdp", "lightning", "transformers")
+_VERBS = ("protect", "watch")
+
 
 def __getattr__(name: str) -> Any:
     """Load an integration when it is first asked for: each needs what it integrates with."""
-    if name == "ddp":
-        return importlib.import_module("phocas.integrations.ddp")
+    if name in _MODULES:
+        return importlib.import_module(f"phocas.integrations.{name}")
+    if name in _VERBS:
+        return getattr(importlib.import_module("phocas.integrations.parallel"), name)
     raise AttributeError(f"module 'phocas.integrations' has no attribute {name!r}")

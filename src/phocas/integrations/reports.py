@@ -19,7 +19,7 @@ class PlacesReport(TypedDict):
     share: float
     """The share of its values here that are wrong, where they were looked at."""
     others: float
-    """The same for the ranks in the middle: what is usual here."""
+    """The same for the worst of the other ranks, but for b - 1, in the mean over steps."""
     addresses: list[int]
     """The first few wrong values, as flat indices of the parameter."""
     stride: int | None
@@ -34,6 +34,8 @@ class SuspectReport(TypedDict):
     """What is known against one rank."""
 
     rank: int
+    host: str
+    """The name of the machine that it runs on."""
     since: int
     """The step (from 1) in which it was named."""
     grounds: list[Literal["distances", "addresses"]]
@@ -45,7 +47,7 @@ class SuspectReport(TypedDict):
     expected: float
     """What a rank loses if who sent a value does not matter."""
     layers: dict[str, float]
-    """By parameter name, the share of its values there that is wrong; the largest first."""
+    """By parameter name, the share of its values there that is wrong; the most telling first."""
     places: dict[str, PlacesReport]
     """By parameter name, where they lie; the same keys in the same order."""
 
@@ -79,7 +81,9 @@ def _lines(report: Report) -> Iterator[str]:
     if not report["suspects"]:
         yield "no rank is suspect"
     for suspect in report["suspects"]:
-        yield f"rank {suspect['rank']}: named in step {suspect['since']} by {_grounds(suspect)}"
+        where = f" on {suspect['host']}" if suspect["host"] else ""
+        yield f"rank {suspect['rank']}{where}: named in step {suspect['since']}"
+        yield f"  by {_grounds(suspect)}"
         yield (
             f"  {suspect['dropped']:.1%} of its values thrown away, where"
             f" {suspect['expected']:.1%} is expected"

@@ -6,38 +6,36 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from phocas.integrations.ddp.verify import agree
-from phocas.integrations.ddp.wire import Bucket, Wire, as_bytes, pack, unpack
-from phocas.rules import Evaluation, Rule
-from phocas.rules.bets import Bets
+from phocas.integrations.guard import Ledger
+from phocas.integrations.wire import Bucket, Wire, as_bytes, pack, read
+from phocas.integrations.witness import Segment, heard, testimony_bytes, within
+from phocas.rules import Evaluation
 from phocas.rules.measures import Partial
-from phocas.rules.sampling import Sample, products, views
-from phocas.rules.suspicion import Suspicion
 from phocas.seeds import Stream, generator
 
 
 class Aggregator:
     """The rule over the buckets of each step, and what it says of each rank.
 
-    Every rank bets on who is far from whom in the columns that it aggregates, and tells the others
-    what these bets have won, before the result of every bucket. Up to b of them may lie about it.
+    Every rank bets on who is far from whom in the columns that it aggregates, and looks where wrong
+    values lie. It tells the others what these bets have won and what it has found, before the
+    result of every bucket. Up to b of them may lie about it.
 
     A column rule finishes each bucket when it comes. A rule that measures whole rows measures each
     bucket when it comes, and finishes them all when the last one is in: a step's gradient is its
     buckets one after the other.
     """
 
-    def __init__(
-        self, wire: Wire, rule: Rule, suspicion: Suspicion, *, verify: bool, seed: int
-    ) -> None:
+    def __init__(self, wire: Wire, ledger: Ledger, *, verify: bool, seed: int) -> None:
         self.wire = wire
-        self.rule = rule
-        self.suspicion = suspicion
+        self.rule = ledger.rule
+        self.ledger = ledger
+        self.witness = ledger.witness(seed)
         self.shifts = (0, 1) if verify else (0,)
         self.seed = seed
-        self.bets = Bets(wire.m, suspicion.b)
-        self.odds = np.zeros(wire.m)
         self.step = 0
         self._begin()
 
@@ -49,13 +47,16 @@ class Aggregator:
         self.measured: dict[int, list[Partial]] = {}
         self.columns = 0
         self.dropped = np.zeros(self.wire.m)
-        self.products = np.zeros((self.wire.m, self.wire.m))
-        self.said = np.zeros((self.wire.m, self.wire.m))
+        self.said: list[NDArray[np.float64]] = []
 
-    def take(self, flat: torch.Tensor, *, last: bool) -> list[torch.Tensor]:
+    def take(
+        self, flat: torch.Tensor, segments: Sequence[Segment], *, last: bool
+    ) -> list[torch.Tensor]:
         """Take a bucket; return the buckets that now hold the aggregate, in the order taken."""
         bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
-        self._compare(bucket, last=last)
+        self._see(bucket, segments)
+        if last:
+            self.witness.bet()
         self.columns += flat.numel()
         if self.evaluation.request is None:
             self._finish(bucket)
@@ -66,22 +67,30 @@ class Aggregator:
                 self.measured.setdefault(shard, []).append(self._measure(shard, bucket, columns))
             done = self._decide() if last else []
         if last:
-            self.suspicion.judge(self.said, liars=self.suspicion.b)
-            self.suspicion.update(self.dropped / max(1, self.columns))
+            self._hear()
             self.step += 1
             self._begin()
         return done
 
-    def _compare(self, bucket: Bucket, *, last: bool) -> None:
-        """Add up the products of ranks in the own shard; bet on them when the step is complete."""
-        rows = bucket.columns[self.wire.rank]
-        place = (self.seed, self.step, bucket.start + bucket.bounds[self.wire.rank][0])
-        if rows.shape[1]:
-            sample = Sample.draw(rows.shape[1], generator(Stream.SAMPLE, *place))
-            here = torch.from_numpy(sample.columns(0, rows.shape[1])).to(rows.device)
-            self.products += products(rows[:, here].double().cpu().numpy())
-        if last:
-            self.odds = self.bets.observe(views(self.products))
+    def _hear(self) -> None:
+        told = [heard(numbers, self.wire.m) for numbers in self.said]
+        self.ledger.hear(
+            np.array([odds for odds, _ in told]),
+            [findings for _, findings in told],
+            self.dropped / max(1, self.columns),
+        )
+        self.witness.attention = self.ledger.attention()
+        self.witness.end()
+
+    def _see(self, bucket: Bucket, segments: Sequence[Segment]) -> None:
+        """Let the witness look at the shards that are held here; only the own one is bet on."""
+        for shard, rows in bucket.columns.items():
+            begin, end = bucket.bounds[shard]
+            here = within(segments, begin, end)
+            if shard == self.wire.rank:
+                self.witness.see(rows, here, bucket.start + begin)
+            else:
+                self.witness.look(rows, here)
 
     def _measure(self, shard: int, bucket: Bucket, columns: torch.Tensor) -> Partial:
         return self.evaluation.partial(self._held(columns), bucket.start + bucket.bounds[shard][0])
@@ -105,7 +114,7 @@ class Aggregator:
 
         while self.evaluation.request is not None:
             messages = agree(self.wire, self.waiting, compute)
-            self.evaluation.answer(_read(rank, message) for rank, message in enumerate(messages))
+            self.evaluation.answer(read(rank, message) for rank, message in enumerate(messages))
         for bucket in self.waiting:
             self._finish(bucket)
         return [bucket.flat for bucket in self.waiting]
@@ -121,18 +130,11 @@ class Aggregator:
 
         m = self.wire.m
         item = bucket.flat.element_size()
-        sizes = [16 * m + item * bucket.width(shard) for shard in range(m)]
-        aside = [as_bytes(torch.from_numpy(self.odds))]
+        before = testimony_bytes(m)
+        sizes = [before + 8 * m + item * bucket.width(shard) for shard in range(m)]
+        aside = [as_bytes(self.witness.testimony())]
         messages = agree(self.wire, [bucket], compute, sizes, aside)
-        for shard, (message, (begin, end)) in enumerate(zip(messages, bucket.bounds, strict=True)):
-            numbers = message[: 16 * m].view(torch.float64).cpu().numpy()
-            self.said[shard] = numbers[:m]
-            self.dropped += numbers[m:]
-            bucket.flat[begin:end] = message[16 * m :].view(bucket.flat.dtype)
-
-
-def _read(rank: int, message: torch.Tensor) -> Partial:
-    try:
-        return unpack(message)
-    except ValueError as error:
-        raise ValueError(f"rank {rank}: {error}") from None
+        self.said = [message[:before].view(torch.float64).cpu().numpy() for message in messages]
+        for message, (begin, end) in zip(messages, bucket.bounds, strict=True):
+            self.dropped += message[before : before + 8 * m].view(torch.float64).cpu().numpy()
+            bucket.flat[begin:end] = message[before + 8 * m :].view(bucket.flat.dtype)

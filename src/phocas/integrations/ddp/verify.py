@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from phocas.integrations.ddp.wire import Bucket, Wire, as_bytes
+from phocas.integrations.wire import Bucket, Wire, as_bytes
 
 DIGEST_BYTES = 16
 

@@ -19,7 +19,7 @@ from phocas.rules.measures import Partial
 from phocas.sharding import shard_bounds
 
 # torch 2.13 renamed it and warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _FLOATS: dict[int, type[np.floating]] = {4: np.float32, 8: np.float64}
 
@@ -97,15 +97,24 @@ class Wire:
         if sizes is None:
             own = torch.tensor([length]).to(self.device)
             everyone = own.new_empty(self.m)
-            _all_gather(everyone, own, group=self.group)
+            all_gather(everyone, own, group=self.group)
             sizes = everyone.tolist()
         # Whole words, so that what is inside can be read in place as numbers of any width.
         longest = -(-max(sizes) // 8) * 8
         padded = self._room("padded", 0, longest, self.device)
         torch.cat([part.to(self.device) for part in parts], out=padded[:length])
         arrived = self._room("arrived", 0, self.m * longest, self.device)
-        _all_gather(arrived, padded, group=self.group)
+        all_gather(arrived, padded, group=self.group)
         return [arrived[i * longest : i * longest + size] for i, size in enumerate(sizes)]
+
+    def gather_later(self, arrived: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        """Begin to gather messages of the same length into memory that the caller keeps."""
+        work: dist.Work = all_gather(arrived, own, group=self.group, async_op=True)
+        return work
+
+    def memory(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of a purpose for so many values, which the next call uses again."""
+        return self._room(name, 0, size * dtype.itemsize, self.device).view(dtype)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Return one rank's tensor; the others give one of its shape."""
@@ -155,3 +164,11 @@ def unpack(message: torch.Tensor) -> Partial:
     if not whole:
         raise ValueError(f"measurements must be whole: got {len(content)} bytes that are not")
     return Partial(m, tuple(sums), tuple(edges))
+
+
+def read(rank: int, message: torch.Tensor) -> Partial:
+    """Read the measurements that a rank sent; what is none is refused in its name."""
+    try:
+        return unpack(message)
+    except ValueError as error:
+        raise ValueError(f"rank {rank}: {error}") from None

@@ -1,0 +1,208 @@
+"""The hook that DDP calls, and the thread behind it that aggregates."""
+
+# No postponed annotations here: torch compares those of a hook with its own types.
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias, Unpack
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from phocas.integrations.ddp.step import Aggregator
+from phocas.integrations.guard import Guard, Ledger, Options, Reactions, Suspect
+from phocas.integrations.joining import check_dtypes, join
+from phocas.integrations.witness import Segment
+from phocas.rules import Heraclius, Rule, Watch, parse_rule
+from phocas.specs import count
+
+_Result: TypeAlias = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    flat: torch.Tensor
+    segments: list[Segment]
+    last: bool
+    ready: Any  # a CUDA event, or None
+    future: torch.futures.Future[Any]
+
+
+class _State:
+    """What the hook is given: a queue, the guard (which lives as long), and the parameters."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        aggregator: Aggregator,
+        group: dist.ProcessGroup,
+        numbers: dict[int, int],
+    ) -> None:
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.group = group
+        self.numbers = numbers
+        self.guard = Guard(ledger, catch_up=_nothing, close=_nothing)
+        thread = threading.Thread(
+            target=_work, args=(self.jobs, aggregator, ledger), name="phocas-ddp", daemon=True
+        )
+        thread.start()
+        # The thread knows nothing of the guard, and ends with it.
+        weakref.finalize(self.guard, _stop, self.jobs, thread)
+
+
+def protect(
+    model: DistributedDataParallel,
+    rule: Rule | str,
+    verify: bool = False,
+    *,
+    seed: int = 0,
+    timeout: timedelta | None = None,
+    on_suspect: Callable[[Suspect], None] | None = None,
+    log: str | Path | None = None,
+    exit_code: int | None = None,
+) -> Guard:
+    """Aggregate a model's gradients by a rule from now on; to be called on all its ranks.
+
+    Args:
+        model: The wrapped model, before its first backward pass.
+        rule: ``phocas.Phocas(b=2)`` or ``"nnm:b=2|phocas:b=2"``; row i is rank i.
+        verify: Have every shard aggregated by two ranks; if they differ, raise on all ranks and
+            name who is wrong. Costs a second all-to-all and a second aggregation.
+        seed: For rules that draw at random (bucketing); the same on all ranks.
+        timeout: How long to wait for a rank before raising; that of the model's group if not given.
+        on_suspect: Called with each new suspect, on every rank, in the guard's thread.
+        log: A file to which a line of JSON is added for each new suspect, by one rank.
+        exit_code: End the processes of all ranks with it when a rank is named.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first"
+        )
+    rule = parse_rule(rule) if isinstance(rule, str) else rule
+    seed = count("protect", "seed", seed)
+    reactions = Reactions.of(on_suspect, log, exit_code)
+    group = model.process_group
+    rule.check(dist.get_world_size(group))
+    named = {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad
+    }
+    parameters = list(named.values())
+    _check_gradients(model, rule, parameters)
+    wire, hosts = join(
+        group,
+        parameters[0].device,
+        {
+            "rule": str(rule),
+            "verify": bool(verify),
+            "seed": seed,
+            "parameters": sum(parameter.numel() for parameter in parameters),
+        },
+        timeout,
+    )
+    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions)
+    aggregator = Aggregator(wire, ledger, verify=verify, seed=seed)
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    state = _State(ledger, aggregator, group, numbers)
+    model.register_comm_hook(state, _hook)
+    return state.guard
+
+
+def watch(model: DistributedDataParallel, b: int, **options: Unpack[Options]) -> Guard:
+    """Average a model's gradients as before, and know whom Heraclius would have thrown away.
+
+    Args:
+        model: The wrapped model, before its first backward pass.
+        b: How many ranks may be wrong, 2b < m.
+        **options: As for :func:`protect`.
+    """
+    return protect(model, Watch(Heraclius(b=b)), **options)
+
+
+def _hook(
+    state: _State,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Queue a bucket for the guard's thread, which completes the future."""
+    if state.guard.closed:
+        return allreduce_hook(state.group, bucket)
+    flat = bucket.buffer()
+    devices = [flat.device] if flat.is_cuda else None
+    ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+    result: _Result = future.then(_outcome)
+    segments = _segments(bucket.parameters(), state.numbers)
+    state.jobs.put(_Job(flat, segments, bucket.is_last(), ready, future))
+    return result
+
+
+def _segments(parameters: list[torch.Tensor], numbers: dict[int, int]) -> list[Segment]:
+    """Return where in a bucket its parameters lie, one after the other."""
+    segments = []
+    begin = 0
+    for parameter in parameters:
+        end = begin + parameter.numel()
+        segments.append(Segment(numbers[id(parameter)], begin, end))
+        begin = end
+    return segments
+
+
+def _outcome(future: torch.futures.Future[Any]) -> torch.Tensor:
+    # Torch reads the result in C++, where Future.set_exception is not understood.
+    result = future.value()
+    if isinstance(result, Exception):
+        raise result
+    return result  # type: ignore[no-any-return]
+
+
+def _work(jobs: "queue.SimpleQueue[_Job | None]", aggregator: Aggregator, ledger: Ledger) -> None:
+    """Aggregate buckets in the order of the queue, which is the same on all ranks."""
+    waiting: list[torch.futures.Future[Any]] = []
+    while (job := jobs.get()) is not None:
+        waiting.append(job.future)
+        try:
+            if ledger.failure is not None:
+                raise RuntimeError(f"aggregation ended in an earlier step: {ledger.failure}")  # noqa: TRY301
+            if job.ready is not None:
+                torch.cuda.current_stream(job.flat.device).wait_event(job.ready)
+            done: list[Any] = aggregator.take(job.flat, job.segments, last=job.last)
+        except Exception as error:  # noqa: BLE001 - it is raised where backward waits
+            ledger.failure = ledger.failure or error
+            done = [error] * len(waiting)
+        completed, waiting = waiting[: len(done)], waiting[len(done) :]
+        for future, result in zip(completed, done, strict=True):
+            future.set_result(result)
+
+
+def _nothing() -> None:
+    """Do nothing: the thread has heard all that there is, and the hook asks whether to go on."""
+
+
+def _stop(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread) -> None:
+    """End the thread; at exit it must be gone before the interpreter, or torch aborts."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout=1)  # a thread that waits for a hung rank is left behind
+
+
+def _check_gradients(
+    model: DistributedDataParallel, rule: Rule, parameters: list[torch.nn.Parameter]
+) -> None:
+    dtypes = {parameter.dtype for parameter in parameters}
+    check_dtypes(dtypes)
+    if not rule.columnwise and torch.float64 in dtypes and len(dtypes) > 1:
+        raise TypeError(
+            f"{rule} measures whole gradients, which must be all float64 or without it: got"
+            f" {', '.join(sorted(map(str, dtypes)))}; use a column rule (phocas, trimmed-mean)"
+        )
+    for name, module in model.module.named_modules():
+        if getattr(module, "sparse", False):
+            raise TypeError(f"gradients must be dense: {name or 'the model'} has sparse=True")

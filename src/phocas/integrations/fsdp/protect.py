@@ -1,0 +1,292 @@
+"""The reduce-scatter that FSDP2 calls for each unit, and how it gets there."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from phocas.integrations.fsdp.exchange import Replicated, Sharded
+from phocas.integrations.fsdp.step import Aggregator, Unit
+from phocas.integrations.guard import Guard, Ledger, Options, Reactions, Suspect
+from phocas.integrations.joining import check_dtypes, join
+from phocas.integrations.wire import Wire
+from phocas.integrations.witness import Segment
+from phocas.rules import Heraclius, Rule, Watch, parse_rule
+from phocas.specs import count
+
+
+class RobustReduceScatter:
+    """What torch calls ``ReduceScatter``: rows exchanged as they are, and a rule where they are."""
+
+    def __init__(
+        self, unit: Unit, group: Any, aggregator: Aggregator, exchange: Sharded | Replicated
+    ) -> None:
+        self.unit, self.group = unit, group
+        self.aggregator, self.exchange = aggregator, exchange
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory for what is sent and for what is kept."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce a unit's gradients to the own shard of the aggregate."""
+        del async_op  # torch never asks for it
+        aggregator = self.aggregator
+        self._say_if_reduced_twice()
+        try:
+            value = aggregator.reduce(self.unit, self.exchange.scatter(input_tensor, group))
+            self.exchange.gather(value, output_tensor)
+        except RuntimeError as error:  # what every collective raises
+            aggregator.ledger.failure = aggregator.ledger.failure or error
+            raise RuntimeError(
+                f"step {aggregator.step + 1}, gradients of {self.unit.name}: waited for all"
+                f" {aggregator.wire.m} ranks to exchange them: {error}"
+            ) from error
+        factor = _factor(op, group.size())
+        if factor != 1:
+            output_tensor.mul_(factor)
+
+    def _say_if_reduced_twice(self) -> None:
+        if self.aggregator.said_twice:
+            return
+        for parameter in self.group.fsdp_params:
+            grad = parameter.sharded_param.grad
+            if grad is not None and bool(grad.to_local().any()):
+                self.aggregator.said_twice = True
+                warnings.warn(
+                    f"{self.unit.name} is reduced again before its gradient is used: rules are not"
+                    " linear, so that the sum of reduced micro-batches is not the reduced sum;"
+                    " call model.set_requires_gradient_sync(False) for all but the last",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            return
+
+
+def protect(
+    model: torch.nn.Module,
+    rule: Rule | str,
+    *,
+    per_unit: bool = False,
+    seed: int = 0,
+    timeout: timedelta | None = None,
+    on_suspect: Callable[[Suspect], None] | None = None,
+    log: str | Path | None = None,
+    exit_code: int | None = None,
+) -> Guard:
+    """Reduce the gradients of a sharded model by a rule from now on; to be called on all ranks.
+
+    Args:
+        model: What ``fully_shard`` was called on, with all its parts.
+        rule: ``phocas.Heraclius(b=1)`` or ``"phocas:b=1"``; row i is rank i of the mesh.
+        per_unit: Let a rule that measures whole rows (Krum, NNM, ...) choose for each unit by
+            itself; without it such a rule is refused, since units are reduced one by one.
+        seed: For rules that draw at random (bucketing); the same on all ranks.
+        timeout: How long to wait for what ranks tell one another about a step; that of the mesh's
+            group if not given. Gradients always wait for as long as that.
+        on_suspect: Called with each new suspect, on every rank, in backward.
+        log: A file to which a line of JSON is added for each new suspect, by one rank.
+        exit_code: End the processes of all ranks with it when a rank is named.
+    """
+    rule = parse_rule(rule) if isinstance(rule, str) else rule
+    seed = count("protect", "seed", seed)
+    reactions = Reactions.of(on_suspect, log, exit_code)
+    found = list(_sharded(model))
+    info = _common_mesh(found)
+    rule.check(len(_ranks(info)))
+    _check_rule(rule, per_unit=per_unit)
+    named = dict(model.named_parameters())
+    wire, hosts = join(
+        info.shard_process_group,
+        torch.device(info.mesh.device_type),
+        {
+            "rule": str(rule),
+            "per_unit": bool(per_unit),
+            "seed": seed,
+            "parameters": sum(parameter.numel() for parameter in named.values()),
+            "units": len(found),
+        },
+        timeout,
+        _ranks(info),
+    )
+    exchange = _exchange(info, wire)
+    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions)
+    aggregator = Aggregator(wire, ledger, shards=exchange.shards, seed=seed)
+    numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
+    before = []
+    for number, (name, module, group) in enumerate(found):
+        unit = _unit(name, number, group, numbers)
+        before.append((module, group._reduce_scatter_comm))  # noqa: SLF001 - to be put back
+        module.set_custom_reduce_scatter(
+            RobustReduceScatter(unit, group, aggregator, exchange)  # type: ignore[arg-type]  # its base class is private
+        )
+
+    def close() -> None:
+        aggregator.catch_up()
+        for module, comm in before:
+            module.set_custom_reduce_scatter(comm)
+
+    return Guard(ledger, catch_up=aggregator.catch_up, close=close)
+
+
+def watch(model: torch.nn.Module, b: int, **options: Unpack[Options]) -> Guard:
+    """Average gradients as before, and know whom Heraclius would have thrown away.
+
+    Args:
+        model: What ``fully_shard`` was called on, with all its parts.
+        b: How many ranks may be wrong, 2b < m.
+        **options: As for :func:`protect`.
+    """
+    return protect(model, Watch(Heraclius(b=b)), **options)
+
+
+def _factor(op: Any, size: int) -> float:
+    """Return what a mean is multiplied by to be what torch asked for."""
+    # Torch gives a bare kind, or an operation whose factor can only be read from its pickle.
+    bare = isinstance(op, dist.ReduceOp.RedOpType)
+    state: Any = (op, None) if bare else op.__getstate__()
+    kind, premultiplied = state
+    if kind == dist.ReduceOp.AVG:
+        return 1.0
+    if kind == dist.ReduceOp.SUM:
+        return float(size)
+    if premultiplied is not None:
+        return float(size * premultiplied)
+    raise ValueError(f"gradients must be averaged or summed: got {op}")
+
+
+def _sharded(model: Any) -> Iterator[tuple[str, FSDPModule, Any]]:
+    """Find the units that are reduced, and their parameter groups."""
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("model is a DistributedDataParallel: use phocas.integrations.ddp")
+    if not isinstance(model, torch.nn.Module) or not any(
+        isinstance(module, FSDPModule) for module in model.modules()
+    ):
+        raise TypeError(
+            f"model must be sharded: got {type(model).__name__}; call fully_shard on its blocks"
+            " and on itself first"
+        )
+    known: list[Any] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001 - torch has no other way
+        if len(groups) > 1:
+            raise ValueError(
+                f"{name or 'the model'} has {len(groups)} parameter groups, from a"
+                " shard_placement_fn that names several meshes, and torch takes a reduce-scatter"
+                " for one only: call fully_shard on the modules of each mesh by themselves"
+            )
+        for group in groups:
+            if any(group is other for other in known):
+                continue  # modules that were sharded together, as one unit
+            known.append(group)
+            if isinstance(group._reduce_scatter_comm, RobustReduceScatter):  # noqa: SLF001
+                raise ValueError(  # noqa: TRY004 - the type is right, the state is not
+                    f"{name or 'the model'} is protected already: close its guard first"
+                )
+            yield name or "the model", module, group
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"{name} is in no sharded unit, so that its gradient is not reduced at all: call"
+                " fully_shard on the whole model, too"
+            )
+
+
+def _common_mesh(found: Sequence[tuple[str, FSDPModule, Any]]) -> Any:
+    """Return the one mesh of all units, whose gradients must be of known types."""
+    if not found:
+        raise ValueError("there is nothing to protect: no unit of the model has parameters")
+    first, info = found[0][0], found[0][2].mesh_info
+    for name, _, group in found:
+        if group.mesh_info.mesh != info.mesh:
+            raise ValueError(
+                f"all units must be on one mesh: {first} is on {info.mesh}, {name} on"
+                f" {group.mesh_info.mesh}; protect models of each mesh by themselves"
+            )
+        check_dtypes(
+            group.mp_policy.reduce_dtype or parameter.sharded_param.dtype
+            for parameter in group.fsdp_params
+        )
+    if info.shard_mesh_dim is None:
+        raise ValueError(f"the mesh must have a dimension to shard on: got {info.mesh}; use DDP")
+    if info.replicate_mesh_dim is not None and info.mesh.ndim != 2:
+        raise ValueError(
+            f"replicas need a mesh of two dimensions, (replicate, shard): got {info.mesh}"
+        )
+    return info
+
+
+def _ranks(info: Any) -> list[int]:
+    """Return all ranks that have gradients of the same parameters."""
+    if info.replicate_mesh_dim is None:
+        return dist.get_process_group_ranks(info.shard_process_group)
+    ranks: list[int] = info.mesh.mesh.flatten().tolist()
+    return sorted(ranks)
+
+
+def _exchange(info: Any, wire: Wire) -> Sharded | Replicated:
+    if info.replicate_mesh_dim is None:
+        return Sharded(wire)
+    where = {
+        rank: (place[info.replicate_mesh_dim], place[info.shard_mesh_dim])
+        for rank in _ranks(info)
+        for place in (info.mesh.mesh == rank).nonzero().tolist()
+    }
+    places = [where[rank] for rank in _ranks(info)]
+    return Replicated(wire, info.replicate_process_group, places)
+
+
+def _check_rule(rule: Rule, *, per_unit: bool) -> None:
+    if rule.whole:
+        raise ValueError(f"{rule} needs all columns in one place, and under FSDP2 there is none")
+    if not rule.columnwise and not per_unit:
+        raise ValueError(
+            f"{rule} measures whole gradients, and FSDP2 reduces them unit by unit: use a column"
+            " rule (heraclius, phocas, trimmed-mean), or per_unit=True to let it choose for each"
+            " unit by itself, which protects against rows that are wrong in all of a unit only"
+        )
+
+
+def _unit(name: str, number: int, group: Any, numbers: dict[int, int]) -> Unit:
+    """Say where the parameters of a unit lie in the shard that this rank keeps."""
+    segments = []
+    begin = 0
+    rank, size = group.mesh_info.shard_mesh_rank, group.mesh_info.shard_mesh_size
+    for each in group.fsdp_params:
+        if not each.sharded_param.requires_grad:
+            continue
+        padded = each.padded_sharded_param_size.numel()
+        shape, cut = each._orig_size, each.fsdp_placement.dim  # noqa: SLF001 - known nowhere else
+        tail = math.prod(shape[cut:])
+        segments.append(
+            Segment(
+                numbers[id(each.sharded_param)],
+                begin,
+                begin + each.sharded_size.numel(),
+                first=rank * (tail // size if cut else padded),
+                run=tail // size if cut else 0,
+                jump=tail if cut else 0,
+            )
+        )
+        begin += padded
+    return Unit(name, number, tuple(segments), begin)

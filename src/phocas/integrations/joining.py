@@ -1,0 +1,76 @@
+"""How ranks come together before anything is aggregated: told alike, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import phocas
+from phocas.floats import FORMATS
+from phocas.integrations.wire import Wire
+from phocas.machine import available_cores
+
+DTYPES = tuple(getattr(torch, name) for name in FORMATS)
+
+
+def join(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    settings: dict[str, Any],
+    timeout: timedelta | None = None,
+    ranks: list[int] | None = None,
+) -> tuple[Wire, list[str]]:
+    """Return a wire of its own for the ranks of a group, and the names of their hosts.
+
+    With ``ranks`` there are more of them, who wait for as long as the group does. What ranks were
+    told is compared, so that a difference is an error and not a hang.
+    """
+    _share_cores()
+    own = dist.new_group(
+        ranks or dist.get_process_group_ranks(group),
+        timeout=timeout or _timeout(group, device),
+        use_local_synchronization=True,
+    )
+    wire = Wire(own, device)
+    text = bytearray(json.dumps({**settings, "host": socket.gethostname()}).encode())
+    said = [
+        json.loads(message.cpu().numpy().tobytes())
+        for message in wire.gather([torch.frombuffer(text, dtype=torch.uint8)])
+    ]
+    for rank, theirs in enumerate(said):
+        for key, value in settings.items():
+            if theirs.get(key) != value:
+                raise ValueError(
+                    f"all ranks must be protected alike: rank {wire.rank} has {key} {value!r},"
+                    f" rank {rank} has {theirs.get(key)!r}"
+                )
+    return wire, [str(theirs["host"]) for theirs in said]
+
+
+def check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
+    """Refuse gradients that no rule reads."""
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            known = ", ".join(str(dtype) for dtype in DTYPES)
+            raise TypeError(f"gradients must be of {known}: got {dtype}")
+
+
+def _share_cores() -> None:
+    """Leave cores to the other ranks of this host, as torchrun does with OpenMP's."""
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if neighbours > 1 and "PHOCAS_NUM_THREADS" not in os.environ:
+        cores = max(1, available_cores() // neighbours)
+        phocas.set_num_threads(min(cores, phocas.get_num_threads()))
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    # Left alone, a new group waits for minutes; there is no public way to ask what another does.
+    options = group._get_backend(device).options  # noqa: SLF001
+    return getattr(options, "_timeout", None)

@@ -1,0 +1,191 @@
+"""What one rank sees of all ranks in the columns that it holds, and what it tells the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phocas.rules import Median
+from phocas.rules.bets import Bets
+from phocas.rules.places import GROSS, WILD, Finding, Memory, absurd, middle
+from phocas.rules.sampling import Sample, products, views
+from phocas.seeds import Stream, generator
+
+Floats = NDArray[np.float64]
+
+FINDINGS = 4
+"""How many findings a rank tells in one step."""
+_GLANCES = 2  # parameters a step that are looked at because someone is under suspicion
+_SATED = 16  # findings about a worker in a parameter, after which it is looked at less often
+_SELDOM = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Columns of one parameter among those that a rank holds.
+
+    ``first`` is the flat index within the parameter of the first column of its shard. The next lie
+    beside it, or ``jump`` further on after each ``run`` of columns where the parameter is cut
+    crosswise. So many columns of the shard are ``before`` this segment.
+    """
+
+    parameter: int
+    begin: int
+    end: int
+    first: int = 0
+    run: int = 0
+    jump: int = 0
+    before: int = 0
+
+    def address(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the flat indices within the parameter of columns of this segment."""
+        places = self.before + columns
+        if not self.run:
+            return self.first + places
+        return self.first + places // self.run * self.jump + places % self.run
+
+
+def within(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
+    """Return what lies within a range of columns, counted from its beginning."""
+    return [
+        replace(
+            part,
+            begin=max(part.begin, begin) - begin,
+            end=min(part.end, end) - begin,
+            before=part.before + max(0, begin - part.begin),
+        )
+        for part in segments
+        if max(part.begin, begin) < min(part.end, end)
+    ]
+
+
+def testimony_bytes(m: int) -> int:
+    """Return how long a testimony of m ranks is."""
+    return 8 * (m + FINDINGS * Finding.NUMBERS)
+
+
+class Witness:
+    """Bet on who is far from whom in the columns held here, and find where wrong values lie."""
+
+    def __init__(self, m: int, b: int, seed: int) -> None:
+        self.m, self.b, self.seed = m, b, seed
+        self.bets = Bets(m, b)
+        self.memory = Memory()
+        self.looks: dict[tuple[int, int], int] = {}
+        self.attention: tuple[int, ...] = ()
+        self.odds = np.zeros(m)
+        self.step = 0
+        self.turn = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.products = np.zeros((self.m, self.m))
+        self.findings: list[Finding] = []
+        self.glances = _GLANCES
+        self.seen = 0
+
+    def see(self, rows: torch.Tensor, segments: Sequence[Segment], place: int) -> None:
+        """Look at the (m, width) rows of some columns, which begin at a place of the gradient."""
+        if not rows.shape[1]:
+            return
+        rng = generator(Stream.SAMPLE, self.seed, self.step, place)
+        sample = Sample.draw(rows.shape[1], rng)
+        self.products += products(sample.take(rows))
+        self.look(rows, segments)
+
+    def look(self, rows: torch.Tensor, segments: Sequence[Segment]) -> None:
+        """Find who is absurd in which parameter, and have a glance at who is under suspicion."""
+        sizes = np.array([_sizes(rows[:, part.begin : part.end]) for part in segments])
+        with np.errstate(over="ignore"):
+            usual = middle(np.sqrt(np.square(sizes).sum(axis=0))) if len(sizes) else 0.0
+        for part, lengths in zip(segments, sizes, strict=True):
+            self.seen += 1
+            wrong = np.flatnonzero(absurd(lengths, usual, self.b))
+            curious = self._curious()
+            if len(wrong) or curious:
+                self._inspect(rows[:, part.begin : part.end], part, wrong.tolist(), curious)
+
+    def _curious(self) -> tuple[int, ...]:
+        """Return whom to look at in this parameter: each step, it is the turn of the next few."""
+        if not self.attention or not self.glances or self.seen <= self.turn:
+            return ()
+        self.glances -= 1
+        self.turn = self.seen
+        return self.attention
+
+    def _inspect(
+        self, rows: torch.Tensor, part: Segment, wrong: list[int], curious: Sequence[int]
+    ) -> None:
+        asked = [
+            rank
+            for rank in dict.fromkeys([*wrong, *curious])
+            if self.looks.get((part.parameter, rank), 0) < _SATED or self.step % _SELDOM == 0
+        ][: FINDINGS - len(self.findings)]
+        if not asked:
+            return
+        host = rows.cpu()
+        exact = host.double() if host.dtype == torch.float64 else host.float()
+        away = (exact - Median()(exact)).abs_()
+        width = away.shape[1]
+        spread = middle(_sizes(away)) / math.sqrt(width)
+        near = (away <= WILD * spread).sum(dim=1).numpy()
+        for rank in asked:
+            gross = (~(away[rank] <= GROSS * spread)).nonzero().flatten().numpy()
+            found = part.address(gross)
+            share, stride, again = self.memory.compare(part.parameter, rank, found, width)
+            key = (part.parameter, rank)
+            self.looks[key] = self.looks.get(key, 0) + 1
+            self.findings.append(
+                Finding(
+                    parameter=part.parameter,
+                    worker=rank,
+                    wild=width - int(near[rank]),
+                    columns=width,
+                    others=_most(np.delete(1 - near / width, rank), self.b),
+                    absurd=rank in wrong,
+                    address=int(found[0]) if len(found) else -1,
+                    stride=stride,
+                    repeats=share,
+                    again=again,
+                )
+            )
+
+    def bet(self) -> None:
+        """Bet on the columns of this step: all have been seen."""
+        self.odds = self.bets.observe(views(self.products))
+
+    def testimony(self) -> torch.Tensor:
+        """Return what is told to all ranks: the odds against each, and what was found."""
+        told = np.full((FINDINGS, Finding.NUMBERS), np.nan)
+        for row, finding in zip(told, self.findings, strict=False):
+            row[:] = finding.numbers()
+        return torch.from_numpy(np.concatenate([self.odds, told.ravel()]))
+
+    def end(self) -> None:
+        """Go on to the next step."""
+        if self.turn >= self.seen:
+            self.turn = 0
+        self.step += 1
+        self._begin()
+
+
+def heard(numbers: Floats, m: int) -> tuple[Floats, list[Finding]]:
+    """Read a testimony: the odds against each of m ranks, and the findings."""
+    findings = [Finding.read(row) for row in numbers[m:].reshape(FINDINGS, Finding.NUMBERS)]
+    return numbers[:m], [finding for finding in findings if finding is not None]
+
+
+def _most(shares: Floats, b: int) -> float:
+    """Return the largest share, but for b - 1 that may be of other liars."""
+    return float(np.sort(shares)[-min(max(1, b), len(shares))]) if len(shares) else 0.0
+
+
+def _sizes(rows: torch.Tensor) -> Floats:
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    lengths = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    return np.asarray(lengths.double().cpu().numpy())

@@ -1,0 +1,39 @@
+"""Other people's loops with real processes: the real thing trains, and the bad rank is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.integrations.scenes import LIAR, WORLD, Scene, play
+
+pytest.importorskip("accelerate", reason="make test-integrations installs it")
+pytest.importorskip("lightning", reason="make test-integrations installs it")
+pytest.importorskip("transformers", reason="make test-integrations installs it")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    script = Path(__file__).parent / "adapter_ranks.py"
+    return play(script, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize(
+    "name", ["plain_loop", "accelerate_ddp", "accelerate_fsdp", "lightning", "trainer"]
+)
+def test_the_bad_rank_is_named_and_the_model_stays_finite(ranks: Scene, name: str) -> None:
+    results = ranks(name)
+    assert len(results) == WORLD
+    for result in results:
+        assert [one["rank"] for one in result["suspects"]] == [LIAR]
+        assert result["suspects"][0]["since"] <= 4  # DDP moves its buckets after the first step
+        assert result["steps"] == 8
+        assert result["finite"]
+
+
+def test_accelerate_wraps_by_what_it_was_told(ranks: Scene) -> None:
+    kinds = {name: ranks(name)[0]["kind"] for name in ("accelerate_ddp", "accelerate_fsdp")}
+    assert kinds == {
+        "accelerate_ddp": "DistributedDataParallel",
+        "accelerate_fsdp": "FSDPSequential",
+    }

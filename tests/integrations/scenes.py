@@ -1,0 +1,154 @@
+"""What the scripts of ranks have in common: scenes that every rank plays, and what came of them.
+
+A scene's result goes to FOLDER/scene.rank.pt, for a test to compare over ranks and with the rule on
+one process. Ranks meet in a file and talk over loopback.
+"""
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import phocas
+from phocas.attacks import SilentCorruption, attack_rng
+
+ROOT = Path(__file__).parents[2]
+WORLD = 4
+LIAR = 2
+HANG_TIMEOUT = 3.0
+DEATH_TIMEOUT = 30.0
+
+Play: TypeAlias = Callable[[int], Any]
+Scene: TypeAlias = Callable[[str], list[Any]]
+
+
+def environment() -> dict[str, str]:
+    """Return what the process of a rank needs to know."""
+    given = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), given]))
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "error::FutureWarning",
+        "GLOO_SOCKET_IFNAME": "lo",
+        # For bfloat16 oneDNN takes AMX, which some virtual machines announce and do not have.
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+    }
+
+
+def play(script: Path, folder: Path, seconds: float = 300, *which: str) -> Scene:
+    """Run a script of scenes as WORLD processes; return what looks up the results of a scene."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(folder), *which],
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    deadline = time.monotonic() + seconds
+    try:
+        for process in running:
+            _, errors = process.communicate(timeout=max(1, deadline - time.monotonic()))
+            assert process.returncode == 0, errors
+    finally:
+        for process in running:
+            process.kill()
+
+    def results(name: str) -> list[Any]:
+        found = [
+            torch.load(path, weights_only=False)
+            for rank in range(WORLD)
+            if (path := folder / f"{name}.{rank}.pt").exists()
+        ]
+        assert found, f"no scene of this name: {name}"
+        for result in found:
+            assert not isinstance(result, str), result
+        return found
+
+    return results
+
+
+def act(scenes: dict[str, Play], rank: int, folder: Path) -> None:
+    """Join the others and play all scenes in turn."""
+    torch.set_num_threads(1)
+    phocas.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        f"file://{folder}/meet",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=DEATH_TIMEOUT),
+    )
+    for name, run in scenes.items():
+        try:
+            result = run(rank)
+        except Exception:  # noqa: BLE001 - it fails the test of this scene alone
+            result = traceback.format_exc()
+        torch.save(result, folder / f"{name}.{rank}.pt")
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def with_patched(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
+    """Make this rank lie in one place of its own memory."""
+    kept = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        return run()
+    finally:
+        setattr(place, name, kept)
+
+
+class Fault:
+    """A device that corrupts the gradient of one weight, from a step on."""
+
+    def __init__(self, begin: int, seed: int = 0, stride: int = 16) -> None:
+        self.attack = SilentCorruption(worker=0, round=begin, stride=stride, first=3)
+        self.seed = seed
+        self.step = 0
+        self.struck = 0
+
+
+class _Corrupted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, fault: Fault) -> torch.Tensor:
+        ctx.fault = fault
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        fault: Fault = ctx.fault
+        wrong = grad.clone().view(1, -1)
+        rng = attack_rng(fault.seed, fault.step)
+        fault.struck += fault.attack.corrupt(wrong, rng=rng, round=fault.step).count
+        return wrong.view_as(grad), None
+
+
+class FaultyLinear(nn.Linear):
+    """A linear layer whose weight's gradient goes through a faulty device, if there is one."""
+
+    fault: Fault | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if self.fault is not None:
+            weight = _Corrupted.apply(weight, self.fault)  # type: ignore[no-untyped-call]  # torch has it so
+        return functional.linear(inputs, weight, self.bias)

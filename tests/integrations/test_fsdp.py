@@ -1,0 +1,299 @@
+"""FSDP2 with real processes: four ranks run the scenes of fsdp_ranks.py once, for all tests."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers import bits
+from tests.integrations.scenes import (
+    DEATH_TIMEOUT,
+    HANG_TIMEOUT,
+    LIAR,
+    ROOT,
+    WORLD,
+    Scene,
+    environment,
+    play,
+)
+
+import phocas
+from phocas.seeds import Stream, generator
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return play(Path(__file__).parent / "fsdp_ranks.py", tmp_path_factory.mktemp("ranks"))
+
+
+def compare(results: list[Any], rule: str, factor: float = 1.0) -> None:
+    """Compare each rank's shards with the rule on the same columns in one process, bit by bit."""
+    assert len(results) == WORLD
+    for step, units in enumerate(results[0]["steps"]):
+        assert sorted(unit["unit"] for unit in units) == ["0", "1", "2", "3", "the model"]
+        for number in range(len(units)):
+            each = [result["steps"][step][number] for result in results]
+            rows = torch.stack([unit["sent"].view(WORLD, -1) for unit in each])
+            for shard, unit in enumerate(each):
+                expected = phocas.parse_rule(rule)(rows[:, shard].contiguous())
+                assert bool(expected.isfinite().all())
+                assert bits(unit["got"]) == bits(expected * factor)
+    for result in results:
+        assert bits(result["weights"]) == bits(results[0]["weights"])
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "factor"),
+    [
+        ("columns", "phocas:b=1", 1),
+        ("blocks", "heraclius:b=1", 1),
+        ("averaged", "mean", 1),
+        ("watched", "mean", 1),
+        ("sum_op", "mean", WORLD),
+        ("premultiplied", "heraclius:b=1", WORLD),
+        ("bfloat16", "phocas:b=1", 1),
+        ("reduced_in_float32", "heraclius:b=1", 1),
+        ("float16", "phocas:b=1", WORLD),
+    ],
+)
+def test_every_rank_keeps_the_bits_of_one_process(
+    ranks: Scene, name: str, rule: str, factor: int
+) -> None:
+    compare(ranks(name), rule, factor)
+
+
+def test_units_are_of_the_type_that_was_asked_for_and_the_liar_is_heard(ranks: Scene) -> None:
+    for name, dtype in [
+        ("columns", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("reduced_in_float32", torch.float32),
+        ("float16", torch.float16),
+    ]:
+        unit = ranks(name)[LIAR]["steps"][-1][0]
+        assert unit["sent"].dtype == dtype
+        assert bool(unit["sent"].isnan().any())
+
+
+def test_square_weights_may_be_sharded_by_columns(ranks: Scene) -> None:
+    results = ranks("crosswise")
+    for step, units in enumerate(results[0]["steps"]):
+        for number in range(len(units)):
+            each = [result["steps"][step][number] for result in results]
+            rows = torch.stack([unit["sent"].view(WORLD, -1) for unit in each])
+            for shard, unit in enumerate(each):
+                expected = phocas.TrimmedMean(b=1)(rows[:, shard].contiguous())
+                assert bits(unit["got"]) == bits(expected)
+    # The first address of every holder: a quarter of a row further on each.
+    assert results[0]["addresses"]["1.0.weight"] == [0, 8, 16, 24]
+
+
+def test_a_rule_that_measures_rows_chooses_for_each_unit(ranks: Scene) -> None:
+    results = ranks("per_unit")
+    for step, units in enumerate(results[0]["steps"]):
+        for number in range(len(units)):
+            each = [result["steps"][step][number] for result in results]
+            rows = torch.stack([unit["sent"] for unit in each])
+            rng = generator(Stream.RULE, 0, step, number)
+            expected = phocas.parse_rule("nnm:b=1|phocas:b=1")(rows, rng=rng)
+            assert bits(torch.cat([unit["got"] for unit in each])) == bits(expected)
+
+
+@pytest.mark.parametrize("name", ["average", "sum", "bfloat16", "float16"])
+def test_the_mean_is_that_of_plain_fsdp_within_rounding_and_watching_changes_nothing(
+    ranks: Scene, name: str
+) -> None:
+    tolerance = {"bfloat16": 1e-3, "float16": 1e-4}.get(name, 1e-6)
+    for result in ranks("plain"):
+        plain, mean, again, watched = result[name]
+        assert bits(mean) == bits(again) == bits(watched)
+        for parameter, weights in plain.items():
+            torch.testing.assert_close(weights, mean[parameter], rtol=0, atol=tolerance)
+
+
+def test_replicas_are_rows_too(ranks: Scene) -> None:
+    """A rank keeps a shard of half; half of that it aggregates, and gets the other half."""
+    results = ranks("replicated")
+    for step, units in enumerate(results[0]["phocas:b=1"]["steps"]):
+        for number in range(len(units)):
+            each = [result["phocas:b=1"]["steps"][step][number] for result in results]
+            rows = torch.stack([unit["sent"].view(2, -1) for unit in each])
+            for result, unit in zip(results, each, strict=True):
+                shard = rows[:, result["place"][1]].contiguous()
+                assert bits(unit["got"]) == bits(phocas.Phocas(b=1)(shard))
+    for result in results:
+        assert bits(result["phocas:b=1"]["weights"]) == bits(results[0]["phocas:b=1"]["weights"])
+        # All of it but the columns that fill up shards, in which everyone has zeros.
+        assert 0.95 < result["phocas:b=1"]["dropped"][LIAR] < 1
+        for parameter, weights in result["plain"].items():
+            torch.testing.assert_close(weights, result["mean"]["weights"][parameter])
+        assert all(bool(each.isfinite().all()) for each in result["phocas:b=1"]["weights"].values())
+
+
+def test_gradients_can_be_clipped(ranks: Scene) -> None:
+    norms = ranks("clipped")
+    assert norms == [norms[0]] * WORLD
+    assert all(0.01 < norm < 100 for norm in norms[0])
+
+
+def test_gradients_are_accumulated_before_they_are_reduced(ranks: Scene) -> None:
+    for result in ranks("accumulated"):
+        assert [len(step) for step in result["steps"]] == [5]
+        assert result["quiet"] == []
+        (said,) = result["said"]
+        assert "rules are not linear" in said
+        assert "set_requires_gradient_sync(False)" in said
+
+
+def test_a_resumed_job_has_the_bits_of_one_that_went_on(ranks: Scene) -> None:
+    for on, again in ranks("resumed"):
+        assert bits(on) == bits(again)
+        assert all(bool(weights.isfinite().all()) for weights in on.values())
+
+
+def test_unused_parameters(ranks: Scene) -> None:
+    results = ranks("unused")
+    for result in results:
+        assert result["nowhere"]["grads"] == [True, True, False, False, False, False]
+        assert result["somewhere"]["grads"] == [True] * 6
+    units = [result["somewhere"]["steps"][0][0] for result in results]
+    rows = torch.stack([unit["sent"].view(WORLD, -1) for unit in units])
+    for shard, unit in enumerate(units):
+        assert bits(unit["got"]) == bits(phocas.Median()(rows[:, shard].contiguous()))
+
+
+def test_nan_in_one_parameter_is_survived_and_named(ranks: Scene) -> None:
+    for result in ranks("one_parameter"):
+        assert result["finite"]
+        (suspect,) = result["suspects"]
+        assert suspect["rank"] == LIAR
+        assert suspect["since"] == 7
+        assert suspect["grounds"] == ["addresses"]
+        assert list(suspect["layers"]) == ["1.0.weight"]
+        assert suspect["places"]["1.0.weight"]["since"] == 5
+        assert suspect["places"]["1.0.weight"]["share"] > 0.99
+        assert f"rank {LIAR}" in result["text"]
+        assert max(map(len, result["text"].splitlines())) <= 80
+
+
+def test_silent_corruption_is_named_by_rank_and_parameter_within_ten_steps(ranks: Scene) -> None:
+    check_corrupted(ranks("corrupted"), seeds=3)
+
+
+@pytest.mark.slow
+def test_nobody_else_is_named_with_any_of_twenty_seeds(tmp_path: Path) -> None:
+    long = play(Path(__file__).parent / "fsdp_ranks.py", tmp_path, 600, "long")
+    check_corrupted(long("corrupted_long"), seeds=20)
+
+
+def check_corrupted(results: list[Any], seeds: int) -> None:
+    """See that with each seed the bad rank is named, from step 7 to 16, and nobody else."""
+    assert [len(result) for result in results] == [seeds] * WORLD
+    for told in zip(*results, strict=True):
+        assert all(one["suspects"] == told[0]["suspects"] for one in told)
+        assert [rank for rank, one in enumerate(told) if one["struck"]] == [told[0]["bad"]]
+        (suspect,) = told[0]["suspects"]
+        assert suspect["rank"] == told[0]["bad"]
+        assert suspect["since"] <= 6 + 10
+        assert next(iter(suspect["layers"])) == "2.0.weight"
+        places = suspect["places"]["2.0.weight"]
+        assert places["kind"] == "hardware"
+        assert places["stride"] is not None
+        assert places["stride"] % 16 == 0
+        assert 0.01 < places["share"] < 0.1
+        assert all(one["told"] == [suspect["rank"]] for one in told)
+        line = f"rank {suspect['rank']}: since step {suspect['since']}, 2.0.weight"
+        assert told[0]["line"][0].startswith(line)
+
+
+def test_nobody_is_named_where_nobody_is_wrong(ranks: Scene) -> None:
+    for result in ranks("honest"):
+        report = result["report"]
+        assert report["suspects"] == []
+        assert report["steps"] == 40
+        assert report["ranks"] == WORLD
+        assert json.loads(json.dumps(report)) == report
+        assert "no rank is suspect" in result["text"]
+
+
+def test_a_rank_cannot_frame_another_by_what_it_says_to_have_found(ranks: Scene) -> None:
+    assert ranks("framing") == [[]] * WORLD
+
+
+def test_who_is_named_is_told_and_logged_once_and_a_closed_guard_is_gone(ranks: Scene) -> None:
+    for result in ranks("reactions"):
+        assert result["told"] == [LIAR]
+        (line,) = result["log"].splitlines()
+        entry = json.loads(line)
+        assert (entry["event"], entry["rank"], entry["told_by"]) == ("suspect", LIAR, 0)
+        assert entry["host"]
+        assert result["steps"] == 8
+        assert result["after"] == [True] * len(result["after"])
+
+
+def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
+    for rank, said in enumerate(ranks("refused")):
+        assert "2b < m: got b=2 with m=4 workers, the largest b is 1" in said["too many"]
+        assert "use a column rule" in said["krum"]
+        assert "per_unit=True" in said["krum"]
+        assert said["bare"].startswith("TypeError: model must be sharded: got Linear")
+        assert "got str" in said["no model"]
+        assert "use phocas.integrations.ddp" in said["ddp"]
+        assert "1.weight is in no sharded unit" in said["partly"]
+        assert "all units must be on one mesh" in said["two meshes"]
+        assert "the model is protected already" in said["twice"]
+        assert "the model has 2 parameter groups" in said["groups"]
+        assert said["together"] == "2 steps"
+        assert "exit_code must be 1 to 255: got 256" in said["exit code"]
+        assert "on_suspect must be a function" in said["callback"]
+        pattern = f"rank {rank} has rule '(mean|median)', rank \\d has '(mean|median)'"
+        assert re.search(pattern, said["unlike"])
+
+
+def test_a_rank_that_hangs_raises_on_the_others_within_the_timeout(ranks: Scene) -> None:
+    for rank, result in enumerate(ranks("hung")):
+        if rank != LIAR:
+            assert result["seconds"] < 2 * HANG_TIMEOUT
+            assert "step 3, gradients of 3: waited for all 4 ranks" in result["said"]
+            assert result["failure"] in result["said"]
+            assert re.search("Timed out|closed", result["said"])
+
+
+def test_a_rank_that_dies_raises_on_the_others(ranks: Scene) -> None:
+    results = ranks("dead")
+    assert len(results) == WORLD - 1
+    for result in results:
+        assert result["seconds"] < DEATH_TIMEOUT / 2
+        assert "step 3, gradients of 3: waited for all 4 ranks" in result["said"]
+        assert "closed" in result["said"] or "reset" in result["said"]
+
+
+@pytest.mark.slow
+def test_the_example_outlives_a_broken_device_and_names_it(tmp_path: Path) -> None:
+    figure = tmp_path / "curves.png"
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "examples" / "fsdp_language_model.py")),
+            *("--steps", "90", "--begin", "30", "--figure", str(figure)),
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "plain FSDP2: step 90, loss nan" in done.stdout
+    loss = re.search(r"heraclius:b=1: step 90, loss ([\d.]+)", done.stdout)
+    assert loss is not None
+    assert float(loss[1]) < 3.2
+    assert re.search(r"rank 3 on .*: named in step 3\d", done.stdout)
+    assert "  layers.2.attention.weight\n    since step 31:" in done.stdout
+    assert "same addresses, stride 64: hardware" in done.stdout
+    assert figure.stat().st_size > 5000
