@@ -43,8 +43,9 @@ def with_triton(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setitem(sys.modules, "triton", module)
 
 
-def test_devices_of_triton_take_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_triton(monkeypatch, "3.9.0")
+@pytest.mark.parametrize("version", ["3.9.0", "3.10rc1", "3.5.0+git5b2"])
+def test_devices_of_triton_take_its_kernels(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_triton(monkeypatch, version)
     assert device.path(CUDA)[0] == "triton"
     for other in ("cpu", "mps", "xpu"):
         choice, why = device.path(torch.device(other))

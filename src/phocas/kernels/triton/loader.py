@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import re
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any
@@ -25,7 +26,7 @@ def obstacle() -> str | None:
         import triton  # noqa: PLC0415 - an extra
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install 'phocas[gpu]'"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    version = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
     if version < OLDEST:
         return f"Triton must be {'.'.join(map(str, OLDEST))} or newer: got {triton.__version__}"
     return None
