@@ -37,6 +37,33 @@ class Inner(TrimmingRule):
         return Window(trim=self.b)
 
 
+@dataclass(frozen=True)
+class Titled(TrimmingRule):
+    name = "phocas"
+
+    def window(self, m):
+        return Window(trim=self.b)
+
+
+@dataclass(frozen=True)
+class Signed(Rule):
+    name: str
+    columnwise = True
+
+    def window(self, m):
+        return Window(trim=(m - 1) // 2)
+
+
+@dataclass(frozen=True)
+class Known(RowAttack):
+    q: int
+    who: str = "fixed"
+    name: str = "somebody"
+
+    def fill(self, scene, rows):
+        scene.matrix.write(rows, np.array(7.0))
+
+
 class Bare(Rule):
     pass
 
@@ -136,8 +163,30 @@ def test_classes_functions_and_values(mine: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        (RULES, "{}:Titled:b=2"),
+        (RULES, "nnm:b=1|{}:Titled:b=2"),
+        (RULES, "{}:Signed:name=mine"),
+        (RULES, "watch:rule=({}:Signed:name=mine)"),
+        (ATTACKS, "{}:Known:q=2"),
+        (ATTACKS, "{}:Known:q=2,name=me"),
+    ],
+)
+def test_names_of_their_own_change_no_spelling(mine: str, table: Table[Any], text: str) -> None:
+    value = table.parse(text.format(mine))
+    assert str(value) == text.format(mine)
+    assert table.parse(str(value)) == value
+    if isinstance(value, Rule):
+        aggregate(ROWS, str(value))
+    else:
+        value.corrupt(ROWS.copy(), rng=np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("{}:Signed", ["Signed needs name: write", "Signed:name=..."]),
         ("no_such_module:Name", ["unknown rule 'no_such_module'", "no module 'no_such_module'"]),
         ("phoca:b", ["did you mean 'phocas'?", "no module 'phoca'"]),
         ("{}:Outer", ["unknown name in", "'Outer'", "names: Bare, Inner"]),

@@ -31,8 +31,18 @@ class Spec:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Name a class that does not name itself by its place, where a table finds it."""
         super().__init_subclass__(**kwargs)
-        if "name" not in vars(cls):
+        if "name" in vars(cls):
+            return
+        if "ClassVar" not in str(vars(cls).get("__annotations__", {}).get("name", "ClassVar")):
+            # A field called so, without a default: a name that is inherited must not become it.
+            cls.name = dataclasses.field()
+        else:
             cls.name = f"{cls.__module__}:{cls.__qualname__}"
+
+    @classmethod
+    def spelling(cls) -> str:
+        """Return what a table reads: the name of its own classes, the place of all others."""
+        return cls.name if cls in _LISTED else f"{cls.__module__}:{cls.__qualname__}"
 
     def __str__(self) -> str:
         parts = []
@@ -40,7 +50,7 @@ class Spec:
             value = getattr(self, field.name)
             if value != field.default:
                 parts.append(f"{field.name}={_write(value)}")
-        return self.name + (":" + ",".join(parts) if parts else "")
+        return self.spelling() + (":" + ",".join(parts) if parts else "")
 
     @classmethod
     def summary(cls) -> str:
@@ -97,6 +107,7 @@ class Table(Mapping[str, type[S]], Generic[S]):
         self.base = base
         self.adapt = adapt
         self._classes = {cls.name: cls for cls in classes}
+        _LISTED.update(self._classes.values())
         self._keys = {
             _key(spelling): name
             for name, cls in self._classes.items()
@@ -189,6 +200,7 @@ class Table(Mapping[str, type[S]], Generic[S]):
         )
 
 
+_LISTED: set[type[Spec]] = set()
 _TABLES: dict[type[Spec], Table[Any]] = {}
 _FOREIGN = re.compile(
     r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(:(?P<rest>.*))?", re.DOTALL
@@ -264,15 +276,17 @@ def read_arguments(
     values = {}
     for key, text in arguments.items():
         if key not in fields:
-            raise ValueError(unknown(f"parameter of {cls.name}", key, fields, plural="parameters"))
+            raise ValueError(
+                unknown(f"parameter of {cls.spelling()}", key, fields, plural="parameters")
+            )
         try:
             values[key] = _read(text, hints[key])
         except ValueError as error:
-            raise ValueError(f"{cls.name}: {key} must be {error}, got {text!r}") from None
+            raise ValueError(f"{cls.spelling()}: {key} must be {error}, got {text!r}") from None
     for field in fields.values():
         if field.default is dataclasses.MISSING and field.name not in values:
             raise ValueError(
-                f"{cls.name} needs {field.name}: write {cls.name}:{field.name}=..."
+                f"{cls.spelling()} needs {field.name}: write {cls.spelling()}:{field.name}=..."
                 f" (parameters: {cls.parameters()})"
             )
     return values

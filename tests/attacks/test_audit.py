@@ -214,6 +214,7 @@ AUDITED = [
     *("multi-krum:b=6", "bulyan:b=4", "geometric-median", "mda:b=6", "cge:b=6"),
     *("centered-clipping:radius=1000", "bucketing:size=2|median", "bucketing:size=4|median"),
     *("nnm:b=6|phocas:b=6", "adaptive-clipping:b=6|median", "clipping:radius=9|median"),
+    *("heraclius:b=6", "heraclius:b=8,reach=16", "watch:rule=(heraclius:b=6)"),
 ]
 
 

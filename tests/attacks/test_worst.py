@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,31 @@ from phocas.attacks import (
 )
 from phocas.attacks.memory import host_array
 from phocas.attacks.search import Objective, climb
-from phocas.rules import MeaMed, Median, Phocas, Pipeline, Rule, TrimmedMean, parse_rule
+from phocas.kernels import Window
+from phocas.rules import (
+    FunctionRule,
+    Heraclius,
+    MeaMed,
+    Median,
+    Phocas,
+    Pipeline,
+    Rule,
+    TrimmedMean,
+    parse_rule,
+)
 from phocas.rules.base import Randomness
 
 M, D, Q = 20, 400, 6
-COMPUTED = ["mean", "median", "trimmed-mean:b=6", "phocas:b=6", "meamed:b=6"]
+COMPUTED = [
+    "mean",
+    "median",
+    "trimmed-mean:b=6",
+    "phocas:b=6",
+    "meamed:b=6",
+    "heraclius:b=6",
+    "heraclius:b=8,reach=16",
+    "watch:rule=(phocas:b=6)",
+]
 SEARCHED = [
     "krum:b=6",
     "multi-krum:b=6",
@@ -154,6 +175,51 @@ def test_the_optimum_may_lie_among_the_values_that_make_the_centre(honest: list[
     tried = np.vstack([lies, np.repeat(values[:, None], lies.shape[1], axis=1)])
     best = np.max(rule(tried))
     assert best <= rule(G)[0] <= best + 0.5
+
+
+@dataclass(frozen=True)
+class Interior(Rule):
+    """A rule of a user's own that is a window, and no subclass of those of the package."""
+
+    columnwise = True
+
+    def window(self, m: int) -> Window:
+        return Window(trim=m - 14, drop=Q)
+
+
+def test_a_rule_is_known_by_its_window_and_not_by_its_class() -> None:
+    own, known = (rounds()[0] for _ in range(2))
+    WorstCase(Interior(), Q).corrupt(own, rng=attack_rng(0, 0))
+    WorstCase(Phocas(Q), Q).corrupt(known, rng=attack_rng(0, 0))
+    assert np.array_equal(own, known)
+    assert WorstCase(Interior(), Q).sharded
+    # These are column-wise too, but a block has a spread, and of a function nothing is known.
+    assert not WorstCase(Heraclius(Q), Q).sharded
+    assert not WorstCase(FunctionRule(np.median, columnwise=True), Q).sharded
+
+
+def test_liars_at_the_edge_of_the_reach_push_hardest_in_blocks_of_any_scale() -> None:
+    rng = np.random.default_rng(0)
+    scales = np.repeat([1.0, 1e-3, 10.0], [1024, 1024, 300])
+    honest = rng.standard_t(3, size=(M - Q, len(scales))) * scales
+    honest[:, 2048:] *= rng.random((M - Q, 300)) < 0.3  # sparse columns, whose radius is 0
+    mean = honest.mean(axis=0)
+    for rule in (Heraclius(Q), Heraclius(8, reach=1.5)):
+        G = np.vstack([np.zeros((Q, len(scales))), honest])
+        WorstCase(rule, Q).corrupt(G, rng=attack_rng(0, 0))
+        reached = np.abs(rule(G) - mean)
+        for block in np.split(np.arange(len(scales)), [1024, 2048]):
+            spread = honest[:, block].std()
+            tried = np.vstack([np.zeros((Q, len(block))), honest[:, block]])
+            pushes = []
+            for place in np.linspace(-20, 20, 161):
+                tried[:Q] = mean[block] + place * spread
+                pushes.append(np.linalg.norm(rule(tried) - mean[block]))
+            assert np.linalg.norm(reached[block]) > 0.99 * max(pushes)
+            promised = rule.spreads(M, Q)
+            assert promised is not None
+            deviation = np.sqrt(np.square(honest[:, block] - mean[block]).sum() / (M - Q))
+            assert np.linalg.norm(reached[block]) < promised * deviation
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])

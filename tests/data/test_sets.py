@@ -11,6 +11,7 @@ import json
 import shutil
 import struct
 import subprocess
+import sys
 import tarfile
 import threading
 import zipfile
@@ -386,6 +387,68 @@ def test_command_shows_who_holds_what() -> None:
     assert lines[0][:4] == ["synthetic:train=200:", "200", "+", "2,000"]
     assert [line[0] for line in lines[-7:]] == list("0123456")
     assert sum(int(line[-1]) for line in lines[-7:]) == 200
+
+
+OWN = """
+import numpy as np
+from phocas.data import Synthetic
+
+
+def points(size=30):
+    return np.zeros((size, 3)), np.arange(size) % 3
+
+
+def both():
+    return {"train": points(), "test": points(9)}
+
+
+def line():
+    return np.zeros((8, 2)), np.zeros((8, 1))
+
+
+def hospitals():
+    return [points(5), points(7)]
+
+
+def images():
+    return Synthetic(train=20, test=10).load()
+
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_sets.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_sets", raising=False)
+    return "own_sets"
+
+
+def test_command_says_what_a_data_set_of_the_users_own_is(own: str) -> None:
+    assert run(f"{own}:points:size=1200").splitlines() == [
+        f"{own}:points:size=1200, your own: 1,200 samples, none to be judged by",
+        "inputs float32 of 3, targets of 3 classes",
+    ]
+    assert "30 samples, 9 to test" in run(f"{own}:both")
+    assert "inputs float32 of 2, targets float32 of 1\n" in run(f"{own}:line")
+    assert "one data set a worker: 2, of 5 to 7 samples" in run(f"{own}:hospitals")
+    assert "20 + 10 images of 1 x 28 x 28, 10 classes, your own" in run(f"{own}:images")
+    held = [line.split() for line in run(f"{own}:points", "--split", "by-label").splitlines()]
+    assert sum(int(line[-1]) for line in held[-20:]) == 30
+    parts = run(f"{own}:hospitals", "--split", "iid", "--workers", "2").splitlines()
+    assert [line.split() for line in parts[-2:]] == [
+        ["0", "2", "2", "1", "5"],
+        ["1", "3", "2", "2", "7"],
+    ]
+    with pytest.raises(TypeError, match=r"data must be a phocas Dataset.*got int"):
+        run(f"{own}:nothing")
+    with pytest.raises(ValueError, match="told by classes: the targets of own_sets:line are none"):
+        run(f"{own}:line", "--split", "iid")
+    with pytest.raises(ValueError, match="for each of the 5 workers: got 2"):
+        run(f"{own}:hospitals", "--split", "iid", "--workers", "5")
 
 
 def test_command_lists_what_is_there(tmp_path: Path) -> None:

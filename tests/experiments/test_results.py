@@ -11,6 +11,7 @@ import pytest
 
 from phocas.experiments.config import make_config
 from phocas.experiments.results import SCHEMA_VERSION, Results
+from phocas.rules.census import Count
 from phocas.training.evaluation import Metrics
 from phocas.training.trainer import Round
 
@@ -33,6 +34,7 @@ def a_round(number: int, *, finite: bool = True, by_server: bool = False, ms: fl
         suspects=(1,) if number > 2 else (),
         unusual=(0, 1) if number > 1 else (),
         suspect_servers=(5,) if number > 3 else (),
+        census=(Count(4.0, 3, 5, 0.25), Count(64.0, 1, 1, 0.01)) if number % 4 == 1 else (),
         seconds=dict.fromkeys(PHASES, ms / 6e3),
     )
 
@@ -75,6 +77,10 @@ def test_a_run_is_kept_with_everything_about_it(tmp_path: Path) -> None:
             for row in results.table("dropped_by_server", run)
         }
         assert shares == {(0, 0): 0.0, (0, 1): 0.5, (1, 0): 1.0, (1, 1): 0.5}
+        assert [tuple(row.values())[1:] for row in results.table("implausible", run)] == [
+            (1, 4.0, 3, 5, 0.25),
+            (1, 64.0, 1, 1, 0.01),
+        ]
         with pytest.raises(ValueError, match="no table 'runs; DROP"):
             results.table("runs; DROP TABLE runs", run)
         with pytest.raises(ValueError, match="there is no run 99"):
@@ -134,6 +140,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
 
 
 VERSION_2 = """
+    DROP TABLE implausible;
     ALTER TABLE runs DROP COLUMN unusual; ALTER TABLE runs DROP COLUMN suspect_servers;
     PRAGMA user_version = 2;
 """

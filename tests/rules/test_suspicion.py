@@ -203,6 +203,51 @@ def test_who_hides_is_not_named_and_nobody_is_named_instead(attack: str) -> None
     assert set(named(lie, rounds=200)) <= set(range(6))
 
 
+@pytest.mark.parametrize(("q", "rounds"), [(1, 24), (3, 24), (6, 32)])
+def test_who_pulls_back_in_noise_is_told_by_the_course(q: int, rounds: int) -> None:
+    rng = np.random.default_rng(0)
+    plain, on_course = Suspicion(M, B), Suspicion(M, B, course=True)
+    way = rng.standard_normal(COLUMNS)
+    for _ in range(rounds):
+        rows = way + 4 * rng.standard_normal((M, COLUMNS))
+        rows[:q] *= -1
+        plain.observe(rows)
+        on_course.observe(rows, course=way + rng.standard_normal(COLUMNS))
+    assert on_course.suspects() == tuple(range(q))
+    assert plain.suspects() == ()
+
+
+@pytest.mark.parametrize("against", ["victim", "itself", "seen"])
+def test_liars_cannot_frame_through_the_course(against: str) -> None:
+    """Liars make the course what they like, from all that they saw before, and hide or pull."""
+    rng = np.random.default_rng(0)
+    suspicion = Suspicion(M, B, course=True)
+    past = np.zeros((M, COLUMNS))
+    for _ in range(300):
+        course = {"victim": -past[19], "itself": -past[B:].mean(axis=0), "seen": past[0]}[against]
+        rows = 1 + 3 * rng.standard_normal((M, COLUMNS))
+        rows[:B] = rows[B:].mean(axis=0) if against == "victim" else course
+        suspicion.observe(rows, course=course)
+        past = rows
+    assert set(suspicion.suspects()) <= set(range(B))
+
+
+@pytest.mark.parametrize("course", [0.0, np.nan, np.inf, None])
+def test_a_course_that_leads_nowhere_proves_nothing(course: float | None) -> None:
+    rng = np.random.default_rng(0)
+    suspicion = Suspicion(8, 2, course=True)
+    way = None if course is None else np.full(COLUMNS, course)
+    for _ in range(30):
+        rows = 1 + rng.standard_normal((8, COLUMNS))
+        rows[3] = [np.nan, 1e200, -1e200][rng.integers(3)]
+        suspicion.observe(rows, course=way)
+    assert suspicion.suspects() == (3,)
+    assert suspicion.on_course is not None
+    money = suspicion.on_course.money
+    assert money.max() < 1  # nothing was staked, so that nothing was won or lost
+    assert (money == money[..., :1]).all()
+
+
 def alarms(runs: int, rounds: int, m: int, b: int, together: int, seed: int) -> int:
     """Count runs in which an honest worker is named, with one reference and the least slack.
 
@@ -240,9 +285,9 @@ def test_false_alarms_are_as_rare_as_promised_in_many_runs(m: int, b: int) -> No
     assert found <= runs * FALSE_ALARM
 
 
-def rich(m: int, b: int) -> Bets:
+def rich(m: int, b: int, *, course: bool = False) -> Bets:
     """Return bets that all have one coin, and to which nothing new is added any more."""
-    bets = Bets(m, b)
+    bets = Bets(m, b, course=course)
     bets.money[:] = 1.0
     bets.usual[:], bets.rounds = 1.0, 1 << 60
     return bets
@@ -268,6 +313,9 @@ def test_no_bet_is_won_on_average(lie: str) -> None:
         bets = rich(m, b)
         bets.observe(np.stack([apart, apart]))
         worth.append(bets.money[:, :, :, reference, worker])
+        course = rich(m, b, course=True)
+        course.observe(np.stack([apart, apart])[:, reference:])
+        assert np.array_equal(course.money[:, :, :, 0, worker], worth[-1])
     assert np.mean(worth, axis=0).max() <= 1 + 1e-9
     if lie == "near":
         assert np.mean(worth, axis=0)[:, :3].min() >= 1 - 1e-9  # fair: nothing is given away
@@ -411,14 +459,14 @@ def test_distances_are_exact_enough_and_survive_everything() -> None:
 def test_state_goes_on() -> None:
     rng = np.random.default_rng(7)
     bounds = shard_bounds(COLUMNS, 2)
-    whole, first, second = (Suspicion(6, 2, bounds) for _ in range(3))
+    whole, first, second = (Suspicion(6, 2, bounds, course=True) for _ in range(3))
     for i in range(40):
         rows = rng.standard_normal((6, COLUMNS))
         rows[0] *= 1.5
         rows[5, i] = 1e30
         sample = Sample.draw(COLUMNS, rng)
         for one in (whole, first if i < 25 else second):
-            one.observe(sample.take(rows), sample)
+            one.observe(sample.take(rows), sample, None, sample.take(np.ones((1, COLUMNS)))[0])
             one.update(rows[:, 0] > 0)
         if i == 24:
             second.load_state({name: array.copy() for name, array in first.state().items()})
@@ -428,7 +476,7 @@ def test_state_goes_on() -> None:
     assert whole.unusual() == second.unusual()
     assert 5 in whole.suspects()
     with pytest.raises(ValueError, match="6 workers"):
-        Suspicion(7, 2, bounds).load_state(whole.state())
+        Suspicion(7, 2, bounds, course=True).load_state(whole.state())
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 from phocas.data import DataError, load
 from phocas.experiments.config import make_config
 from phocas.experiments.sweep import sweep
+from phocas.training import Trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +21,17 @@ CASES = {
     ("phocas:b=8", "bit-flip"): 0.90,
     ("phocas:b=8", "gambler"): 0.90,
 }
+
+
+def test_who_flips_signs_is_named_though_gradients_are_mostly_noise() -> None:
+    try:
+        data = load("mnist")
+    except DataError as error:
+        pytest.skip(f"MNIST is out of reach: {error}")
+    with Trainer("mlp", data=data, rule="phocas:b=6", attack="sign-flip:q=6") as trainer:
+        for _ in range(28):
+            trainer.step(detailed=False)
+        assert trainer.suspicion.suspects() == (0, 1, 2, 3, 4, 5)
 
 
 def test_the_papers_settings_reach_the_papers_accuracy(tmp_path: Path) -> None:

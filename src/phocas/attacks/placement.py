@@ -20,6 +20,31 @@ from __future__ import annotations
 
 import numpy as np
 
+from phocas.kernels import BLOCK_COLUMNS, Window
+
+
+def edge_of_reach(honest: np.ndarray, q: int, window: Window) -> np.ndarray:
+    """Return, for each column, the highest value at which q liars still count in full.
+
+    The liars are outside of what a window with a reach keeps in any case, so that they move neither
+    its centre nor its radius: they push by their weight times their distance, which is most at the
+    edge of the reach. That is so if they do the same in all columns of a block.
+
+    Args:
+        honest: the honest values, sorted along axis 0, (h, d), from the first column of the matrix.
+        q: the liars, at most as many as the window survives.
+        window: a window that drops some values and has a reach.
+    """
+    h, d = honest.shape
+    m = h + q
+    centre = honest[window.trim : m - window.trim].mean(axis=0)
+    apart = np.sort(np.abs(honest - centre), axis=0)
+    radius = apart[m - (window.drop or 0) - 1]
+    starts = np.arange(0, d, BLOCK_COLUMNS)
+    widths = np.diff(starts, append=d)
+    block = np.sqrt(np.add.reduceat(radius**2, starts) / widths)
+    return np.asarray(centre + window.reach * np.maximum(radius, np.repeat(block, widths)))
+
 
 def highest_kept(
     honest: np.ndarray, *, q: int, together: int, dropped: int, trimmed: int

@@ -14,10 +14,12 @@ from phocas.attacks.blocks import deviations, sum_rows
 from phocas.attacks.field import ConstantRows, InnerProduct, SignFlip
 from phocas.attacks.geometry import Cloud, Mimic, MinMax, MinSum, survey
 from phocas.attacks.paper import Gaussian, Omniscient
-from phocas.attacks.placement import highest_kept
+from phocas.attacks.placement import edge_of_reach, highest_kept
 from phocas.attacks.search import Objective, Search, norm
 from phocas.attacks.touched import Touched
-from phocas.rules import RULES, ColumnRule, Rule
+from phocas.kernels import Window
+from phocas.rules import RULES, Rule
+from phocas.rules.algebra import UNMIXED
 from phocas.rules.promise import survived
 from phocas.specs import count, normalise, number, one_of
 
@@ -108,7 +110,8 @@ class WorstCase(RowAttack):
     """q rows made by one who knows the rule and the honest rows, and searches for the worst.
 
     For a rule that is a window of each column (the mean, the median, the trimmed mean, Phocas and
-    MeaMed) the optimum of every column is computed (see ``phocas.attacks.placement``). For other
+    MeaMed) the optimum of every column is computed (see ``phocas.attacks.placement``). If the
+    window has a reach, as that of Heraclius, liars at the edge of it are tried as well. For other
     rules it is a search, within ``budget`` evaluations of the rule: all the row attacks of this
     package first, then lines from the honest mean along their directions, along the directions in
     which honest rows vary, and along random ones until the budget is spent.
@@ -142,13 +145,16 @@ class WorstCase(RowAttack):
 
     @property
     def sharded(self) -> bool:
-        """A column's optimum depends on that column alone."""
-        return self._exact
+        """A column's optimum depends on that column alone, unless blocks have a spread."""
+        window = self._window(2 * self.q + 1)  # whether there is a reach does not depend on m
+        return window is not None and not window.reach
 
-    @property
-    def _exact(self) -> bool:
-        """Whether the rule is a window of each column, whose worst case is known."""
-        return isinstance(self.rule, ColumnRule)
+    def _window(self, m: int) -> Window | None:
+        """Return the window of each column that the rule is, if it is nothing else."""
+        if not self.rule.columnwise:
+            return None
+        decision = self.rule.decision(UNMIXED, m)
+        return decision.window if decision.function is None else None
 
     def problems(self, setting: Setting) -> Iterator[str]:
         """Ask also for a rule that runs on m workers, and for cells enough to reach every row."""
@@ -167,7 +173,7 @@ class WorstCase(RowAttack):
         if not self.q:
             return scene.touched(rows)
         search = self._search(scene, rows)
-        if self.model == "cells" and not self._exact:
+        if self.model == "cells" and self._window(scene.matrix.m) is None:
             cells = self._one_in_every_row(search)
             if cells is not None:
                 return cells
@@ -175,7 +181,8 @@ class WorstCase(RowAttack):
 
     def _search(self, scene: Scene, rows: np.ndarray) -> Search:
         honest = HonestRows(scene.matrix, rows)
-        cloud = None if self._exact else survey(honest, "std")
+        window = self._window(scene.matrix.m)
+        cloud = survey(honest, "std") if window is None else None
         mean = honest.mean() if cloud is None else cloud.mean
         search = Search(
             scene,
@@ -186,9 +193,9 @@ class WorstCase(RowAttack):
             budget=self.budget,
             seed=self.seed,
         )
-        if cloud is None:
-            self._place(search, honest)
-        else:
+        if window is not None:
+            self._place(search, honest, window)
+        elif cloud is not None:
             self._restart(search, honest, cloud)
             search.commit()
         return search
@@ -207,7 +214,7 @@ class WorstCase(RowAttack):
         search.commit()
         return None
 
-    def _place(self, search: Search, honest: HonestRows) -> None:
+    def _place(self, search: Search, honest: HonestRows, window: Window) -> None:
         """Try the few placements of which one is optimal, and keep the worst for each column."""
         matrix, mean = search.scene.matrix, search.mean
         work = matrix.kind.work
@@ -217,7 +224,10 @@ class WorstCase(RowAttack):
         for up in (True, False):
             sorted_up = ordered if up else -ordered[::-1]
             sign = 1.0 if up else -1.0
-            for together, value in self._candidates(sorted_up, matrix.kind.mantissa):
+            candidates = self._candidates(sorted_up, matrix.kind.mantissa, window)
+            if window.reach and self.q <= survived(window):
+                candidates.append((self.q, edge_of_reach(sorted_up, self.q, window)))
+            for together, value in candidates:
                 if search.left <= 0:
                     break
                 tried = np.full((self.q, matrix.d), sign * np.inf, work)
@@ -233,11 +243,11 @@ class WorstCase(RowAttack):
         for row, values in zip(search.rows, lies, strict=True):
             matrix.write([row], values)
 
-    def _candidates(self, honest: np.ndarray, mantissa: int) -> list[tuple[int, np.ndarray]]:
+    def _candidates(
+        self, honest: np.ndarray, mantissa: int, window: Window
+    ) -> list[tuple[int, np.ndarray]]:
         """List (liars together, their value in each column), pushing upwards; the rest at inf."""
-        h, d = honest.shape
-        found = [(0, np.zeros(d))]
-        window = self.rule.window(h + self.q)
+        found = [(0, np.zeros(honest.shape[1]))]
         trim, drop = window.trim, window.drop
         if drop is not None and self.q <= survived(window):
             # At the very edge rounding decides whether the liars are kept: try a little below too.

@@ -54,7 +54,8 @@ def export(
     ] = None,
     results: FILE = DEFAULT,
     table: Annotated[
-        str, typer.Option(help="runs, rounds, evaluations, dropped or dropped_by_server.")
+        str,
+        typer.Option(help="runs, rounds, evaluations, dropped, dropped_by_server, implausible."),
     ] = "runs",
     run: Annotated[list[int] | None, typer.Option(help="Only this run. Repeatable.")] = None,
     model: Annotated[

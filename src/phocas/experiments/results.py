@@ -33,6 +33,8 @@ PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
 Status = Literal["running", "complete", "interrupted", "stopped", "failed"]
 ENDED = ("complete", "stopped")
 """The statuses of runs that have come to their end: there is nothing left to do."""
+TABLES = ("rounds", "evaluations", "dropped", "dropped_by_server", "implausible")
+"""What is kept of each run, beside the table of runs."""
 NUMBERED = ("suspects", "unusual", "suspect_servers")
 """What is known against workers and servers, by their numbers, as of the last round."""
 
@@ -42,6 +44,15 @@ CREATE TABLE evaluations (
     round INTEGER NOT NULL,
     loss REAL, top1 REAL, top3 REAL, seconds REAL NOT NULL,
     PRIMARY KEY (run, round)
+) STRICT, WITHOUT ROWID
+"""
+
+_IMPLAUSIBLE = """
+CREATE TABLE implausible (
+    run INTEGER NOT NULL REFERENCES runs (id),
+    round INTEGER NOT NULL, reach REAL NOT NULL,
+    most INTEGER NOT NULL, rows INTEGER NOT NULL, share REAL NOT NULL,
+    PRIMARY KEY (run, round, reach)
 ) STRICT, WITHOUT ROWID
 """
 
@@ -82,6 +93,7 @@ CREATE TABLE rounds (
     PRIMARY KEY (run, round)
 ) STRICT, WITHOUT ROWID;
 {_EVALUATIONS};
+{_IMPLAUSIBLE};
 CREATE TABLE dropped (                    -- mean share since the evaluation before
     run INTEGER NOT NULL REFERENCES runs (id),
     round INTEGER NOT NULL, worker INTEGER NOT NULL, share REAL NOT NULL,
@@ -105,6 +117,7 @@ _FROM_1_TO_2 = (
 _FROM_2_TO_3 = (
     "ALTER TABLE runs ADD COLUMN unusual TEXT NOT NULL DEFAULT '[]'",
     "ALTER TABLE runs ADD COLUMN suspect_servers TEXT NOT NULL DEFAULT '[]'",
+    _IMPLAUSIBLE,
     "PRAGMA user_version = 3",
 )
 _STEPS = {1: (*_FROM_1_TO_2, *_FROM_2_TO_3), 2: _FROM_2_TO_3}
@@ -296,7 +309,7 @@ class Results:
     def rewind(self, run: int, rounds_done: int) -> None:
         """Forget what a run wrote after its checkpoint; it will be written again."""
         with self.transaction():
-            for table in ("rounds", "evaluations", "dropped", *blame.BY_ROUND):
+            for table in ("rounds", "evaluations", "dropped", "implausible", *blame.BY_ROUND):
                 self._connection.execute(
                     f"DELETE FROM {table} WHERE run = ? AND round > ?",  # noqa: S608
                     (run, rounds_done),
@@ -319,6 +332,11 @@ class Results:
                 f"INSERT INTO rounds SELECT ?2, {copied} FROM rounds"  # noqa: S608
                 " WHERE run = ?1 AND round <= ?3",
                 (origin, run, rounds_done, evaluate_every),
+            )
+            self._connection.execute(
+                "INSERT INTO implausible SELECT ?2, round, reach, most, rows, share"
+                " FROM implausible WHERE run = ?1 AND round <= ?3",
+                (origin, run, rounds_done),
             )
             for table in ("evaluations", "dropped", "dropped_by_server"):
                 self._connection.execute(
@@ -382,6 +400,14 @@ class Results:
             self._connection.executemany(
                 "INSERT INTO dropped VALUES (?, ?, ?, ?)",
                 [(run, at, i, share) for at, shares in dropped for i, share in enumerate(shares)],
+            )
+            self._connection.executemany(
+                "INSERT INTO implausible VALUES (?, ?, ?, ?, ?, ?)",
+                [
+                    (run, done.number, each.reach, each.most, each.rows, each.share)
+                    for done in rounds
+                    for each in done.census
+                ],
             )
             detailed = [done for done in rounds if done.by_server is not None]
             for done in detailed[-1:]:
@@ -474,9 +500,11 @@ class Results:
             raise ResultsError(f"a run in {self.path} cannot be read: {error}") from error
 
     def table(self, name: str, run: int) -> list[dict[str, Any]]:
-        """Return the rows of one run in rounds, evaluations, dropped or dropped_by_server."""
-        if name not in ("rounds", "evaluations", "dropped", "dropped_by_server"):
+        """Return the rows of one run in one of :data:`TABLES`; an older file may lack one."""
+        if name not in TABLES:
             raise ValueError(f"there is no table {name!r} in the results")
+        if not self._columns(name):
+            return []
         rows = self._connection.execute(f"SELECT * FROM {name} WHERE run = ?", (run,))  # noqa: S608
         return [dict(row) for row in rows]
 

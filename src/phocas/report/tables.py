@@ -14,14 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from phocas.experiments.locks import state_path
-from phocas.experiments.results import NUMBERED
+from phocas.experiments.results import NUMBERED, TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from phocas.experiments.results import Results, RunRecord
 
-EXPORTS = ("runs", "rounds", "evaluations", "dropped", "dropped_by_server")
+EXPORTS = ("runs", *TABLES)
 MAIN = ("name", "dataset", "model", "rule", "attack", "seed")
 """The settings that are said of any run, even if all have the same."""
 

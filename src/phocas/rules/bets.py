@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,9 @@ Floats = npt.NDArray[np.float64]
 _RICH = 1e30  # money beyond it is given away: a bet that has long been won need not overflow
 _STRIKING = 4.0  # squared distance, in units of what was usual in the rounds before
 _MEMORY = 0.9  # of what is usual, from one round to the next
-_VIEWS = (0.9, 0.1)  # parts of the money: by distance, by angle
+VIEWS = (0.9, 0.1)
+"""Parts of the money: by distance, by angle."""
+
 _ROOM = 1 << 22  # bets held at once; of more than 400 workers fewer kinds are kept
 
 
@@ -43,7 +46,7 @@ def reaches(num_workers: int, b: int) -> list[int]:
     ([1, 2, 3, 4, 6], [1], [])
     """
     found = [r for r in _up_to(b) if r < num_workers - b - 1]
-    few = max(1, _ROOM // (len(_VIEWS) * len(_STYLES) * num_workers**2))
+    few = max(1, _ROOM // (len(VIEWS) * len(_STYLES) * num_workers**2))
     return found[:: max(1, -(-len(found) // few))]
 
 
@@ -67,21 +70,27 @@ def begun_by(rounds: int) -> float:
 class Bets:
     r"""Bet, with every worker as the reference, on who is far from it, by fair odds or worse.
 
-    Let d(k, i) be how far row i is from row k, by any measure of these two rows alone, b the most
-    liars that there can be among m workers, and R_ki = #{j != k : d(k, j) >= d(k, i)} the rank of
-    worker i from reference k: 1 for the farthest, and nobody if two are equally far. Each pair
-    (k, i) begins with money of 1, and in every round stakes a share s of it on R_ki <= r. It is
-    multiplied by
+    Let d(k, i) be how far row i is from row k, by any measure of these two rows and of what was
+    known before the round, b the most liars that there can be among m workers, and R_ki =
+    #{j != k : d(k, j) >= d(k, i)} the rank of worker i from reference k: 1 for the farthest, and
+    nobody if two are equally far. Each pair (k, i) begins with money of 1, and in every round
+    stakes a share s of it on R_ki <= r. It is multiplied by
 
         1 - s + s (m - b - 1) / r   if R_ki <= r,    and by 1 - s if not.
 
     **For honest i and k this is fair or worse.** Let H be the honest workers, |H| >= m - b, and
     R'_ki the rank among them alone. Liars only add to those who are at least as far, so R'_ki <=
-    R_ki, and R'_ki depends on honest rows alone: it does not matter where liars put themselves, nor
-    that they saw the honest rows first. At most r workers of H \ {k} have R'_k. <= r. Given the
-    past and row k, the other honest rows are exchangeable, so that each has the same probability,
-    P(R_ki <= r) <= P(R'_ki <= r) <= r / (|H| - 1) <= r / (m - b - 1), and the money is expected to
-    stay what it was or to shrink.
+    R_ki, and R'_ki depends on honest rows and the past alone: it does not matter where liars put
+    themselves, nor that they saw the honest rows first. At most r workers of H \ {k} have
+    R'_k. <= r. Given the past and row k, the other honest rows are exchangeable, so that each has
+    the same probability, P(R_ki <= r) <= P(R'_ki <= r) <= r / (|H| - 1) <= r / (m - b - 1), and
+    the money is expected to stay what it was or to shrink.
+
+    A single reference may also be something that was known before the round, and no worker: a
+    *course*, such as the way that the model has gone lately. Liars may have had a hand in it: it
+    is past, and to the honest rows of now it is as fair as any other. The m - b or more honest rows
+    are exchangeable given the past, so that the odds are good enough, and there is no reference
+    that could lie about it.
 
     The same holds for these variations:
 
@@ -101,12 +110,16 @@ class Bets:
     most alpha / m.
     """
 
-    def __init__(self, num_workers: int, b: int) -> None:
+    def __init__(
+        self, num_workers: int, b: int, views: Sequence[float] = VIEWS, *, course: bool = False
+    ) -> None:
+        """Begin with parts of one coin for each view of who is far from whom, or from a course."""
         self.num_workers, self.b = num_workers, b
         self.reaches = reaches(num_workers, b)
-        shape = (len(_VIEWS), len(_STYLES), len(self.reaches), num_workers, num_workers)
+        references = 1 if course else num_workers
+        shape = (len(views), len(_STYLES), len(self.reaches), references, num_workers)
         self.money = np.zeros(shape)
-        self.usual = np.full(len(_VIEWS), np.nan)
+        self.usual = np.full(len(views), np.nan)
         self.rounds = 0
         # Axes: measure, style, reach, reference, worker.
         reach = np.array(self.reaches, np.float64)[:, None, None]
@@ -114,7 +127,7 @@ class Bets:
             np.array([getattr(style, name) for style in _STYLES])[:, None, None, None]
             for name in ("share", "prior")
         )
-        parts = np.array(_VIEWS)[:, None, None, None, None]
+        parts = np.array(views)[:, None, None, None, None]
         self._stakes = parts * prior / reach / (1 / reach).sum()
         self._lose = 1 - share
         self._win = 1 + share * (num_workers - b - 1) / reach / self._lose  # after having lost
@@ -123,7 +136,8 @@ class Bets:
     def observe(self, views: Floats) -> Floats:
         """Bet on how far rows are from one another in one round, and return the evidence after it.
 
-        ``views`` is (2, m, m): see :func:`phocas.rules.sampling.views`.
+        ``views`` is (2, m, m), see :func:`phocas.rules.sampling.views`, or of a course (1, 1, m),
+        see :func:`phocas.rules.sampling.astray`.
         """
         stake = begun_by(self.rounds + 1) - begun_by(self.rounds)
         self.rounds += 1
@@ -147,7 +161,7 @@ class Bets:
             np.multiply(money, self._win[styles], out=money, where=wins)
         np.minimum(self.money, _RICH, out=self.money)
         # The quartile of a reference at the quartile of references: liars are in few such pairs.
-        now = np.sort(ordered[:, :, m // 4], axis=1)[:, m // 4]
+        now = np.sort(ordered[:, :, m // 4], axis=1)[:, ordered.shape[1] // 4]
         kept = np.where(np.isnan(self.usual), now, _MEMORY * self.usual + (1 - _MEMORY) * now)
         np.copyto(self.usual, kept, where=np.isfinite(now))
         return self.evidence()
@@ -155,5 +169,7 @@ class Bets:
     def evidence(self) -> Floats:
         """Return for each worker what the bets against it have won, trimmed over references."""
         won = self.money.sum(axis=(0, 1, 2))
+        if len(won) == 1 < self.num_workers:
+            return np.asarray(won[0])
         np.fill_diagonal(won, np.inf)  # a worker is no reference of itself
         return np.asarray(np.sort(won, axis=0)[: self.num_workers - 1 - self.b].mean(axis=0))

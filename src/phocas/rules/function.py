@@ -46,6 +46,11 @@ class FunctionRule(Rule):
         return f"{self.function.__module__}:{name}" + (":" + ",".join(parts) if parts else "")
 
     @classmethod
+    def spelling(cls) -> str:
+        """Return what it is called in errors: nobody writes its class."""
+        return cls.name
+
+    @classmethod
     def adapt(cls, function: Callable[..., Any], arguments: Mapping[str, str]) -> FunctionRule:
         """Make a rule of a function and the text of its arguments."""
         return build(cls, arguments, function=function)

@@ -114,3 +114,19 @@ def views(products: Floats) -> Floats:
     m = len(products)
     found[:, np.arange(m), np.arange(m)] = 0.0
     return found
+
+
+def astray(sample: Floats, course: Floats) -> Floats:
+    """Return how far each of m rows points from a course: 1 minus the cosine of the angle.
+
+    From a course that leads nowhere, everyone is infinitely far.
+
+    >>> astray(np.array([[3.0, 0.0], [-1.0, 0.0], [0.0, 2.0]]), np.array([1.0, 0.0]))
+    array([0., 2., 1.])
+    """
+    rows, way = sample.reshape(len(sample), -1), course.reshape(-1)
+    with np.errstate(all="ignore"):
+        lengths = np.sqrt(np.einsum("mc,mc->m", rows, rows))
+        apart = 1.0 - rows @ way / lengths / np.sqrt(way @ way)
+    apart[np.isnan(apart)] = np.inf
+    return np.asarray(np.maximum(apart, 0.0))

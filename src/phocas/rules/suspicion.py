@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phocas.rules.bets import Bets, begun_by
-from phocas.rules.sampling import Sample, products, views
+from phocas.rules.bets import VIEWS, Bets, begun_by
+from phocas.rules.sampling import Sample, astray, products, views
 from phocas.specs import count
 
 Floats = npt.NDArray[np.float64]
@@ -27,6 +27,7 @@ _FIRST = 20  # rounds until there is a past to be compared to
 _WATCHFUL = 64  # rounds at the beginning, of which none is left out
 _EVERY = 4  # later on, one round in so many is looked at as long as nothing stirs
 _STIRRED = 0.5  # odds of a worker that is then watched in every round
+_BESIDE_COURSE, _ON_COURSE = (0.6, 0.1), (0.3,)  # parts of the money, where there is a course
 _ABSURD = 1e6  # values so many times the usual size are nobody's gradient
 
 
@@ -49,7 +50,9 @@ class Suspicion:
     r"""Accuse workers whose rows are farther from others than chance allows, and nobody else.
 
     Accusations rest on distances between rows, which liars cannot bend: :class:`Bets` has the bets
-    and the proof. Worker i is a suspect once the bets against it have won m / alpha, alpha = 0.001.
+    and the proof. With ``course`` they rest on the angle to a way known beforehand as well, which
+    shows who pulls back even where gradients are mostly noise. Worker i is a suspect once the bets
+    against it have won m / alpha, alpha = 0.001.
 
     **Guarantee.** If at most b workers lie, and honest rows are independent draws of one kind in
     every round, given all rounds before, then with probability at least 1 - alpha *no* honest
@@ -88,10 +91,13 @@ class Suspicion:
         b: int | None = None,
         servers: Sequence[tuple[int, int]] = (),
         momentum: float = 0.0,
+        *,
+        course: bool = False,
     ) -> None:
         self.num_workers = m = count("Suspicion", "num_workers", num_workers, minimum=1)
         self.b = max(0, (m - 3) // 2) if b is None else count("Suspicion", "b", b)
-        self.bets = Bets(m, min(self.b, m - 1))
+        self.bets = Bets(m, min(self.b, m - 1), _BESIDE_COURSE if course else VIEWS)
+        self.on_course = Bets(m, min(self.b, m - 1), _ON_COURSE, course=True) if course else None
         self.past = Past(m)
         self.odds = np.zeros(m)
         self.since = np.zeros(m)
@@ -124,12 +130,13 @@ class Suspicion:
         values: npt.ArrayLike,
         sample: Sample | None = None,
         following: npt.ArrayLike | None = None,
+        course: npt.ArrayLike | None = None,
     ) -> None:
         """Take the rows of one round, (m, columns), or the values of a sample of their columns.
 
         Which columns are sampled must not depend on the rows. Where rows have a momentum, only what
         is new in them counts: ``following`` are the values in this round of the columns that are
-        observed in the next.
+        observed in the next. ``course`` is a way in these columns that was known before the round.
         """
         seen = np.asarray(values, np.float64)
         if seen.ndim != 2 + (sample is not None) or len(seen) != self.num_workers:
@@ -143,7 +150,11 @@ class Suspicion:
         if following is not None:
             self.kept = np.asarray(following, np.float64)
         apart = views(products(seen))
-        self.judge(self.bets.observe(apart)[None])
+        odds = self.bets.observe(apart)
+        if self.on_course is not None:
+            way = np.zeros(seen.shape[1:]) if course is None else np.asarray(course, np.float64)
+            odds = odds + self.on_course.observe(astray(seen, way)[None, None])
+        self.judge(odds[None])
         self.stirred = bool((self.odds[self.since == 0] > _STIRRED).any())
         self.past.observe(apart[0])
         if sample is not None and self.bounds:
@@ -240,6 +251,11 @@ class Suspicion:
             "absurd": self.absurd,
             "kept": self.kept,
             "usual": self.bets.usual,
+            **(
+                {}
+                if self.on_course is None
+                else {"course": self.on_course.money, "heading": self.on_course.usual}
+            ),
             "numbers": np.array(
                 [self.bets.rounds, self.judged, self.rounds, self.stirred], np.float64
             ),
@@ -260,6 +276,8 @@ class Suspicion:
         self.bets.rounds, self.judged, self.rounds, stirred = numbers
         self.stirred = bool(stirred)
         self.past.rounds = self.bets.rounds
+        if self.on_course is not None:
+            self.on_course.rounds = self.bets.rounds
 
 
 class Past:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from phocas.training.trainer import Trainer
 
-FORMAT = 2
+FORMAT = 3
 Tensors = dict[str, torch.Tensor]
 
 _NO_DIGEST = "0" * 64
@@ -106,6 +106,7 @@ def _capture(trainer: Trainer) -> tuple[dict[str, Any], Tensors]:
         tensors[f"cluster.{name}"] = tensor
     for name, array in trainer.suspicion.state().items():
         tensors[f"suspicion.{name}"] = torch.from_numpy(array)
+    tensors |= {f"course.{name}": tensor for name, tensor in trainer.course.state().items()}
     numbers: dict[str, dict[str, Any]] = {}
     for index, entries in trainer.server.optimizer.state_dict()["state"].items():
         numbers[str(index)] = {}
@@ -139,6 +140,7 @@ def _restore(trainer: Trainer, tensors: Tensors, header: Mapping[str, Any]) -> N
     trainer.cluster.load_state(_part(tensors, "cluster"))
     suspicion = _part(tensors, "suspicion")
     trainer.suspicion.load_state({key: value.numpy() for key, value in suspicion.items()})
+    trainer.course.load_state(_part(tensors, "course"))
     state = {int(index): dict(rest) for index, rest in header["optimizer"].items()}
     for name, tensor in _part(tensors, "optimizer").items():
         index, _, key = name.partition(".")

@@ -14,12 +14,14 @@ import torch
 from torch.nn import functional
 
 from phocas.rules.cells import lost_cells
+from phocas.rules.census import Count, census
 from phocas.rules.sampling import Sample
 from phocas.rules.suspicion import Suspicion
 from phocas.seeds import Stream, generator
 from phocas.specs import count
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
 from phocas.training.cluster import find_engine
+from phocas.training.course import Course
 from phocas.training.evaluation import Metrics, evaluate
 from phocas.training.lanes import one_torch_thread
 from phocas.training.task import Task
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from phocas.training.gradients.base import Loss
     from phocas.training.models import Builder
     from phocas.training.server import Action, ParameterServer
+
+
+_CENSUS_EVERY = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +88,8 @@ class Round:
     """Servers that more than b workers' values reach absurdly wrong."""
     picture: Picture | None = None
     """Some columns of the matrix, where they were asked for."""
+    census: tuple[Count, ...] = ()
+    """How many values of some columns were implausible, in one round of four."""
 
 
 class Trainer:
@@ -143,7 +150,9 @@ class Trainer:
             if task.num_servers > 1
             else [],
             task.worker_momentum,
+            course=True,
         )
+        self.course = Course(self.server.vector)
         self.rounds_done = 0
 
     @property
@@ -177,17 +186,21 @@ class Trainer:
             seen = self.cluster.gather(round_, by_server=detailed, honest=detailed, samples=asked)
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
+            course = self.course.sampled(samples[0]) if samples else None
             before = time.perf_counter()
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
             if samples:
-                first, *following = seen.sampled[: len(samples)]
-                self.suspicion.observe(first, samples[0], *following)
+                now, *following = seen.sampled[: len(samples)]
+                self.suspicion.observe(now, samples[0], following[0] if following else None, course)
             else:
                 self.suspicion.rest()
             self.suspicion.update(aggregate.dropped)
+            counted = samples and round_ % _CENSUS_EVERY == 0
+            counts = census(seen.sampled[0]) if counted else ()
             self.rounds_done += 1
+            self.course.advance(self.rounds_done)
         seconds = {**seen.seconds, "update": updated - before}
         seconds["metrics"] = (
             time.perf_counter()
@@ -209,6 +222,7 @@ class Trainer:
             suspects=self.suspicion.suspects(),
             unusual=self.suspicion.unusual(),
             suspect_servers=self.suspicion.servers(),
+            census=counts,
             seconds=seconds,
             missing=seen.missing,
             news=seen.news,

@@ -24,6 +24,7 @@ from phocas.engines.ray.shard import (
     piece_shapes,
     read_rows,
 )
+from phocas.engines.ray.values import array_of, tensor_of
 from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut
 from phocas.machine import available_cores
 from phocas.sharding import shard_bounds
@@ -116,7 +117,7 @@ class RayCluster:
 
     def _make_shard(self, number: int) -> Any:
         """Start a server from its checkpoint: its columns as they are here, and its state."""
-        columns = self.server.vector.numpy()[self.server.bounds[number]]
+        columns = array_of(self.server.vector)[self.server.bounds[number]]
         return self._shard_class.remote(self._shard_jobs[number], columns, self._states[number])
 
     def _make_hosts(self, processes: int | None) -> list[Host]:
@@ -167,7 +168,7 @@ class RayCluster:
 
     def _publish(self) -> None:
         """Put the trainer's copy of the parameters where workers can pull it."""
-        vector = self.server.vector.numpy()
+        vector = array_of(self.server.vector)
         self._parameters = [self._ray.put(vector[part]) for part in self.server.bounds]
 
     def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:
@@ -197,7 +198,7 @@ class RayCluster:
         distance = None
         means = [answer.honest for answer in answers]
         if honest and all(mean is not None for mean in means):
-            mean = torch.from_numpy(np.concatenate(means))  # type: ignore[arg-type]
+            mean = tensor_of(np.concatenate(means))  # type: ignore[arg-type]
             distance = float(torch.dist(aggregate.value, mean))
         losses = self._losses(harvest, missing)
         self.compute_seconds = max(report.seconds for report in harvest.reports.values())
@@ -264,7 +265,7 @@ class RayCluster:
         shares = np.stack([np.asarray(answer.dropped) for answer in answers])
         widths = np.array([part.stop - part.start for part in self.server.bounds])
         return Aggregate(
-            torch.from_numpy(values),
+            tensor_of(values),
             widths @ shares / widths.sum(),
             answers[0].expected,
             shares,
@@ -280,7 +281,7 @@ class RayCluster:
             for worker in host.workers
             if worker not in missing
         ]
-        return np.asarray(found, self.server.vector.numpy().dtype)
+        return np.asarray(found)
 
     def _take_buffers(self, harvest: Harvest) -> None:
         """Take the median of what the workers made of the model's buffers, as local workers do."""
@@ -293,12 +294,12 @@ class RayCluster:
             for buffers in harvest.reports[host].buffers
         ]
         for name, buffer in self.task.model.named_buffers():
-            values = [torch.from_numpy(np.array(buffers[name])) for buffers in sent]
+            values = [tensor_of(np.array(buffers[name])).view(buffer.dtype) for buffers in sent]
             buffer.copy_(torch.stack(values).median(0).values)
         self._buffers = self._copies()
 
     def _copies(self) -> dict[str, np.ndarray]:
-        return {name: buffer.numpy().copy() for name, buffer in self.task.model.named_buffers()}
+        return {name: array_of(buffer).copy() for name, buffer in self.task.model.named_buffers()}
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
         """Have every server step along its part of the last aggregate, and keep what comes out."""
@@ -313,7 +314,7 @@ class RayCluster:
         )
         self._parameters = [result.references[0] for result in results]
         self._states = [result.values[1] for result in results]
-        vector = self.server.vector.numpy()
+        vector = array_of(self.server.vector)
         for part, result in zip(self.server.bounds, results, strict=True):
             vector[part] = result.values[0]
         return action
@@ -326,7 +327,7 @@ class RayCluster:
         The momentum of a worker that does not answer now is lost, as if it had been started again.
         """
         state = {
-            f"server.{number}.{name}": torch.from_numpy(np.array(values))
+            f"server.{number}.{name}": tensor_of(np.array(values))
             for number, kept in enumerate(self._states)
             for name, values in kept.items()
         }
@@ -340,14 +341,14 @@ class RayCluster:
             for reference in ready:
                 host = asked[reference]
                 try:
-                    velocity.numpy()[host.first : host.last] = self._ray.get(reference)
+                    array_of(velocity)[host.first : host.last] = self._ray.get(reference)
                 except self._ray.exceptions.RayError:
                     continue
             state["velocity"] = velocity
         if self._previous is not None:
             matrix = torch.empty_like(rows)
             for number, part in enumerate(self.server.bounds):
-                columns = matrix.numpy()[:, part]
+                columns = array_of(matrix)[:, part]
                 sent = _parts(self._previous, number)
                 found, _ = read_rows(sent, columns[0], len(columns), self._patience)
                 columns[:] = fill(found, columns[0])
@@ -361,8 +362,8 @@ class RayCluster:
         for name, tensor in state.items():
             if name.startswith("server."):
                 _, which, rest = name.split(".", 2)
-                self._states[int(which)][rest] = tensor.numpy()
-        vector = self.server.vector.numpy()
+                self._states[int(which)][rest] = array_of(tensor)
+        vector = array_of(self.server.vector)
         self.servers.begin()
         self.servers.call(
             "restore",
@@ -372,7 +373,7 @@ class RayCluster:
         if self._buffers is not None:
             self._buffers = self._copies()
         if "velocity" in state:
-            velocity = state["velocity"].numpy()
+            velocity = array_of(state["velocity"])
             self._ray.get(
                 [
                     host.actor.set_momentum.remote([self.job], velocity[host.first : host.last])
@@ -380,7 +381,7 @@ class RayCluster:
                 ]
             )
         if "previous" in state:
-            rows = state["previous"].numpy()
+            rows = array_of(state["previous"])
             parts = [self._ray.put([cut(row[part]) for row in rows]) for part in bounds]
             self._previous = [(0, len(rows), parts)]
 

@@ -17,7 +17,17 @@ from torch import nn
 
 from phocas.engines.faults import Fault, strike
 from phocas.engines.ray.session import the_ray
-from phocas.engines.ray.worker import Values, join
+from phocas.engines.ray.values import (
+    Values,
+    absent,
+    array_of,
+    kind,
+    numbers,
+    readable,
+    sent,
+    tensor_of,
+)
+from phocas.engines.ray.worker import join
 from phocas.kernels import set_num_threads
 from phocas.rules import Mean
 from phocas.rules.measures import Partial
@@ -79,7 +89,7 @@ class Shard:
         pieces, offset = [], 0
         for shape in job.shapes:
             size = int(np.prod(shape))
-            piece = torch.from_numpy(np.array(vector[offset : offset + size])).view(shape)
+            piece = tensor_of(np.array(vector[offset : offset + size])).view(shape)
             pieces.append(nn.Parameter(piece))
             offset += size
         # One server of its own columns, which does not know whether the others' are finite.
@@ -108,17 +118,17 @@ class Shard:
         self._recognise(rows, round)
         present = [row for row in rows if row is not None]
         if honest and present:
-            self._answer.honest = Mean()(present)
-        like = self.server.vector.numpy()
-        matrix: Any = fill(rows, like)
+            self._answer.honest = sent(Mean()(readable(present)))
+        like = array_of(self.server.vector)
+        arrays: Any = fill(rows, like)
         task = self.job.task
         if task.attack is not None:
-            matrix = np.stack(matrix)
+            arrays = np.stack(arrays)
             past = None
             if previous is not None:
-                past = np.stack(fill(self._gather(previous)[0], like))
+                past = readable(np.stack(fill(self._gather(previous)[0], like)))
             self._answer.touched = task.attack.corrupt(
-                matrix,
+                readable(arrays),
                 rng=task.attack_rng(round),
                 round=round,
                 previous=past,
@@ -127,8 +137,8 @@ class Shard:
             ).count
         for sample in samples:
             columns = sample.columns(self.job.start, self.job.start + len(like))
-            self._answer.sampled.append(np.stack([row[columns] for row in matrix]))
-        self._rows = matrix
+            self._answer.sampled.append(np.stack([numbers(row[columns]) for row in arrays]))
+        self._rows = readable(arrays)
         self._evaluation = Evaluation(task.rule, task.num_workers, task.rule_rng(round))
         return self._advance()
 
@@ -151,9 +161,9 @@ class Shard:
         self._evaluation = self._rows = None  # lets go of the object store's memory
         answer.partial = None
         answer.dropped, answer.expected = explained.dropped, float(explained.expected)
-        answer.finite = bool(np.isfinite(explained.value).all())
-        self._value = explained.value
-        return explained.value, answer
+        self._value = sent(explained.value)
+        answer.finite = bool(np.isfinite(numbers(self._value)).all())
+        return self._value, answer
 
     def step(
         self, value: Sequence[Any], factor: float
@@ -165,10 +175,10 @@ class Shard:
         known = np.array(the_ray().get(value[0])) if value else self._value
         if known is None:
             raise RuntimeError("there is nothing to step along: no round was reduced here")
-        gradient = torch.from_numpy(known)
+        gradient = tensor_of(known)
         nobody = np.zeros(self.job.task.num_workers)
         self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None], finite=True), factor)
-        return self.server.vector.numpy(), optimizer_state(self.server.optimizer)
+        return array_of(self.server.vector), optimizer_state(self.server.optimizer)
 
     def pid(self) -> int:
         """Return the number of the process."""
@@ -176,7 +186,7 @@ class Shard:
 
     def restore(self, vector: Values, state: Mapping[str, npt.NDArray[Any]]) -> tuple[None, None]:
         """Go on from a checkpoint."""
-        self.server.vector.numpy()[:] = vector
+        array_of(self.server.vector)[:] = vector
         self.server.optimizer.state.clear()
         _load_optimizer(self.server.optimizer, state)
         self._value = None
@@ -184,7 +194,7 @@ class Shard:
         return None, None
 
     def _gather(self, parts: Sequence[Part]) -> tuple[list[Values | None], dict[int, str]]:
-        like = self.server.vector.numpy()
+        like = array_of(self.server.vector)
         return read_rows(parts, like, self.job.task.num_workers, self.job.patience)
 
     def _recognise(self, rows: list[Values | None], round: int) -> None:
@@ -225,7 +235,7 @@ def read_rows(
 
 def fill(rows: Sequence[Values | None], like: Values) -> list[Values]:
     """Put a row of NaN where there is none."""
-    nothing = np.full_like(like, np.nan)
+    nothing = absent(like)
     return [nothing if row is None else row for row in rows]
 
 
@@ -237,7 +247,7 @@ def _row(pieces: Any, like: Values) -> Values | str:
         if type(piece) is not np.ndarray or piece.ndim != 1:
             return f"sent {type(piece).__name__} where an array of one dimension was due"
         if piece.dtype != like.dtype:  # other bytes first is another dtype too
-            return f"sent {piece.dtype} where {like.dtype} was due"
+            return f"sent {kind(piece)} where {kind(like)} was due"
     length = sum(map(len, pieces))
     if length != len(like):
         return f"sent shape ({length},) where {like.shape} was due"
@@ -270,7 +280,7 @@ def _fetch(references: Sequence[Any], patience: float) -> list[Any]:
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, npt.NDArray[Any]]:
     """Return what an optimiser keeps, as arrays by ``index.key``; plain numbers as float64."""
     return {
-        f"{index}.{key}": value.numpy()
+        f"{index}.{key}": array_of(value)
         if isinstance(value, torch.Tensor)
         else np.array(value, np.float64)
         for index, entries in optimizer.state_dict()["state"].items()
@@ -286,7 +296,7 @@ def _load_optimizer(
     for name, values in state.items():
         index, _, key = name.partition(".")
         number = values.ndim == 0 and values.dtype == np.float64
-        kept = float(values) if number else torch.from_numpy(np.array(values))
+        kept = float(values) if number else tensor_of(np.array(values))
         entries.setdefault(int(index), {})[key] = kept
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": entries, "param_groups": groups})

@@ -18,11 +18,11 @@ import torch
 
 from phocas.engines.faults import Fault, RowFault, strike
 from phocas.engines.ray.session import the_ray
+from phocas.engines.ray.values import Values, array_of, numbers, stored, tensor_of
 from phocas.training.lanes import Lanes
 from phocas.training.parameters import FlatParameters
 from phocas.training.task import Task
 
-Values = npt.NDArray[np.floating[Any]]
 Source = tuple[int, int, list[Any]]
 """The workers first to last - 1, and a reference for each server to the list of their slices."""
 
@@ -87,13 +87,13 @@ class WorkerProcess:
     def momentum(self, job: Sequence[Any]) -> Values | None:
         """Return the velocities, for a checkpoint."""
         velocity = self._at_work(job).velocity
-        return None if velocity is None else velocity.numpy()
+        return None if velocity is None else array_of(velocity)
 
     def set_momentum(self, job: Sequence[Any], values: Values) -> None:
         """Go on from a checkpoint."""
         velocity = self._at_work(job).velocity
         if velocity is not None:
-            velocity.copy_(torch.from_numpy(np.array(values)))
+            velocity.copy_(tensor_of(np.array(values)))
 
     def pid(self) -> int:
         """Return the number of the process."""
@@ -130,7 +130,7 @@ class Workers:
         if self.job.keeps_rows and self._last is not None:
             self._before = self.rows.clone()
         start = time.perf_counter()
-        vector = self.flat.vector.numpy()
+        vector = array_of(self.flat.vector)
         for bounds, values in zip(self.job.bounds, parameters, strict=True):
             vector[bounds] = values
         losses, changed = self.differentiate(round, buffers)
@@ -157,24 +157,27 @@ class Workers:
         found, changed = [], []
         for i in range(self.last - self.first):
             for name, values in buffers.items():
-                own[name].copy_(torch.from_numpy(np.array(values)))
+                own[name].copy_(tensor_of(np.array(values)).view(own[name].dtype))
             one = slice(i, i + 1)
             worker = self.first + i
             found.append(
                 self.compute(inputs[one], targets[one], self.rows[one], task.seed, round, worker)
             )
-            changed.append({name: buffer.numpy().copy() for name, buffer in own.items()})
+            changed.append({name: array_of(buffer).copy() for name, buffer in own.items()})
         return torch.cat(found).numpy(), changed
 
     def _slices(self, faults: Sequence[RowFault]) -> list[list[Any]]:
-        rows = self.rows.numpy()
-        before = None if self._before is None else self._before.numpy()
+        rows = array_of(self.rows)
+        before = None if self._before is None else array_of(self._before)
         slices: list[list[Any]] = [[row[bounds] for row in rows] for bounds in self.job.bounds]
         for fault in faults:
             i = (fault.worker or 0) - self.first
             for bounds, part in zip(self.job.bounds, slices, strict=True):
-                past = None if before is None else before[i, bounds]
-                part[i] = fault.change(rows[i, bounds], past, bounds.start)
+                own = rows[i, bounds]
+                past = None if before is None else numbers(before[i, bounds])
+                given = numbers(own)
+                sent = fault.change(given, past, bounds.start)
+                part[i] = stored(sent, own) if sent.dtype == given.dtype else sent
         return [[cut(row) for row in part] for part in slices]
 
 

@@ -1,0 +1,67 @@
+"""What travels between processes: NumPy arrays, and the 16-bit words of what NumPy has not got.
+
+NumPy has no bfloat16. Such values are sent as their bits, and an array of unsigned 16-bit words
+among values stands for nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from phocas.floats import from_bfloat16, to_bfloat16
+
+Values = npt.NDArray[Any]
+
+_WORDS = np.dtype(np.uint16)
+
+
+def array_of(tensor: torch.Tensor) -> Values:
+    """Return an array that shares the memory of a tensor.
+
+    >>> array_of(torch.ones(2, dtype=torch.bfloat16))
+    array([16256, 16256], dtype=uint16)
+    """
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    return bits.numpy()
+
+
+def tensor_of(array: Values) -> torch.Tensor:
+    """Return a tensor that shares the memory of an array, which must be writable."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == _WORDS else tensor
+
+
+def readable(rows: list[Values] | Values) -> Any:
+    """Return rows as rules and attacks take them: words as one tensor, and in a copy if apart."""
+    if rows[0].dtype != _WORDS:
+        return rows
+    return tensor_of(np.stack(rows) if isinstance(rows, list) else rows)
+
+
+def sent(answer: Any) -> Values:
+    """Return what a rule made of readable rows as it travels."""
+    return array_of(answer) if isinstance(answer, torch.Tensor) else np.asarray(answer)
+
+
+def numbers(array: Values) -> npt.NDArray[np.floating]:
+    """Return values to compute with."""
+    return from_bfloat16(array) if array.dtype == _WORDS else array
+
+
+def stored(values: npt.NDArray[np.floating], like: Values) -> Values:
+    """Return computed values as they travel beside others."""
+    return to_bfloat16(values) if like.dtype == _WORDS else values.astype(like.dtype, copy=False)
+
+
+def absent(like: Values) -> Values:
+    """Return a row of NaN."""
+    return stored(np.full(like.shape, np.nan, np.float32), like)
+
+
+def kind(array: Values) -> str:
+    """Name the type of the values, for people."""
+    return "bfloat16" if array.dtype == _WORDS else str(array.dtype)

@@ -1,0 +1,135 @@
+"""What a recorded run says about its b and its reach: never which ones to take.
+
+What was seen is a lower bound of what went wrong. Who hides among the honest is not counted, and a
+b that is too small has no bound at all; so this tells what the past would have needed and what
+other choices would have cost, and leaves the choice to whoever knows what is to be feared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from phocas.rules import RULES, Heraclius, Rule, Told, Watch
+from phocas.rules.census import GROSS, Count
+from phocas.specs import Foreign
+
+if TYPE_CHECKING:
+    from phocas.experiments.results import Results, RunRecord
+
+_MOST_CHOICES = 8
+_OTHER_REACHES = (0.0, 2.0, 4.0, 8.0, 16.0)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The values beyond a reach, over all rounds that were counted."""
+
+    reach: float
+    most: int
+    """The largest number in one column."""
+    rows: int
+    """The largest number of workers with one, in one round."""
+    rounds: int
+    """The rounds with at least one."""
+    share: float
+    """The mean share of all values."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The bound Delta that a b and a reach would have had against what was seen."""
+
+    b: int
+    reach: float | None
+    bound: float | None
+    """None: there is no theorem, or more was wrong than this b survives."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a run used of what its rule survives."""
+
+    record: RunRecord
+    counted: int
+    """The rounds in which values were counted."""
+    seen: tuple[Seen, ...]
+    by_rows: bool
+    """Whether the rule survives wrong rows only, so that workers count and not values."""
+    told: int | None
+    """What the rule survives; None for a rule of the user's own, which is not imported here."""
+    needed: int
+    """What would have been enough for all that is beyond doubt."""
+    costs: tuple[Cost, ...]
+
+    @property
+    def unused(self) -> range:
+        """Return the b that were never needed."""
+        return range(self.needed + 1, (self.told or 0) + 1)
+
+
+def advise(results: Results, record: RunRecord) -> Advice:
+    """Work out what a run would have needed; refuse one of which nothing was counted."""
+    rows = results.table("implausible", record.id)
+    if not rows:
+        raise ValueError(
+            f"run {record.id} has no counts of implausible values: it was recorded by an older"
+            " phocas, or had no round; run it again to be advised on it"
+        )
+    counts = [Count(row["reach"], row["most"], row["rows"], row["share"]) for row in rows]
+    seen = tuple(
+        _sum_up([one for one in counts if one.reach == reach]) for reach in _reaches(counts)
+    )
+    m = int(record.config["workers"])
+    rule = RULES.read(record.config["rule"])
+    judged = rule.rule if isinstance(rule, Watch) else rule
+    tolerance = None if isinstance(judged, Foreign) else judged.tolerates(m)
+    by_rows = tolerance is not None and tolerance.values == 0 < tolerance.rows
+    gross = next(one for one in seen if one.reach == GROSS)
+    needed = max(gross.rows if by_rows else gross.most, _proven(record))
+    return Advice(
+        record=record,
+        counted=len(counts) // len(seen),
+        seen=seen,
+        by_rows=by_rows,
+        told=None if tolerance is None else max(tolerance.rows, tolerance.values),
+        needed=needed,
+        costs=() if isinstance(judged, Foreign) else _costs(judged, m, needed),
+    )
+
+
+def _proven(record: RunRecord) -> int:
+    """Count the suspects where they are proven: of workers with one kind of data."""
+    return len(record.suspects) if record.config["split"] == "iid" else 0
+
+
+def _reaches(counts: list[Count]) -> list[float]:
+    return sorted({one.reach for one in counts})
+
+
+def _sum_up(counts: list[Count]) -> Seen:
+    return Seen(
+        counts[0].reach,
+        max(one.most for one in counts),
+        max(one.rows for one in counts),
+        sum(one.most > 0 for one in counts),
+        sum(one.share for one in counts) / len(counts),
+    )
+
+
+def _costs(rule: Rule, m: int, q: int) -> tuple[Cost, ...]:
+    """Try the b from what was needed to what was told, and other reaches if there is one."""
+    if not isinstance(rule, Told):
+        return ()
+    top = max(q, rule.b)
+    between = range(q, top + 1, max(1, (top - q) // _MOST_CHOICES))
+    choices = sorted({max(0, q - 1), *between, top})
+    choices = [b for b in choices if b <= rule.largest_b(m)]
+    if isinstance(rule, Heraclius):
+        reaches = sorted({rule.reach, *_OTHER_REACHES})
+        return tuple(
+            Cost(b, reach, replace(rule, b=b, reach=reach).bound(m, q))
+            for b in choices
+            for reach in reaches
+        )
+    return tuple(Cost(b, None, replace(rule, b=b).bound(m, q)) for b in choices)

@@ -1,0 +1,90 @@
+"""What a run says about its b and its reach, as text."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from phocas.report.tables import listing, print_table
+from phocas.rules.census import GROSS
+
+if TYPE_CHECKING:
+    from phocas.experiments.advice import Advice, Cost
+
+_WIDTH = 80
+
+
+def print_advice(advice: Advice) -> None:
+    """Print what was seen, what it would have needed, and what other choices would have cost."""
+    record = advice.record
+    m = record.config["workers"]
+    attack = record.attack or "no attack"
+    _say(f"run {record.id}: {record.rule}, {attack}, {m} workers, {record.rounds_done} rounds")
+    print()
+    _say(f"values far from the others, in a thousand columns of {advice.counted} rounds:")
+    print_table(
+        {
+            "beyond": [f"{one.reach:g} spreads" for one in advice.seen],
+            "most in a column": [f"{one.most} of {m}" for one in advice.seen],
+            "most workers": [f"{one.rows} of {m}" for one in advice.seen],
+            "rounds": [str(one.rounds) for one in advice.seen],
+            "share of values": [f"{one.share:.2%}" for one in advice.seen],
+        },
+        right=("beyond", "most in a column", "most workers", "rounds", "share of values"),
+    )
+    print()
+    for line in _verdict(advice):
+        _say(line)
+    if advice.costs:
+        print()
+        _say(f"bounds with {advice.needed} wrong, in units of V; without one, nothing is promised:")
+        _print_costs(advice.costs)
+    print()
+    _say(
+        "Only what is far from the others was counted, in some columns of some rounds. Who hides"
+        " among the honest was not, and tomorrow may be worse: b is what you fear, not what you"
+        " saw."
+    )
+
+
+def _verdict(advice: Advice) -> list[str]:
+    record, needed, told = advice.record, advice.needed, advice.told
+    what = "workers with values" if advice.by_rows else "values of a column"
+    lines = [f"needed: b >= {needed}, for the {what} beyond {GROSS:g} spreads, and for suspects"]
+    if told is None:
+        lines.append(f"{record.rule} is your own: what it survives is not asked here")
+    elif told < needed:
+        lines.append(
+            f"NOT ENOUGH: {record.rule} survives {told}, so there is no bound on its error"
+        )
+    elif advice.unused:
+        lines.append(f"never used: b = {listing(tuple(advice.unused))}")
+    else:
+        lines.append(f"all used: {record.rule} survives {told}, and there is nothing to spare")
+    if record.suspects:
+        why = "wrong beyond doubt" if record.config["split"] == "iid" else "they differ"
+        lines.append(f"suspects: {listing(record.suspects)} ({why})")
+    if record.suspect_servers:
+        lines.append(f"servers that get wrong values: {listing(record.suspect_servers)}")
+    if record.skipped_rounds:
+        lines.append(f"{record.skipped_rounds} rounds were skipped: more lies than survived")
+    return lines
+
+
+def _print_costs(costs: tuple[Cost, ...]) -> None:
+    reaches = list(dict.fromkeys(cost.reach for cost in costs))
+    choices = list(dict.fromkeys(cost.b for cost in costs))
+    found = {(cost.b, cost.reach): cost.bound for cost in costs}
+    columns = {"b": [str(b) for b in choices]}
+    for reach in reaches:
+        heading = "bound" if reach is None else f"reach {reach:g}"
+        columns[heading] = [_bound(found[b, reach]) for b in choices]
+    print_table(columns, right=tuple(columns))
+
+
+def _bound(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def _say(text: str) -> None:
+    print(textwrap.fill(text, _WIDTH, break_on_hyphens=False))

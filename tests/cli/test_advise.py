@@ -1,0 +1,145 @@
+"""``phocas advise`` through the real command: what a run would have needed, and no choice."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phocas.cli import main
+from phocas.experiments.config import make_config
+from phocas.experiments.results import Results
+from phocas.experiments.runner import execute
+from phocas.rules import Heraclius
+
+CASES = {
+    "quiet": ("heraclius:b=3", "none"),
+    "liars": ("heraclius:b=4", "gaussian:q=2"),
+    "krum": ("krum:b=2", "gaussian:q=2"),
+    "too many": ("phocas:b=1", "gaussian:q=3"),
+    "mixed": ("nnm:b=3|trimmed-mean:b=3", "omniscient:q=1"),
+    "watched": ("watch:rule=(heraclius:b=3)", "none"),
+    "own": ("own_rules:Middle", "none"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of short runs, one for each case."""
+    folder = tmp_path_factory.mktemp("advise")
+    own = "from phocas import Median\n\nclass Middle(Median):\n    pass\n"
+    (folder / "own_rules.py").write_text(own)
+    for rule, attack in CASES.values():
+        config = make_config(
+            {
+                "dataset": "synthetic:train=300,test=50,side=8",
+                "model": "mlp:hidden=16",
+                "workers": 11,
+                "servers": 1,
+                "rounds": 24,
+                "rule": rule.replace("own_rules:Middle", "median"),
+                "attack": attack,
+                "results": str(folder / "r.sqlite"),
+            }
+        )
+        execute(config)
+    with sqlite3.connect(folder / "r.sqlite") as connection:
+        # The rule of a user's own is only read, so that a run by the median can stand for it.
+        (text,) = connection.execute("SELECT config FROM runs WHERE rule = 'median'").fetchone()
+        changed = json.dumps({**json.loads(text), "rule": "own_rules:Middle"})
+        connection.execute("UPDATE runs SET config = ? WHERE rule = 'median'", (changed,))
+    connection.close()
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Run the command in this process, which has torch already; return status, output, errors."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(sys, "argv", ["phocas", "advise", *arguments])
+        patch.chdir(folder)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def advised(folder: Path, case: str) -> tuple[str, dict[str, Any]]:
+    number = str(1 + list(CASES).index(case))
+    status, screen, errors = run(folder, "r.sqlite", "--run", number)
+    assert (status, errors) == (0, "")
+    assert max(map(len, screen.splitlines())) <= 80
+    assert "b is what you fear" in " ".join(screen.split())
+    return screen, json.loads(run(folder, "r.sqlite", "--run", number, "--json")[1])
+
+
+def test_a_quiet_run_needed_nothing(folder: Path) -> None:
+    screen, told = advised(folder, "quiet")
+    assert (told["needed"], told["told"], told["counted"]) == (0, 3, 6)
+    assert "never used: b = 1-3" in screen
+
+
+def test_what_was_needed_what_was_not_and_what_it_would_have_cost(folder: Path) -> None:
+    screen, told = advised(folder, "liars")
+    assert (told["needed"], told["told"]) == (2, 4)
+    assert "needed: b >= 2" in screen
+    assert "never used: b = 3, 4" in screen
+    bounds = {(cost["b"], cost["reach"]): cost["bound"] for cost in told["costs"]}
+    assert sorted({b for b, _ in bounds}) == [1, 2, 3, 4]
+    for (b, reach), bound in bounds.items():
+        assert bound == Heraclius(b, reach).bound(11, 2)
+        assert (bound is None) == (b < 2)
+    assert {"none", "4"} <= set(screen.split())
+
+
+def test_rules_of_rows_count_workers(folder: Path) -> None:
+    screen, told = advised(folder, "krum")
+    assert told["by_rows"]
+    assert told["needed"] == told["told"] == 2
+    assert "all used: krum:b=2 survives 2, and there is nothing to spare" in screen
+    assert advised(folder, "mixed")[1]["needed"] == 1
+
+
+def test_too_small_a_b_is_said_to_have_no_bound(folder: Path) -> None:
+    screen, told = advised(folder, "too many")
+    assert (told["needed"], told["told"]) == (3, 1)
+    assert "NOT ENOUGH: phocas:b=1 survives 1, so there is no bound on its error" in screen
+    assert [cost["bound"] is None for cost in told["costs"]] == [True, False]
+
+
+def test_a_watched_rule_is_advised_on_and_ones_own_is_not_imported(folder: Path) -> None:
+    _, told = advised(folder, "watched")
+    assert (told["needed"], told["told"]) == (0, 3)
+    (folder / "own_rules.py").write_text("raise SystemExit('imported')\n")
+    screen, told = advised(folder, "own")
+    assert (told["told"], told["costs"]) == (None, [])
+    assert "is your own: what it survives is not asked here" in screen
+
+
+def test_the_last_run_is_the_default_and_mistakes_are_one_line(folder: Path) -> None:
+    command = [sys.executable, "-m", "phocas", "advise", "r.sqlite"]
+    assert subprocess.check_output(command, cwd=folder, text=True).startswith("run 7: ")
+    with Results(folder / "old.sqlite") as results:
+        results.begin(make_config({}), {}, {})
+    Results(folder / "empty.sqlite").close()
+    for arguments, words in (
+        (("nowhere.sqlite",), "there is no results file nowhere.sqlite"),
+        (("r.sqlite", "--run", "99"), "there is no run 99"),
+        (("old.sqlite",), "run 1 has no counts of implausible values"),
+        (("empty.sqlite",), "there is no run in empty.sqlite"),
+        (("own_rules.py",), "cannot be used as a results file"),
+    ):
+        status, out, errors = run(folder, *arguments)
+        assert (status, out) == (2, "")
+        assert words in errors
+        assert len(errors.splitlines()) == 1
