@@ -125,8 +125,8 @@ def test_ctrl_c_during_the_work_leaves_the_pool_in_use() -> None:
             assert time.monotonic() < end
             _let_helpers_sleep()
             timer = threading.Timer(0.0005, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
             try:
+                timer.start()  # on a busy machine the signal may come before this returns
                 for _ in range(1000):
                     rule(rows)
             except KeyboardInterrupt:

@@ -192,9 +192,8 @@ class Trainer:
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
             if samples:
-                first, *following = seen.sampled[: len(samples)]
-                follows = following[0] if following else None
-                self.suspicion.observe(first, samples[0], follows, course)
+                now, *following = seen.sampled[: len(samples)]
+                self.suspicion.observe(now, samples[0], following[0] if following else None, course)
             else:
                 self.suspicion.rest()
             self.suspicion.update(aggregate.dropped)
