@@ -43,6 +43,7 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     "radii": lambda t, e: blocks.straight_module(t, e, 20, REACHING, blame=False, gives="radii"),
     "marks": lambda t, e: blocks.straight_module(t, e, 20, REACHING, blame=False, gives="marks"),
     "clean": cleaning.clean_module,
+    "wash": cleaning.wash_module,
     "table": lambda t, e: programs.table_module(t, e, drop=False),
     "table drop": lambda t, e: programs.table_module(t, e, drop=True),
     "table blame": lambda t, e: programs.blocks_module(t, e, False, False, blame=True),

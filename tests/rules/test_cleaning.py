@@ -151,9 +151,13 @@ def test_holders_of_columns_have_the_bits_of_one(text: str, dtype: str) -> None:
 
 
 def test_chunks_and_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for m, text in ((20, BOTH), (70, "cleaning:b=20|nnm:b=20|median")):
+    few, many = "cleaning:b=2|nnm:b=1|median", "cleaning:b=20|nnm:b=20|median"
+    for m, text in ((20, BOTH), (6, few), (5, few), (70, many)):
         rows = gradients(5, m, 20_000).astype(np.float32)
-        rows[1] = np.inf
+        if m < 7:
+            rows = np.nan_to_num(rows, nan=9.0).clip(-40, 40)  # more than b of them would be lost
+        else:
+            rows[1] = np.inf
         rule = parse_rule(text)
         found = set()
         for size, threads in ((1 << 24, 2), (1, 1), (1, 5), (1 << 19, 2)):
@@ -161,6 +165,9 @@ def test_chunks_and_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
             with num_threads(threads):
                 found.add(bits(rule(rows)))
         assert len(found) == 1
+        wanted = reference(rule, rows)
+        sure = np.isfinite(wanted)
+        assert np.mean(np.abs(rule(rows) - wanted)[sure] > 1e-4) < 1e-3
 
 
 def test_forms_of_rows_change_no_bit() -> None:

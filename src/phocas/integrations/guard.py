@@ -185,7 +185,7 @@ class Ledger:
             "addresses": int(self.traces.since[rank]),
         }
         known = self.suspicion.evidence()[rank]
-        traces = sorted(self.traces.workers[rank].items(), key=_importance)
+        traces = self._telling(rank)
         return Suspect(
             rank=rank,
             since=min(step for step in steps.values() if step),
@@ -197,9 +197,15 @@ class Ledger:
             places={
                 self.names[parameter]: _places(trace)
                 for parameter, trace in traces
-                if 0 <= parameter < len(self.names) and trace.weight > _TELLING
+                if 0 <= parameter < len(self.names)
             },
         )
+
+    def _telling(self, rank: int) -> list[tuple[int, Trace]]:
+        """Return where a rank is absurd or, if it is nowhere, where it differs from all others."""
+        found = sorted(self.traces.workers[rank].items(), key=_importance)
+        least = np.inf if any(trace.times for _, trace in found) else _TELLING
+        return [(parameter, trace) for parameter, trace in found if trace.weight >= least]
 
     def report(self) -> Report:
         """Return all of it for ``json``."""

@@ -190,7 +190,7 @@ def reduce(
     kernel = _column_kernel(m, rows.element, window, counts is not None).given(spread)
     words = _words(address(rows.addresses), out, *kernel.rest)
     local = None if counts is None else _tallies(POOL.size(), m)
-    _over_columns(rows, kernel.work, words, local)
+    _over_columns(rows, kernel.work, words, local, BLOCK_COLUMNS)
     if counts is not None and local is not None:
         counts += local.sum(axis=0)
 
@@ -270,13 +270,18 @@ def _cleaned(rows: Rows) -> Iterator[tuple[int, Rows]]:
 
 
 def _over_columns(
-    rows: Rows, work: int, words: bytes, local: NDArray[Any] | None, patch: Patch | None = None
+    rows: Rows,
+    work: int,
+    words: bytes,
+    local: NDArray[Any] | None,
+    width: int,
+    patch: Patch | None = None,
 ) -> None:
-    """Run a kernel over all columns of rows."""
+    """Run a kernel over all columns of rows; if they have dirt in them, so many at a time."""
     if rows.dirt is None:
         POOL.run(work, words, local, rows.columns, CHUNK_COLUMNS)
     else:
-        _wash(rows, work, words, local, rows.columns, BLOCK_COLUMNS, CHUNK_COLUMNS, patch)
+        _wash(Job(rows, work, words, local, rows.columns, CHUNK_COLUMNS), width, width, patch)
 
 
 class Patch(NamedTuple):
@@ -287,27 +292,30 @@ class Patch(NamedTuple):
     nested: int = 0
 
 
-def _wash(
-    rows: Rows,
-    work: int,
-    words: bytes,
-    local: NDArray[Any] | None,
-    items: int,
-    step: int,
-    chunk: int,
-    patch: Patch | None,
-) -> None:
-    """Run a kernel on rows with dirt, of which ``step`` items are a block of columns."""
+class Job(NamedTuple):
+    """A kernel, what it takes, and how many items it is to be run over, so many at a time."""
+
+    rows: Rows
+    work: int
+    words: bytes
+    local: NDArray[Any] | None
+    items: int
+    chunk: int
+
+
+def _wash(job: Job, step: int, width: int, patch: Patch | None = None) -> None:
+    """Run a kernel on rows with dirt, of which ``step`` items are so many columns."""
+    rows, local = job.rows, job.local
     dirt = rows.dirt
     if dirt is None:
         raise ValueError("there is no dirt")
     threads, k = POOL.size(), len(rows)
-    room = aligned((threads, k, BLOCK_COLUMNS + BETWEEN), _memory(rows.element))
-    nothing = np.full(BLOCK_COLUMNS, _nan(rows.element))
+    room = aligned((threads, k, width + BETWEEN), _memory(rows.element))
+    nothing = np.full(width, _nan(rows.element))
     number = np.array([dirt.scale], compute_dtype(rows.element))
     outs = dirt.out.astype(np.int64)
     others = np.zeros(1, np.intp) if patch is None else patch.others
-    inner = words.ljust(8 * cleaning.MOST_WORDS, b"\0")
+    inner = job.words.ljust(8 * cleaning.MOST_WORDS, b"\0")
     pointers = np.frombuffer(inner, np.uint8)
     named = cleaning.WashArguments(
         rows=address(rows.addresses),
@@ -318,9 +326,11 @@ def _wash(
         chosen=address(dirt.chosen),
         outs=address(outs),
         nothing=address(nothing),
-        work=work,
+        work=job.work,
         inner=address(pointers),
         step=step,
+        width=width,
+        ahead=0 if patch is not None else width * ELEMENTS[rows.element].size,
         columns=rows.columns,
         others=address(others),
         number=0 if patch is None else len(others),
@@ -343,7 +353,7 @@ def _wash(
             for i in range(threads)
         ]
     )
-    POOL.run(_compiled("wash", rows.element), _WASHED(*named), owned, items, chunk)
+    POOL.run(_compiled("wash", rows.element), _WASHED(*named), owned, job.items, job.chunk)
 
 
 def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
@@ -417,8 +427,9 @@ def _mix_reduce(
         groups=address(mix.groups),
         g=g,
         scales=address(scales),
+        memory=address(rows.addresses),
     )
-    packed = bytearray(_words(*rule))
+    packed = bytearray(_RULE(*rule))
     weights = mix.weights.astype(kind)
     words = mixing.FusedArguments(
         rows=address(rows.addresses),
@@ -448,7 +459,8 @@ def _mix_reduce(
     work = _compiled("fused", rows.element, kind == np.float64)
     fused, rule_words = mixing.FusedArguments._fields, mixing.RuleWords._fields
     patch = Patch(mix.centres, rule_words.index("centres"), fused.index("rule"))
-    _over_columns(rows, work, _words(*words), local, patch)
+    width = 1 << (min(tile, BLOCK_COLUMNS).bit_length() - 1)  # whole parts of a block
+    _over_columns(rows, work, _words(*words), local, width, patch)
     return tallies
 
 
@@ -542,7 +554,7 @@ def _granule_sums(
     work, items = _compiled(name, rows.element, wide), granules * words.number
     if washed:
         padded_rows = rows.take(np.resize(np.arange(m), padded))
-        _wash(padded_rows, work, _MEASURED(*words), local, items, 1, 1, None)
+        _wash(Job(padded_rows, work, _MEASURED(*words), local, items, 1), 1, granule)
     else:
         POOL.run(work, _MEASURED(*words), local, items, 1)
     return out
@@ -631,6 +643,7 @@ def _words(*words: int) -> bytes:
 
 
 _EIGHT, _ZEROS = struct.Struct("8Q").pack, (0,) * 8
+_RULE = struct.Struct(f"{len(mixing.RuleWords._fields)}Q").pack
 _WASHED = struct.Struct(f"{len(cleaning.WashArguments._fields)}Q").pack
 _MEASURED = struct.Struct(f"{len(distances.Arguments._fields)}Q").pack
 

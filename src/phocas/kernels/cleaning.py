@@ -16,10 +16,9 @@ from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.columns import outside
 from phocas.kernels.distances import lesser
 from phocas.kernels.emit import Element, Function, Words
-from phocas.kernels.mixing import finish
+from phocas.kernels.mixing import RuleWords, finish
 from phocas.kernels.target import Target
 
-NESTED_WORDS = 8
 MOST_WORDS = 16  # of a kernel's arguments
 
 
@@ -42,8 +41,10 @@ class WashArguments(NamedTuple):
     """What ``wash`` takes: those of ``clean``, and the kernel that it goes around.
 
     ``outs`` is not zero for rows that are read at ``nothing`` instead. ``step`` items of the kernel
-    are a block; it has ``columns`` in all. A second table has ``others`` of the rows, and its place
-    is the word ``slot`` of the kernel's arguments, or of what their word ``nested`` points to.
+    are ``width`` columns, a block or part of one; it has ``columns`` in all. Values so many bytes
+    ``ahead`` are asked for, unless the kernel does that itself. A second table has ``others`` of
+    the rows, and its place is the word ``slot`` of the kernel's arguments, or of what their word
+    ``nested`` points to.
     """
 
     rows: int
@@ -57,6 +58,8 @@ class WashArguments(NamedTuple):
     work: int
     inner: int
     step: int
+    width: int
+    ahead: int
     columns: int
     others: int = 0
     number: int = 0
@@ -80,7 +83,7 @@ def clean_module(target: Target, element: Element) -> str:
     args = f.named(Arguments._fields)
     rows, out = args.pointer("rows"), args.pointer("out")
     with f.loop("%start", "%stop", BLOCK_COLUMNS) as block:
-        known = _Block(f, args, block.index, "%stop")
+        known = _Range(f, args, block.index, "%stop", str(BLOCK_COLUMNS))
         with f.loop("0", args.integer("k")) as row:
             source, place = (
                 f.at(f.pointer(table, row.index), block.index) for table in (rows, out)
@@ -93,7 +96,7 @@ def clean_module(target: Target, element: Element) -> str:
                 f"  call void @llvm.memcpy.p0.p0.i64(ptr {place}, ptr {source}, i64 {copied},"
                 " i1 false)"
             )
-            known.clean(source, place, fine)
+            known.clean(source, place, fine, str(BLOCK_COLUMNS * element.size))
     return finish(f)
 
 
@@ -107,11 +110,12 @@ def wash_module(target: Target, element: Element) -> str:
         args.pointer(name) for name in ("rows", "outs", "nothing", "chosen")
     )
     step, columns, stride = args.integer("step"), args.integer("columns"), local.integer("stride")
+    width, ahead = args.integer("width"), args.integer("ahead")
     inner = _patched(f, args, table, second)
     with f.loop("%start", "%stop", step) as item:
         number = f.op(f"udiv i64 {item.index}, {step}")
-        begin = f.op(f"mul i64 {number}, {BLOCK_COLUMNS}")
-        known = _Block(f, args, begin, columns)
+        begin = f.op(f"mul i64 {number}, {width}")
+        known = _Range(f, args, begin, columns, width)
         back = f.op(f"mul i64 {begin}, {-element.size}")
         with f.loop("0", args.integer("k")) as row:
             own = f.pointer(rows, row.index)
@@ -121,7 +125,7 @@ def wash_module(target: Target, element: Element) -> str:
             out = f.op(f"icmp ne i64 {flag}, 0")
             plausible = f.op(f"icmp eq i64 {known.count(row.index)}, 0")
             fine = f.op(f"or i1 {out}, {plausible}")
-            known.clean(f.at(own, begin), place, fine)
+            known.clean(f.at(own, begin), place, fine, ahead)
             elsewhere = f.op(f"select i1 {out}, ptr {nothing}, ptr {place}")
             shifted = f.at(elsewhere, back, "i8")
             as_it_is = f.op(f"xor i1 {out}, true")
@@ -143,14 +147,16 @@ def wash_module(target: Target, element: Element) -> str:
 def _patched(f: Function, args: Words, table: str, second: str) -> str:
     """Copy a kernel's arguments, and put the tables of rows into their places."""
     inner = f.op(f"alloca [{MOST_WORDS} x i64], align 8")
-    nested = f.op(f"alloca [{NESTED_WORDS} x i64], align 8")
+    nested = f.op(f"alloca [{len(RuleWords._fields)} x i64], align 8")
     given = args.pointer("inner")
     _copy(f, inner, given, f"{8 * MOST_WORDS}")
     f.line(f"  store ptr {table}, ptr {inner}")  # rows are the first word of every kernel
     where, slot = args.integer("nested"), args.integer("slot")
     is_nested = f.op(f"icmp ne i64 {where}, 0")
     source = f.pointer(given, where)
-    _copy(f, nested, source, f.op(f"select i1 {is_nested}, i64 {8 * NESTED_WORDS}, i64 0"))
+    _copy(
+        f, nested, source, f.op(f"select i1 {is_nested}, i64 {8 * len(RuleWords._fields)}, i64 0")
+    )
     for target_, pointer, index in ((inner, nested, where), ("", second, slot)):
         base = target_ or f.op(f"select i1 {is_nested}, ptr {nested}, ptr {inner}")
         # Without a second table, and without one that is nested, word 0 is written again.
@@ -163,19 +169,21 @@ def _copy(f: Function, to: str, source: str, size: str) -> None:
     f.line(f"  call void @llvm.memcpy.p0.p0.i64(ptr {to}, ptr {source}, i64 {size}, i1 false)")
 
 
-class _Block:
-    """The marks of the block that begins at a column, and what is written of its rows."""
+class _Range:
+    """The marks of a few columns of a block, and what is written of their rows."""
 
-    def __init__(self, f: Function, args: Words, begin: str, stop: str) -> None:
+    def __init__(self, f: Function, args: Words, begin: str, stop: str, width: str) -> None:
         self.f = f
-        end = lesser(f, f.op(f"add i64 {begin}, {BLOCK_COLUMNS}"), stop)
+        end = lesser(f, f.op(f"add i64 {begin}, {width}"), stop)
         self.columns = f.op(f"sub i64 {end}, {begin}")
         self.whole = f.op(f"sub i64 {self.columns}, {f.op(f'srem i64 {self.columns}, {f.lanes}')}")
         number = f.op(f"udiv i64 {begin}, {BLOCK_COLUMNS}")
         offset = f.op(f"mul i64 {number}, {args.integer('size')}")
-        self.centres = f.at(args.pointer("marks"), offset, "i8")
+        block = f.at(args.pointer("marks"), offset, "i8")
+        within = f.op(f"urem i64 {begin}, {BLOCK_COLUMNS}")
+        self.centres = f.at(block, within, f.scalar)
         self.limits = f.at(self.centres, str(BLOCK_COLUMNS), f.scalar)
-        self.counts = f.at(self.limits, str(BLOCK_COLUMNS), f.scalar)
+        self.counts = f.at(block, str(2 * BLOCK_COLUMNS), f.scalar)
         self.chosen = args.pointer("chosen")
         self.scale = f.scalar_at(args.pointer("scale"), 0)
 
@@ -184,8 +192,11 @@ class _Block:
         which = self.f.op(f"load i64, ptr {self.f.at(self.chosen, row, 'i64')}")
         return self.f.op(f"load i64, ptr {self.f.at(self.counts, which, 'i64')}")
 
-    def clean(self, source: str, place: str, fine: str) -> None:
-        """Copy a row's values to a place with the centre for what is implausible, unless fine."""
+    def clean(self, source: str, place: str, fine: str, ahead: str) -> None:
+        """Copy a row's values to a place with the centre for what is implausible, unless fine.
+
+        Values so many bytes ahead are asked for meanwhile.
+        """
         f, lanes = self.f, self.f.lanes
         vectors, columns = (
             f.op(f"select i1 {fine}, i64 0, i64 {size}") for size in (self.whole, self.columns)
@@ -197,7 +208,7 @@ class _Block:
                 centre, limit = (self._known(of, step.index) for of in (self.centres, self.limits))
                 address = f.at(source, step.index)
                 if width > 1:
-                    f.prefetch(address, BLOCK_COLUMNS * f.element.size)  # of the next block
+                    f.prefetch(f.at(address, ahead, "i8"), 0)
                 value = f.load(address)
                 minus = f.negate(f.mul(centre, scale))
                 lost = outside(f, value, minus, limit, scale)

@@ -60,7 +60,8 @@ class RuleWords(NamedTuple):
     """A column kernel, its arguments but for rows and output, and how tiles are centred.
 
     ``groups`` says which of the g centres each of the m rows and then each of the k mixes has,
-    ``scales`` what distances and their sums are multiplied by.
+    ``scales`` what distances and their sums are multiplied by. ``memory`` is a table of the rows
+    where they are, whose next tile is asked for: those that are read may be copies.
     """
 
     work: int
@@ -71,6 +72,7 @@ class RuleWords(NamedTuple):
     groups: int
     g: int
     scales: int
+    memory: int
 
 
 class ThreadWords(NamedTuple):
@@ -135,7 +137,9 @@ def fused_module(target: Target, element: Element) -> str:
     starts, indices, weights = (args.pointer(name) for name in ("starts", "indices", "weights"))
     k, mode = args.integer("k"), args.integer("mode")
     rule = f.named(RuleWords._fields, args.pointer("rule"))
-    work, centres, groups = (rule.pointer(name) for name in ("work", "centres", "groups"))
+    work, centres, groups, memory = (
+        rule.pointer(name) for name in ("work", "centres", "groups", "memory")
+    )
     m, tile, g = (rule.integer(name) for name in ("m", "tile", "g"))
     down, up = (f.scalar_at(rule.pointer("scales"), i) for i in range(2))
     local = f.named(ThreadWords._fields, "%local")
@@ -157,7 +161,7 @@ def fused_module(target: Target, element: Element) -> str:
         _copy_centres(f, centres, centred, m, g, loop.index, columns, around)
         _centre_tile(f, rows, centred, groups, m, loop.index, columns, down)
         with f.loop("0", k) as row:
-            _fetch_next(f, rows, m, k, row.index, end, columns)
+            _fetch_next(f, memory, m, k, row.index, end, columns)
             first, last = _entries(f, starts, row.index)
             place = f.pointer(mixed, row.index)
             middle_row = _middle_row(f, centred, groups, m, f.op(f"add i64 {m}, {row.index}"))
