@@ -78,10 +78,10 @@ def honest(dtype: str) -> torch.Tensor:
 
 
 def beyond(rule: Rule) -> bool:
-    """Tell whether a rule's window is one that only torch and the processor have."""
+    """Tell whether a rule cleans, or has a window, as only torch and the processor do."""
     last = rule.rule if isinstance(rule, Pipeline) else rule
     reaching = isinstance(last, phocas.Heraclius) and last.b > 0
-    return reaching or isinstance(last, phocas.Watch)
+    return reaching or isinstance(last, phocas.Watch) or rule.cleanup(M) is not None
 
 
 EVERY_RULE = examples(M) + pipelines(M)
