@@ -58,9 +58,11 @@ def test_rounds_are_those_of_the_processor_and_rows_stay_there(settings: dict[st
             device.fetched.clear()
             done = made.step()
             # Batches come in. Out goes what is said of workers, and a sample of 1024 columns of
-            # each, with momentum also of the next round's columns; no row does.
+            # each, with momentum also of the next round's columns, and of where the model is and
+            # was; no row does.
             assert BATCH <= sum(device.sent) < BATCH + 4096
-            samples = M * 1024 * 8 * (2 if "worker_momentum" in settings else 1)
+            sampled = M * (2 if "worker_momentum" in settings else 1) + 2
+            samples = sampled * 1024 * 8
             assert samples <= sum(device.fetched) < samples + 8192
             assert max(device.fetched) < row
             np.testing.assert_allclose(done.loss, wanted.loss, rtol=1e-5)

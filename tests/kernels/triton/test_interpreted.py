@@ -83,8 +83,13 @@ def honest(dtype: str) -> torch.Tensor:
     return tensor_of(np.random.default_rng(0).normal(size=(M, 37)), dtype)
 
 
-EVERY_RULE = examples(M) + pipelines(M)
-STRONGEST = strongest(M)
+def known(rule: Rule) -> bool:
+    """Tell whether the kernels have a rule: cleaned rows are left to torch's operations."""
+    return rule.cleanup(M) is None
+
+
+EVERY_RULE = list(filter(known, examples(M) + pipelines(M)))
+STRONGEST = list(filter(known, strongest(M)))
 
 
 def same(there: Any, here: Any) -> None:
