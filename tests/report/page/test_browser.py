@@ -621,12 +621,12 @@ def test_400_runs_of_500_rounds(visit: Open, tmp_path: Path) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Of the processor, so that what else this machine does is no matter.
     built = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    shown = min(_seconds(lambda: visit(output.as_uri())) for _ in range(5))
+    page = visit(output.as_uri())
+    shown = _processor_seconds(page)
     print(f"built in {built:.2f} s, {output.stat().st_size / 1e6:.1f} MB, shown in {shown:.2f} s")
     assert built <= 5
     assert output.stat().st_size <= 12e6
     assert shown <= 2
-    page = visit(output.as_uri())
     assert page.locator("#runs tbody tr[data-run]").count() == 400
     lines = page.locator("#accuracy .legend button svg line")
     told = {
@@ -635,10 +635,13 @@ def test_400_runs_of_500_rounds(visit: Open, tmp_path: Path) -> None:
     }
     assert len(told) == lines.count() == 8  # rules with another b as well
     select = page.locator("#runs label", has_text="attack").locator("select")
-    assert _seconds(lambda: select.select_option("gambler")) < 1
+    select.select_option("gambler")
+    assert _processor_seconds(page) - shown < 1
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
+def _processor_seconds(page: Page) -> float:
+    """Return what the page's process has worked since it was started."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return float({each["name"]: each["value"] for each in metrics}["ProcessTime"])
