@@ -34,6 +34,7 @@ from phocas.rules.algebra import (
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
 CHOICES = ("triton", "torch")
+UNCLEANED = "Triton's kernels know nothing of cleaned rows"
 
 Answer = TypeVar("Answer")
 Piece: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -179,7 +180,7 @@ def _granules(pieces: list[Piece], granule: int) -> Iterator[Piece]:
 
 def _measured(pieces: list[Piece], m: int, request: Request | Plausible) -> Floats:
     if isinstance(request, Plausible) or request.clean is not None:
-        raise KernelError("Triton's kernels know nothing of cleaned rows")
+        raise KernelError(UNCLEANED)
     pairs = isinstance(request, Distances)
     wide = not isinstance(request, Distances) or request.wide or request.scale != 1
     weights = np.eye(m) if request.weights is None and request.scale != 1 else request.weights
@@ -203,6 +204,8 @@ def _measured(pieces: list[Piece], m: int, request: Request | Plausible) -> Floa
 
 def _check(decision: Decision) -> None:
     """Refuse what a decision may hold beside a mix and a window: it must not be left out."""
+    if decision.clean is not None:
+        raise KernelError(UNCLEANED)
     calls.check(decision.window)
     known = ("mix", "window")
     for field in fields(decision):
