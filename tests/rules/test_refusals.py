@@ -173,7 +173,7 @@ def test_no_rows(rule: phocas.Rule) -> None:
         ((np.ones(3) for _ in range(3)), TypeError, ["sequence", "got generator"]),
         ({1, 2}, TypeError, ["sequence", "got set"]),
     ],
-    ids=str,
+    ids=lambda given: type(given).__name__,
 )
 def test_what_is_not_a_matrix(rows: Any, error: type[Exception], words: list[str]) -> None:
     for call in (Median(), Median().explain):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
-from phocas.experiments.reproduction.outcomes import MissingError
+from phocas.experiments.reproduction.tasks import BASELINE
 from phocas.report.figures import plain, save_png
 from phocas.report.palette import BLUE, GREEN, ORANGE
 
@@ -28,21 +29,25 @@ def quiet_accuracies(outcomes: Outcomes) -> dict[str, float]:
     return {case.case.label: float(case.final.mean()) for case in outcomes.figure("none")}
 
 
-def lowest_accuracies(outcomes: Outcomes) -> dict[str, tuple[float, str]]:
-    """Return every rule's lowest accuracy at the end and the attack; only of complete rules."""
-    figures = [f for f in outcomes.reproduction.figures if f.name != "none"]
-    found: dict[str, tuple[float, str]] = {}
-    for label in quiet_accuracies(outcomes):
-        try:
-            ends = [
-                (float(outcomes.get(figure.name, label).final.mean()), figure.name)
-                for figure in figures
-            ]
-        except MissingError:
-            continue
-        if ends:
-            found[label] = min(ends)
-    return found
+@dataclass(frozen=True)
+class Lowest:
+    """A rule's lowest accuracy at the end, under which attack, and of how many that were run."""
+
+    accuracy: float
+    figure: str
+    attacks: int
+
+
+def lowest_accuracies(outcomes: Outcomes) -> dict[str, Lowest]:
+    """Return every rule's lowest accuracy under the attacks that it was run under."""
+    ends: dict[str, list[tuple[float, str]]] = {}
+    for figure in outcomes.reproduction.figures:
+        if figure.name != "none":
+            for case in outcomes.figure(figure.name):
+                if case.case.label != BASELINE:
+                    end = float(case.final.mean()), figure.name
+                    ends.setdefault(case.case.label, []).append(end)
+    return {label: Lowest(*min(found), len(found)) for label, found in ends.items()}
 
 
 def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> None:
@@ -65,7 +70,9 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
     left.set_xlabel("worst error by who knows the rule, in lengths of the gradient")
     left.set_ylabel("accuracy without failures")
     _points(
-        right, {label: (x, quiet[label]) for label, (x, _) in lowest.items()}, lambda x: x > 0.5
+        right,
+        {label: (low.accuracy, quiet[label]) for label, low in lowest.items()},
+        lambda x: x > 0.5,
     )
     right.set_xlim(0, 1)
     right.set_xlabel("lowest accuracy under the attacks that were run")
@@ -113,15 +120,17 @@ def front_lines(outcomes: Outcomes, errors: Mapping[str, Errors]) -> list[str]:
             f" in rounds {rounds} of a run by the mean; 6 liars of 20 know the rule and search."
         ),
         "",
-        "| rule | without failures | lowest | under | error, nobody lies | worst error found |",
-        "|---|---|---|---|---|---|",
+        "| rule | without failures | lowest | under | attacks | quiet error | worst error |",
+        "|---|---|---|---|---|---|---|",
     ]
     for label, each in sorted(errors.items(), key=lambda item: -quiet.get(item[0], 0)):
-        end, figure = lowest.get(label, (None, "not complete"))
+        low = lowest.get(label)
+        under = "not run | -" if low is None else f"{low.accuracy:.3f} | {low.figure}"
+        attacks = 0 if low is None else low.attacks
         rule = each.rule.replace("|", "\\|")
         worst = "no bound" if each.worst is None else f"{each.worst:.2f}"
         lines.append(
-            f"| {label} (`{rule}`) | {_number(quiet.get(label))} | {_number(end)} | {figure} |"
+            f"| {label} (`{rule}`) | {_number(quiet.get(label))} | {under} | {attacks} |"
             f" {each.quiet:.2f} | {worst} |"
         )
     return [*lines, ""]

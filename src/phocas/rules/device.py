@@ -39,6 +39,7 @@ from phocas.rules.algebra import (
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
 CHOICES = ("triton", "torch")
+UNCLEANED = "Triton's kernels know nothing of cleaned rows"
 
 Answer = TypeVar("Answer")
 Piece: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -235,7 +236,7 @@ class _Question:
 
 def _measured(pieces: list[Piece], m: int, request: Request | Plausible) -> Floats:
     if isinstance(request, Plausible) or request.clean is not None:
-        raise KernelError("Triton's kernels know nothing of cleaned rows")
+        raise KernelError(UNCLEANED)
     question = _Question(request, m)
     sums = question.sums(pieces[0][0].device)
     for piece in _granules(pieces, sums.granule):
@@ -273,6 +274,8 @@ def _computed(rows: Rows) -> torch.Tensor:
 
 def _check(decision: Decision) -> None:
     """Refuse what a decision may hold beside a mix and a window: it must not be left out."""
+    if decision.clean is not None:
+        raise KernelError(UNCLEANED)
     known = ("mix", "window")
     for field in fields(decision):
         if field.name not in known and getattr(decision, field.name) is not None:

@@ -199,9 +199,10 @@ def test_the_front_is_drawn_and_told(tmp_path: Path) -> None:
     }
     draw_front(outcomes, errors, tmp_path / "front.png")
     assert (tmp_path / "front.png").stat().st_size > 10_000
-    end, where = lowest_accuracies(outcomes)["NNM + Trmean"]
-    assert end == pytest.approx(0.1, abs=0.01)
-    assert where in ("bit-flip", "gambler")
+    low = lowest_accuracies(outcomes)["NNM + Trmean"]
+    assert low.accuracy == pytest.approx(0.1, abs=0.01)
+    assert low.figure in ("bit-flip", "gambler")
+    assert low.attacks == 8
     lines = front_lines(outcomes, errors)
     assert any("cleaning:b=8\\|nnm:b=6" in line and "| 2.00 |" in line for line in lines)
     assert any(line.startswith("| Mean") and "no bound" in line for line in lines)

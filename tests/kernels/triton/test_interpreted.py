@@ -90,6 +90,7 @@ def known(rule: Rule) -> bool:
 
 EVERY_RULE = list(filter(known, examples(M) + pipelines(M)))
 STRONGEST = list(filter(known, strongest(M)))
+CLEANING = [rule for rule in pipelines(M) if not known(rule)]
 
 
 def same(there: Any, here: Any) -> None:
@@ -112,6 +113,24 @@ def test_every_rule_has_the_bits_of_the_processor(there: Aggregate, rule: Rule) 
 def test_every_type_has_the_bits_of_the_processor(there: Aggregate, rule: Rule, dtype: str) -> None:
     rows = with_lies(rule, dtype)
     same(there(rule, rows), rule.explain(rows))
+
+
+@pytest.mark.parametrize("rule", CLEANING, ids=str)
+def test_cleaned_rows_are_left_to_torch(
+    there: Aggregate, rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = honest("float32")
+    with pytest.raises(KernelError, match="nothing of cleaned rows"):
+        there(rule, rows)
+    monkeypatch.setenv(device.VARIABLE, "torch")
+    wanted = there(rule, rows)
+    monkeypatch.delenv(device.VARIABLE)
+    monkeypatch.setattr(device, "path", lambda _: ("triton", ""))
+    monkeypatch.setattr(device, "_said", set())
+    with pytest.warns(RuntimeWarning, match=r"cleaned rows.*torch's operations are used"):
+        got = there(rule, rows)
+    np.testing.assert_allclose(got.value, wanted.value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got.dropped, wanted.dropped, rtol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
