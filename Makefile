@@ -15,7 +15,7 @@ demo: $(VENV)/.installed
 	$(BIN)/phocas demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ def test_the_demo_writes_a_table_and_a_figure(
     output, progress = capsys.readouterr()
     assert not ended.value.code, progress
     rules = ["mean", "mean", "krum", "multi-krum", "trimmed-mean", "phocas", "heraclius"]
-    lines = [line.split() for line in output.splitlines() if line[:1].isdigit()]
+    lines = [line.split() for line in output.splitlines() if re.match(r"\d+ {2}", line)]
     assert [line[1].removesuffix(":b=8") for line in lines] == rules
     assert "[7/7]" in progress
     figure = tmp_path / "phocas-demo" / "accuracy.png"

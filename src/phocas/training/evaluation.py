@@ -43,7 +43,7 @@ def evaluate(
     Accuracy needs one whole number a sample as target and a row of scores as output. Samples go to
     the device of the model.
     """
-    device = next(model.parameters()).device
+    device = next((parameter.device for parameter in model.parameters()), None)
     start = time.perf_counter()
 
     def judge(part: npt.NDArray[np.int64]) -> tuple[float, int, torch.Tensor | None]:
