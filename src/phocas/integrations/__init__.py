@@ -1,4 +1,4 @@
-"""Glue to other people's training loops: the rules inside torch's DistributedDataParallel."""
+"""Glue to what other people have: torch's DistributedDataParallel, Flower, files of tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     """Load an integration when it is first asked for: each needs what it integrates with."""
-    if name == "ddp":
-        return importlib.import_module("phocas.integrations.ddp")
+    if name in ("ddp", "flower", "merging"):
+        return importlib.import_module(f"phocas.integrations.{name}")
     raise AttributeError(f"module 'phocas.integrations' has no attribute {name!r}")

@@ -22,6 +22,7 @@ from phocas.kernels.calls import (
 )
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.distances import granule_columns
+from phocas.kernels.target import instructions
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "get_num_threads",
     "granule_columns",
     "half_supported",
+    "instructions",
     "mix_reduce",
     "pair_matrix",
     "pair_sums",

@@ -15,6 +15,7 @@ from phocas.rules.function import FunctionRule
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.promise import Tolerance
+from phocas.rules.relative import Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum, RowRule
 from phocas.rules.sharded import Evaluation
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
@@ -46,6 +47,7 @@ __all__ = [
     "Phocas",
     "Pipeline",
     "PreAggregator",
+    "Relative",
     "RowRule",
     "Rule",
     "Told",

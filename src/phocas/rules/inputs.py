@@ -387,11 +387,15 @@ def _is_whole(value: Any) -> bool:
 
 def _middle(rows: Sequence[Any], place: str) -> Any:
     """Return the lower median of whole numbers, exact in their own type; of flags, the majority."""
-    middle = (len(rows) - 1) // 2
     if _on_accelerator(rows[0]):
+        middle = (len(rows) - 1) // 2
         return sys.modules["torch"].stack(_flat(rows)).sort(dim=0).values[middle]
-    values = np.stack([_on_host(row, place).reshape(-1) for row in rows])
-    return _like(rows[0], np.sort(values, axis=0)[middle])
+    return _like(rows[0], lower_median([_on_host(row, place).reshape(-1) for row in rows]))
+
+
+def lower_median(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the lower median of each column: what more than half of the rows say, if they do."""
+    return np.asarray(np.sort(np.stack(rows), axis=0)[(len(rows) - 1) // 2])
 
 
 def _piece(start: int, rows: Sequence[Any], place: str) -> Piece:

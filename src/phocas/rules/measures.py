@@ -187,6 +187,8 @@ def _complete(
     """Join edge columns to granules; the last one ends, with zeros, at a whole vector."""
     joined: dict[int, NDArray[np.floating]] = {}
     last = max((start + values.shape[1] for start, values in edges), default=0)
+    # Tensors of different types may share a granule: it has the wider one.
+    kind = np.result_type(*{values.dtype for _, values in edges}) if edges else np.dtype("f4")
     for start, values in edges:
         done = 0
         while done < values.shape[1]:
@@ -194,7 +196,7 @@ def _complete(
             size = min(granule - offset, values.shape[1] - done)
             if number not in joined:
                 width = min(granule, -(-(last - number * granule) // VECTOR) * VECTOR)
-                joined[number] = np.zeros((m, width), values.dtype)
+                joined[number] = np.zeros((m, width), kind)
             block = joined[number]
             block[:, offset : offset + size] = values[:, done : done + size]
             done += size

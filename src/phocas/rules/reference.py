@@ -18,6 +18,7 @@ from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
+from phocas.rules.relative import Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
 from phocas.rules.watch import Watch
 
@@ -36,6 +37,8 @@ def reference(rule: Rule, rows: Any) -> Matrix:
             for stage in rule.stages:
                 matrix = _STAGES[type(stage)](stage, matrix)
             return reference(rule.rule, matrix)
+        if isinstance(rule, Relative):
+            return np.asarray(matrix[-1] + reference(rule.rule, matrix[:-1] - matrix[-1]))
         return _RULES[type(rule)](rule, matrix)
 
 

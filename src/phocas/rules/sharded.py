@@ -127,7 +127,7 @@ class Evaluation:
         return matrix
 
     def _open(self, columns: Any) -> HostMatrix:
-        matrix = open_rows(columns)
+        matrix = columns if isinstance(columns, HostMatrix) else open_rows(columns)
         if matrix.m != self.m:
             raise ValueError(f"columns must be of {self.m} rows: got {matrix.m}")
         if not isinstance(matrix, HostMatrix):
