@@ -46,6 +46,7 @@ from phocas.rules import (
     TrimmedMean,
     TrimmingRule,
     Watch,
+    Weighted,
     aggregate,
     parse_rule,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "TrimmedMean",
     "TrimmingRule",
     "Watch",
+    "Weighted",
     "Window",
     "__version__",
     "aggregate",

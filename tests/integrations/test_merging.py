@@ -22,8 +22,8 @@ from tests.helpers import hostile_values
 
 import phocas
 from phocas.cli import main
+from phocas.integrations.merging import Request, merge_files, open_tensors, receipt
 from phocas.integrations.merging import merge as merging
-from phocas.integrations.merging import merge_files, open_tensors, receipt
 from phocas.integrations.merging.formats import FileError
 from phocas.rules import parse_rule
 from phocas.rules.reference import reference
@@ -206,6 +206,24 @@ def test_updates_relative_to_a_base(tmp_path: Path, rule: str) -> None:
         assert not np.allclose(np.load(without), wanted)
 
 
+@pytest.mark.parametrize("rule", ["phocas:b=2", "multi-krum:b=2", "clipping:radius=2.0|median"])
+@pytest.mark.parametrize("based", [False, True])
+def test_weights_of_files(tmp_path: Path, rule: str, *, based: bool) -> None:
+    rng = np.random.default_rng(6)
+    rows = rng.normal(size=(7, 300))
+    rows[[1, 4]] = np.nan
+    base = np.ones(300)
+    paths = [tmp_path / f"{i}.npy" for i in range(8)]
+    for path, row in zip(paths, [*rows, base], strict=True):
+        np.save(path, row)
+    words = ["aggregate", *map(str, paths[:7]), "--rule", rule, "-o", str(tmp_path / "out.npy")]
+    words += ["--weights", "30,50,20,10,40,25,15", "--explain"]
+    assert run(*words, *(["--base", str(paths[7])] if based else [])) == 0
+    weighted = phocas.Weighted(parse_rule(rule), (30, 50, 20, 10, 40, 25, 15))
+    wanted = reference(weighted, rows - base * based) + base * based
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_arrays_in_other_orders_and_with_other_bytes_first(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     rows = rng.normal(size=(5, 6, 8)).astype(np.float32)
@@ -256,7 +274,7 @@ def test_a_receipt_is_the_same_for_whoever_repeats_the_merge(tmp_path: Path) -> 
         paths = written(folder, states(9))
         phocas.set_num_threads(threads)
         merged = merge_files(paths, "nnm:b=2|heraclius:b=2", folder / "out", digest=True)
-        receipts.append(receipt(merged, "nnm:b=2|heraclius:b=2"))
+        receipts.append(receipt(merged, Request("nnm:b=2|heraclius:b=2")))
     assert receipts[0] == receipts[1]
     assert "multiply-add" in receipts[0]["instructions"]
     assert receipts[0]["output"]["bytes"] == (tmp_path / "0" / "out").stat().st_size

@@ -27,6 +27,13 @@ def aggregate(
         Path | None,
         typer.Option(help="What all began from: the differences to it are aggregated."),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="A number for each file, in their order: 600,450,800."),
+    ] = None,
+    max_share: Annotated[
+        float | None, typer.Option(help="The share of all weight that no file is above.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="For rules that draw at random.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say who was thrown away.")] = False,
     receipt: Annotated[
@@ -48,6 +55,7 @@ def aggregate(
     from phocas.rules import parse_rule
 
     found = parse_rule(rule)
+    numbers = None if weights is None else _numbers(weights)
     if receipt is not None:
         check_writable(receipt, "the receipt")
         if receipt in (output, base, *files):
@@ -58,13 +66,16 @@ def aggregate(
             found,
             output,
             base=base,
+            weights=numbers,
+            max_share=max_share,
             seed=seed,
             explain=explain or as_json,
             digest=receipt is not None,
             progress=progress,
         )
     if receipt is not None:
-        written = merging.receipt(merged, str(found), base=base, seed=seed)
+        told = merging.Request(str(found), base, numbers, max_share, seed)
+        written = merging.receipt(merged, told)
         merging.write_receipt(receipt, written)
         _tell_copies(written, merged)
     for first, again in merged.same:
@@ -81,6 +92,13 @@ def aggregate(
     if explain:
         _print_dropped(merged)
     typer.echo(f"{output}: {merged.columns:,} values of {len(files)} files by {found}")
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--weights must be numbers with commas between: got {text!r}") from None
 
 
 def _tell_copies(receipt: dict[str, object], merged: Merged) -> None:

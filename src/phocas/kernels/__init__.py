@@ -24,12 +24,16 @@ from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.distances import granule_columns
 from phocas.kernels.target import instructions
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
+from phocas.kernels.weighted import LARGEST_TOTAL, Masses, Weighing
 
 __all__ = [
     "BLOCK_COLUMNS",
+    "LARGEST_TOTAL",
     "PLAIN_MEAN",
+    "Masses",
     "Rows",
     "SparseMix",
+    "Weighing",
     "Window",
     "address",
     "aligned",

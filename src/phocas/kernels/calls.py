@@ -20,12 +20,14 @@ from phocas.kernels import (
     mixing,
     products,
     programs,
+    weighted,
 )
 from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.emit import ELEMENTS, ColumnArguments
 from phocas.kernels.target import Target, host
 from phocas.kernels.threads import POOL, address
+from phocas.kernels.weighted import Weighing
 
 CHUNK_COLUMNS = 4096
 TILE_BYTES = 20480  # a mixed tile, its sources and the next tile stay in L1
@@ -133,11 +135,12 @@ def reduce(
     out: int,
     counts: NDArray[np.int64] | None = None,
     spread: float | None = None,
+    weighing: Weighing | None = None,
 ) -> None:
     """Average a window of every column into ``out``; add dropped values to ``counts``.
 
     With a reach, the first column must begin a block, unless the columns are part of one block only
-    and its spread is given.
+    and its spread is given. With a weighing, that says what is averaged, and not the window.
     """
     m = len(rows)
     if window.watched and (counts is None or m > STRAIGHT_LINE_ROWS):
@@ -145,7 +148,8 @@ def reduce(
             unused = np.empty(rows.columns * ELEMENTS[rows.element].size, np.uint8)
             reduce(rows, replace(window, watched=False), address(unused), counts, spread)
         window, counts = PLAIN_MEAN, None
-    kernel = _column_kernel(m, rows.element, window, counts is not None).given(spread)
+    blame = counts is not None
+    kernel = _column_kernel(m, rows.element, window, blame, weighing).given(spread)
     words = _words(address(rows.addresses), out, *kernel.rest)
     local = None if counts is None else _tallies(POOL.size(), m)
     POOL.run(kernel.work, words, local, rows.columns, CHUNK_COLUMNS)
@@ -153,16 +157,19 @@ def reduce(
         counts += local.sum(axis=0)
 
 
-def radii(rows: Rows, window: Window, mix: SparseMix | None = None) -> NDArray[np.floating]:
+def radii(
+    rows: Rows, window: Window, mix: SparseMix | None = None, weighing: Weighing | None = None
+) -> NDArray[np.floating]:
     """Return the radius of every column, or column of a mix, scaled as :func:`reduce` has it."""
     if mix is not None:
         kind = compute_dtype(rows.element)
         mixed = np.empty(rows.columns, kind)
-        _mix_reduce(rows, mix, _radii_kernel(len(mix), kind.name, window), mixed, BLOCK_COLUMNS)
+        inner = _radii_kernel(len(mix), kind.name, window, weighing)
+        _mix_reduce(rows, mix, inner, mixed, BLOCK_COLUMNS)
         return mixed
     computed = values(rows)  # as the columns of a kernel are, whatever they are stored as
     out = np.empty(rows.columns, computed.dtype)
-    kernel = _radii_kernel(len(rows), computed.dtype.name, window)
+    kernel = _radii_kernel(len(rows), computed.dtype.name, window, weighing)
     table = row_table(computed)
     words = _words(address(table), address(out), *kernel.rest)
     POOL.run(kernel.work, words, None, rows.columns, CHUNK_COLUMNS)
@@ -202,12 +209,14 @@ def mix_reduce(
     out: NDArray[np.floating],
     counts: NDArray[np.int64] | None = None,
     spread: float | None = None,
+    weighing: Weighing | None = None,
 ) -> None:
     """Mix the rows and average a window of every column, a tile at a time; see :func:`reduce`.
 
     ``out`` is an array of computed values or of doubles.
     """
-    kernel = _column_kernel(len(mix), out.dtype.name, window, counts is not None).given(spread)
+    blame = counts is not None
+    kernel = _column_kernel(len(mix), out.dtype.name, window, blame, weighing).given(spread)
     tallies = _mix_reduce(rows, mix, kernel, out, BLOCK_COLUMNS if window.reach else None)
     if counts is not None:
         counts += tallies.sum(axis=0)
@@ -413,14 +422,34 @@ class ColumnKernel(NamedTuple):
         return self._replace(rest=(*self.rest[:-1], address(constants)), constants=constants)
 
 
-def _column_kernel(m: int, element: str, window: Window, blame: bool) -> ColumnKernel:
+def _column_kernel(
+    m: int, element: str, window: Window, blame: bool, weighing: Weighing | None
+) -> ColumnKernel:
+    if weighing is not None:
+        return _weighted_kernel(element, weighing, blame, radii=False)
     straight = m <= STRAIGHT_LINE_ROWS
     return _chosen_kernel(m, element, window, blame and not window.plain, straight, radii=False)
 
 
-def _radii_kernel(m: int, element: str, window: Window) -> ColumnKernel:
+def _radii_kernel(m: int, element: str, window: Window, weighing: Weighing | None) -> ColumnKernel:
+    if weighing is not None:
+        return _weighted_kernel(element, weighing, blame=False, radii=True)
     straight = m <= STRAIGHT_LINE_ROWS
     return _chosen_kernel(m, element, window, blame=False, straight=straight, radii=True)
+
+
+def _weighted_kernel(element: str, weighing: Weighing, blame: bool, radii: bool) -> ColumnKernel:
+    kind, number = ELEMENTS[element], compute_dtype(element).type
+    drop, reach = bool(weighing.masses.drop), bool(weighing.masses.reach)
+    work = jit.address(
+        ("weighted", element, drop, reach, blame, radii),
+        lambda target: weighted.weighted_module(target, kind, drop, reach, blame, radii),
+    )
+    units = weighted.padded_weights(weighing.units, number)
+    numbers = weighted.constants(weighing.masses, int(weighing.units.sum()), number)
+    return _column_arguments(
+        work, numbers, units, m=len(weighing.units), program=address(units), steps=units.shape[1]
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -20,6 +20,7 @@ from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum, RowRule
 from phocas.rules.sharded import Evaluation
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
 from phocas.rules.watch import Watch
+from phocas.rules.weighting import Weighted
 
 __all__ = [
     "CGE",
@@ -55,6 +56,7 @@ __all__ = [
     "TrimmedMean",
     "TrimmingRule",
     "Watch",
+    "Weighted",
     "aggregate",
     "parse_rule",
 ]

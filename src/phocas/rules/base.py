@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels import Window
+from phocas.kernels import Masses, Window
 from phocas.rules.algebra import Decision, Floats, Matrix, Mix, Planning, Request, through
 from phocas.rules.inputs import open_rows
 from phocas.rules.promise import ASSUMED, Tolerance
@@ -112,6 +112,22 @@ class Rule(Stage):
     """Whether all columns must be in one place, so that only one server can do it."""
     outermost: ClassVar[bool] = False
     """Whether it must see the rows as they come, with nothing before it."""
+    weighable: bool = False
+    """Whether there is a definition for workers that have weights."""
+    least_liars: ClassVar[int] = 0
+    """How many of the heaviest must not hold half, if there is no b that says it."""
+
+    def masses(self, units: NDArray[np.int64]) -> Masses | None:
+        """Return which mass of a column is averaged; None: all of the rows that are chosen."""
+        del units
+        return None
+
+    def weighted_planning(
+        self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
+    ) -> Planning:
+        """Work out the mix for rows that have weights; what is chosen is so by its geometry."""
+        del units
+        return self.planning(m, rng)
 
     @abstractmethod
     def window(self, m: int) -> Window:
@@ -149,18 +165,29 @@ class Rule(Stage):
         del m, q, adaptive
         return None
 
-    def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
+    def __call__(
+        self, rows: Any, *, rng: Randomness = None, weights: Any = None, max_share: Any = None
+    ) -> Any:
         """Aggregate m rows: an array, a tensor, m vectors, m mappings of names to them or m lists.
 
         In mappings (state dicts) and lists, arrays of whole numbers become the lower median of the
         workers' values and flags what more than half of the workers say; blame leaves them out.
+
+        ``weights`` are one number for each worker, such as its examples; ``max_share`` of all
+        weight is the most that anyone has. See :class:`phocas.Weighted`.
         """
+        if weights is not None or max_share is not None:
+            return self.weighted(weights, max_share)(rows, rng=rng)
         matrix = open_rows(rows)
         self.check(matrix.m)
         return matrix.apply(self.decide(matrix, as_generator(rng)), None)
 
-    def explain(self, rows: Any, *, rng: Randomness = None) -> Explanation:
+    def explain(
+        self, rows: Any, *, rng: Randomness = None, weights: Any = None, max_share: Any = None
+    ) -> Explanation:
         """Aggregate, and say what share of each worker's values was dropped."""
+        if weights is not None or max_share is not None:
+            return self.weighted(weights, max_share).explain(rows, rng=rng)
         matrix = open_rows(rows)
         self.check(matrix.m)
         decision = self.decide(matrix, as_generator(rng))
@@ -169,6 +196,14 @@ class Rule(Stage):
         return Explanation(
             value, shares(decision, matrix.m, counts, matrix.d), self.expected(matrix.m)
         )
+
+    def weighted(self, weights: Any, max_share: float | None = None) -> Rule:
+        """Return the rule for workers that have weights: its promises are those with weights."""
+        from phocas.rules.weighting import Weighted  # noqa: PLC0415 - it is a rule itself
+
+        if weights is None:
+            raise ValueError("max_share needs weights: without them all have the same share")
+        return Weighted(self, tuple(np.asarray(weights).tolist()), max_share)
 
     def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
         """Work out the mix and the window for a matrix that can be measured."""
@@ -188,6 +223,9 @@ class Rule(Stage):
 
 class PreAggregator(Stage):
     """Turn m rows into others, for a rule to reduce."""
+
+    keeps_rows: ClassVar[bool] = True
+    """Whether row i is still that of worker i."""
 
     def rows_after(self, m: int) -> int:
         """Return how many rows come out."""
@@ -288,6 +326,29 @@ class Pipeline(Rule):
         for stage, size in zip(reversed(self.stages), reversed(before), strict=True):
             found = None if found is None else stage.spreads(size, q, found)
         return found
+
+    @property
+    def weighable(self) -> bool:  # type: ignore[override]  # read-only here: all steps decide
+        """Tell whether the rule is, and every row before it is still one worker's."""
+        return self.rule.weighable and all(stage.keeps_rows for stage in self.stages)
+
+    @property
+    def least_liars(self) -> int:  # type: ignore[override]  # read-only here: the rule decides
+        """Return that of the rule."""
+        return self.rule.least_liars
+
+    def masses(self, units: NDArray[np.int64]) -> Masses | None:
+        """Return what the rule averages of the mass of the mixed rows."""
+        return self.rule.masses(units)
+
+    def weighted_planning(
+        self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
+    ) -> Planning:
+        """Plan the stages as ever, and the rule with the weights."""
+        mix = Mix()
+        for stage in self.stages:
+            mix = yield from through(mix, stage.planning(m, rng))
+        return (yield from through(mix, self.rule.weighted_planning(m, units, rng)))
 
     @property
     def whole(self) -> bool:  # type: ignore[override]  # read-only here: the rule decides

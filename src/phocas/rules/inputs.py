@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.floats import FORMATS, to_bfloat16
-from phocas.kernels import Rows, SparseMix, Window
+from phocas.kernels import Rows, SparseMix
 from phocas.rules import measures
 from phocas.rules.algebra import (
     Decision,
@@ -163,7 +163,7 @@ class HostMatrix:
         cut = any(piece.start % kernels.BLOCK_COLUMNS for piece in self.pieces)
         if not cut or not decision.window.reach:
             return {}
-        return measures.spreads([self.partial(Radii(decision.window, decision.mix.weights))])
+        return measures.spreads([self.partial(decision.radii())])
 
 
 def _mixed(rows: Rows, weights: Floats | None) -> NDArray[Any]:
@@ -218,18 +218,18 @@ def _apply(
         out = np.empty(rows.columns, kernels.compute_dtype(rows.element))
     if weights is None or chosen is not None:
         rows = rows if chosen is None else rows.take(chosen)
-        kernels.reduce(rows, window, kernels.address(out), counts, spread)
+        kernels.reduce(rows, window, kernels.address(out), counts, spread, decision.weighing)
     elif out.dtype == np.float32 and needs_double(weights):
         wide = np.empty(len(out))
-        _mix(window, SparseMix.of(weights), rows, wide, counts, spread)
+        _mix(decision, SparseMix.of(weights), rows, wide, counts, spread)
         with np.errstate(over="ignore", under="ignore"):
             out[:] = wide
     else:
-        _mix(window, SparseMix.of(weights), rows, out, counts, spread)
+        _mix(decision, SparseMix.of(weights), rows, out, counts, spread)
 
 
 def _mix(
-    window: Window,
+    decision: Decision,
     mix: SparseMix,
     rows: Rows,
     out: NDArray[Any],
@@ -239,7 +239,8 @@ def _mix(
     if len(mix) == 1:
         kernels.combine(rows, mix, out[None, :])
     else:
-        kernels.mix_reduce(rows, mix, window, out, counts, spread)
+        window = replace(decision.window, watched=False)
+        kernels.mix_reduce(rows, mix, window, out, counts, spread, decision.weighing)
 
 
 def _stored(values: NDArray[Any], element: str) -> NDArray[Any]:

@@ -114,12 +114,16 @@ def edge_radii(request: Radii, start: int, rows: Rows) -> Partial:
     elif request.weights is not None:
         mix = kernels.SparseMix.of(request.weights)
     edges = tuple(
-        (start + begin, kernels.radii(rows.shifted(begin, end), request.window, mix)[None])
+        (start + begin, _radii(request, rows.shifted(begin, end), mix)[None])
         for begin, end in ((0, head), (tail, rows.columns))
         if end > begin
     )
     whole = ((first, np.zeros(((tail - head) // block, 0))),) if tail > head else ()
     return Partial(len(rows) if mix is None else len(mix), whole, edges)
+
+
+def _radii(request: Radii, rows: Rows, mix: kernels.SparseMix | None) -> NDArray[np.floating]:
+    return kernels.radii(rows, request.window, mix, request.weighing)
 
 
 def spreads(partials: Iterable[Partial], columns: int | None = None) -> dict[int, float]:

@@ -11,6 +11,7 @@ from phocas.kernels import Window
 from phocas.rules.algebra import Decision, Distances, Floats, Mix, Norms, Planning, Request
 from phocas.rules.base import Rule
 from phocas.rules.promise import Tolerance
+from phocas.rules.watch import Watch
 
 _ROUNDING = 1e-12
 
@@ -38,7 +39,7 @@ class Relative(Rule):
 
     def __post_init__(self) -> None:
         """Refuse a rule that must see the rows as they come."""
-        if self.rule.outermost or self.rule.whole:
+        if isinstance(self.rule, Relative | Watch) or self.rule.whole:
             raise ValueError(f"{self.rule} cannot be applied to differences to a base")
 
     def check(self, m: int) -> None:

@@ -75,7 +75,7 @@ class Evaluation:
             self.request = None
             self._decision = self.rule.decision(stop.value, self.m)
             if self._decision.window.reach and self.whole_blocks:
-                self.request = Radii(self._decision.window, self._decision.mix.weights)
+                self.request = self._decision.radii()
 
     def partial(self, columns: Any, start: int) -> Partial:
         """Measure columns that begin at column ``start`` of the whole matrix."""

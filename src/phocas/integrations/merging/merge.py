@@ -49,6 +49,8 @@ def merge_files(
     output: Path,
     *,
     base: Path | None = None,
+    weights: Sequence[float] | None = None,
+    max_share: float | None = None,
     seed: int | None = None,
     explain: bool = False,
     digest: bool = False,
@@ -66,6 +68,8 @@ def merge_files(
         rule: the rule, or its name
         output: where the result goes, in the format of the first file
         base: a file that all others began from; what is aggregated is the difference to it
+        weights: a number for each file, such as its examples
+        max_share: the share of all weight that nobody is above
         seed: a seed for rules that draw at random
         explain: count what share of each file's values was dropped
         digest: work out the SHA-256 of the output
@@ -73,6 +77,8 @@ def merge_files(
     """
     rule = RULES.of(rule, "merge_files")
     files = tuple(files)
+    if weights is not None or max_share is not None:
+        rule = rule.weighted(weights, max_share)
     rule.check(len(files))
     if rule.whole:
         raise ValueError(f"{rule} needs all values in memory at once: files are merged in parts")

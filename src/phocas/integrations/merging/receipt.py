@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,18 @@ from phocas.kernels import instructions
 _VERSIONS = ("phocas", "numpy", "llvmlite")
 
 
-def receipt(
-    merged: Merged, rule: str, *, base: Path | None = None, seed: int | None = None
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for, beside the files."""
+
+    rule: str
+    base: Path | None = None
+    weights: Sequence[float] | None = None
+    max_share: float | None = None
+    seed: int | None = None
+
+
+def receipt(merged: Merged, request: Request) -> dict[str, Any]:
     """Describe a merge without a word on where and when it was: the same again is the same text.
 
     Who repeats it with the same versions gets the same bits on any processor with the same
@@ -26,7 +37,7 @@ def receipt(
     """
     if merged.digest is None:
         raise ValueError("a receipt needs the digest of the output: merge with digest=True")
-    paths = [*merged.files, *([] if base is None else [base])]
+    paths = [*merged.files, *([] if request.base is None else [request.base])]
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(file_digest, paths))
     described = [
@@ -34,10 +45,12 @@ def receipt(
         for path, digest in zip(paths, digests, strict=True)
     ]
     return {
-        "rule": rule,
-        "seed": seed,
+        "rule": request.rule,
+        "weights": None if request.weights is None else list(request.weights),
+        "max_share": request.max_share,
+        "seed": request.seed,
         "inputs": described[: len(merged.files)],
-        "base": None if base is None else described[-1],
+        "base": None if request.base is None else described[-1],
         "output": {
             "bytes": merged.output.stat().st_size,
             "sha256": merged.digest,
