@@ -90,9 +90,9 @@ def merge_files(
     opened = [open_tensors(path) for path in everyone]
     for other in opened[1:]:
         _check_same(opened[0], other)
-    merge = _Merge(opened, len(files), rule if base is None else Relative(rule), seed, progress)
+    merge = Merge(opened, len(files), rule if base is None else Relative(rule), seed, progress)
     merge.plan()
-    shares = _Shares(len(files)) if explain else None
+    shares = Shares(len(files)) if explain else None
     with written_atomically(output) as file:
         write(file, opened[0], merge.metadata(), lambda tensor: merge.parts(tensor, shares))
         found = _digest(file) if digest else None
@@ -154,7 +154,7 @@ def _check_same(first: TensorFile, other: TensorFile) -> None:
             )
 
 
-class _Shares:
+class Shares:
     """What share of each file's values was dropped."""
 
     def __init__(self, m: int) -> None:
@@ -163,19 +163,22 @@ class _Shares:
         self._columns: dict[str, int] = {}
 
     def add(self, name: str, why: Explanation, columns: int) -> None:
+        """Take what was dropped of some columns of a tensor."""
         before = self._lost.get(name, np.zeros(self.m))
         self._lost[name] = before + why.dropped[: self.m] * columns
         self._columns[name] = self._columns.get(name, 0) + columns
 
     def by_tensor(self) -> dict[str, NDArray[np.float64]]:
+        """Return the shares of each tensor."""
         return {name: lost / self._columns[name] for name, lost in self._lost.items()}
 
     def total(self) -> NDArray[np.float64]:
+        """Return the shares of all values."""
         lost = sum(self._lost.values(), start=np.zeros(self.m))
         return np.asarray(lost / max(1, sum(self._columns.values())))
 
 
-class _Merge:
+class Merge:
     """The planning and the parts of one merge; with a base, it is the last of the files."""
 
     def __init__(
@@ -217,7 +220,7 @@ class _Merge:
                 for start, matrix in self._matrices(tensor)
             )
 
-    def parts(self, tensor: Tensor, shares: _Shares | None) -> Iterator[NDArray[Any]]:
+    def parts(self, tensor: Tensor, shares: Shares | None) -> Iterator[NDArray[Any]]:
         """Make the values of a tensor of the output."""
         if tensor.whole:
             arrays = [each.tensors[tensor.name].open() for each in self.files[: self.m]]
