@@ -29,6 +29,8 @@ from phocas.rules import Relative, Rule
 from phocas.rules.suspicion import stand_out
 from phocas.rules.table import RULES
 
+MOST = 0.5
+"""Whoever lost less of its values than this is no suspect, however little others lost."""
 POLICIES = ("skip", "stop")
 
 
@@ -47,7 +49,8 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
     costs its own row and nothing else. What it claims about its examples is ignored, unless
     ``max_share`` is given: then clients are weighted by it, and nobody has more than that share.
     Metrics of a round are medians over the clients, and who was thrown away: ``phocas/nodes`` with
-    the share ``phocas/dropped`` of each, and ``phocas/suspects``, whose share stands out.
+    the share ``phocas/dropped`` of each, and ``phocas/suspects``, who lost most of their values and
+    far more than others.
 
     Args:
         rule: the rule, or its name
@@ -123,7 +126,7 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         else:
             metrics = dict(middle_metrics(contents, self.weighted_by_key))
         nodes = [client.node for client in clients]
-        suspects = [nodes[i] for i in np.flatnonzero(stand_out(dropped))]
+        suspects = [nodes[i] for i in np.flatnonzero(stand_out(dropped) & (dropped > MOST))]
         metrics |= {
             "phocas/replies": len(clients),
             "phocas/failed": failed,
