@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FLOWER := .venv-flower
 
-.PHONY: demo test test-slow test-ray test-gpu bench lint format clean
+.PHONY: demo test test-slow test-ray test-gpu test-flower bench lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -30,6 +31,17 @@ test-gpu: $(VENV)/.installed
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton/test_interpreted.py
 	$(BIN)/python -m pytest tests/kernels/triton/test_compiled.py
 
+# In an environment of its own: Flower wants older versions of some packages than the other tests.
+$(FLOWER)/.installed: pyproject.toml constraints-flower.txt
+	$(PYTHON) -m venv $(FLOWER)
+	$(FLOWER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-flower.txt -e ".[dev,flower]" "flwr[simulation]"
+	@touch $@
+
+test-flower: $(FLOWER)/.installed
+	$(FLOWER)/bin/python -m pytest -W ignore::DeprecationWarning \
+		tests/integrations/flower src/phocas/integrations/flower
+
 bench: $(VENV)/.installed
 	$(BIN)/phocas bench
 
@@ -44,4 +56,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FLOWER) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
