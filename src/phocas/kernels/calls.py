@@ -441,14 +441,16 @@ def _radii_kernel(m: int, element: str, window: Window, weighing: Weighing | Non
 def _weighted_kernel(element: str, weighing: Weighing, blame: bool, radii: bool) -> ColumnKernel:
     kind, number = ELEMENTS[element], compute_dtype(element).type
     drop, reach = bool(weighing.masses.drop), bool(weighing.masses.reach)
+    m = len(weighing.units)
+    straight = m if m <= weighted.SORTED_ROWS else None
     work = jit.address(
-        ("weighted", element, drop, reach, blame, radii),
-        lambda target: weighted.weighted_module(target, kind, drop, reach, blame, radii),
+        ("weighted", element, drop, reach, blame, radii, straight),
+        lambda target: weighted.weighted_module(target, kind, drop, reach, blame, radii, straight),
     )
     units = weighted.padded_weights(weighing.units, number)
     numbers = weighted.constants(weighing.masses, int(weighing.units.sum()), number)
     return _column_arguments(
-        work, numbers, units, m=len(weighing.units), program=address(units), steps=units.shape[1]
+        work, numbers, units, m=m, program=address(units), steps=units.shape[1]
     )
 
 

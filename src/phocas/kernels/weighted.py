@@ -23,6 +23,7 @@ i loses D - F_i, within 0 and w_i. One comparison serves both rows of a pair.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,10 +35,13 @@ from numpy.typing import NDArray
 from phocas.kernels import blocks
 from phocas.kernels.columns import Averaged, prefetch_bytes, within
 from phocas.kernels.emit import ColumnArguments, Element, Function
+from phocas.kernels.networks import sorting_network
 from phocas.kernels.target import Target
 
 LARGEST_TOTAL = 1 << 22
 """Of so many units, halves too are exact in single precision."""
+SORTED_ROWS = 32
+"""Up to so many rows are sorted in straight-line code."""
 TOGETHER = 4  # rows that are compared with as many others at a time
 _SCALE = 0.5  # of distances, so that none between finite values overflows
 _REACH = 6  # where the reach is among the constants
@@ -98,11 +102,17 @@ def constants(masses: Masses, total: int, kind: type[np.floating]) -> NDArray[np
 
 
 def weighted_module(
-    target: Target, element: Element, drop: bool, reach: bool, blame: bool, radii: bool
+    target: Target,
+    element: Element,
+    drop: bool,
+    reach: bool,
+    blame: bool,
+    radii: bool,
+    m: int | None = None,
 ) -> str:
-    """Write the kernel of any number of rows, over blocks of columns."""
+    """Write the kernel over blocks of columns: straight-line code for m rows, or for any number."""
     f = Function(target, element)
-    with _columns(f, drop) as (index, found):
+    with _columns(f, drop) if m is None else _sorted_columns(f, m, drop) as (index, found):
         left: tuple[str, ...] = (found.low, found.high)
         column = f.op(f"add i64 %column, {index}")
         if reach and not radii:
@@ -141,6 +151,147 @@ def weighted_module(
         reach=_REACH,
     )
     return blocks.module_text(f, sweeps)
+
+
+@contextmanager
+def _sorted_columns(f: Function, m: int, drop: bool) -> Iterator[tuple[str, Averaged]]:
+    """Write the loop over vectors of columns that are sorted in registers, with their weights."""
+    args = f.named(ColumnArguments._fields)
+    units, numbers = args.pointer("program"), args.pointer("constants")
+    all_, trim, cut, trimmed, kept, _ = (f.broadcast(f.scalar_at(numbers, i)) for i in range(6))
+    weights = [f.broadcast(f.scalar_at(units, i)) for i in range(m)]
+    ahead = prefetch_bytes(m)
+    with f.loop("0", "%count", f.lanes) as loop:
+        column = f.op(f"add i64 %column, {loop.index}")
+        addresses = [f.at(f.pointer("%rows", i), column) for i in range(m)]
+        for address in addresses:
+            f.prefetch(address, ahead)
+        values = [f.nan_to_inf(f.load(address)) for address in addresses]
+        masses = list(weights)
+        for low, high in sorting_network(m):
+            a, b = values[low], values[high]
+            in_order = f.compare("ole", a, b)
+            values[low], values[high] = f.low(a, b), f.high(a, b)
+            masses[low], masses[high] = _exchanged(f, in_order, masses[low], masses[high])
+        yield loop.index, _sorted_mean(f, values, masses, all_, trim, trimmed, drop, cut, kept)
+
+
+def _exchanged(f: Function, in_order: str, a: str, b: str) -> tuple[str, str]:
+    return f.select(in_order, a, b), f.select(in_order, b, a)
+
+
+def _sorted_mean(
+    f: Function,
+    values: list[str],
+    masses: list[str],
+    all_: str,
+    trim: str,
+    trimmed: str,
+    drop: bool,
+    cut: str,
+    kept: str,
+) -> Averaged:
+    """Return the mean of the mass that is kept of sorted values."""
+    rest = f.sub(all_, trim)
+    edges, mass = [trim], f.splat(0.0)
+    for each in masses[:-1]:
+        mass = f.add(mass, each)
+        edges.append(f.low(f.high(mass, trim), rest))
+    edges.append(rest)
+    left = [f.sub(end, start) for start, end in itertools.pairwise(edges)]
+    if drop:
+        centre = f.splat(0.0)
+        for value, share in zip(values, left, strict=True):
+            inside = f.compare("ogt", share, f.splat(0.0))
+            half = f.mul(value, f.splat(_SCALE))
+            added = f.multiply_add(f.mul(share, trimmed), half, centre)
+            centre = f.select(inside, added, centre)
+        return _sorted_nearest(f, values, masses, centre, f.sub(all_, cut), kept)
+    pivot = values[-1]
+    half = f.mul(all_, f.splat(0.5))
+    for value, end in zip(reversed(values[:-1]), reversed(edges[1:-1]), strict=True):
+        pivot = f.select(f.compare("oge", end, half), value, pivot)
+    minus = f.mul(pivot, f.splat(-_SCALE))
+    total, low, high = f.splat(0.0), pivot, pivot
+    for value, share in zip(values, left, strict=True):
+        inside = f.compare("ogt", share, f.splat(0.0))
+        distance = f.scaled_add(value, _SCALE, minus)
+        total = f.select(inside, f.multiply_add(f.mul(share, trimmed), distance, total), total)
+        low, high = (
+            f.select(inside, bound(edge, value), edge)
+            for bound, edge in ((f.low, low), (f.high, high))
+        )
+    mean = within(f, f.fma(total, f.splat(1 / _SCALE), pivot), low, high)
+    return Averaged(mean, low, high)
+
+
+def _sorted_nearest(
+    f: Function, values: list[str], masses: list[str], centre: str, rest: str, inverse: str
+) -> Averaged:
+    """Return the mean of the mass nearest to the scaled centre.
+
+    Distances of sorted values fall and then rise, so half a bitonic sort puts them in order. They
+    are compared as whole numbers, the sign last: of equal ones that of the smaller value is first.
+    """
+    minus = f.negate(centre)
+    signed = [f.scaled_add(value, _SCALE, minus) for value in values]
+    keys = [_key(f, distance) for distance in signed]
+    masses = list(masses)
+    step = 1 << (len(values) - 1).bit_length()
+    while step := step // 2:
+        for low in range(len(values) - step):
+            if not low & step:
+                a, b = keys[low], keys[low + step]
+                words = _words(f)
+                in_order = f.op(f"icmp ule {words} {a}, {b}")
+                kind = f"select {f.mask} {in_order}, {words}"
+                keys[low] = f.op(f"{kind} {a}, {words} {b}")
+                keys[low + step] = f.op(f"{kind} {b}, {words} {a}")
+                pair = masses[low], masses[low + step]
+                masses[low], masses[low + step] = _exchanged(f, in_order, *pair)
+    total = radius = f.splat(0.0)
+    left = rest
+    for key, mass in zip(keys, masses, strict=True):
+        distance = _distance(f, key)
+        inside = f.compare("ogt", left, f.splat(0.0))
+        share = f.mul(f.low(left, mass), inverse)
+        total = f.select(inside, f.multiply_add(share, distance, total), total)
+        radius = f.select(inside, f.absolute(distance), radius)
+        left = f.sub(left, mass)
+    low, high = f.splat(math.inf), f.splat(-math.inf)
+    for value, distance in zip(values, signed, strict=True):
+        inside = f.compare("ole", f.absolute(distance), radius)
+        low = f.select(inside, f.low(low, value), low)
+        high = f.select(inside, f.high(high, value), high)
+    y = f.mul(centre, f.splat(1 / _SCALE))
+    mean = within(f, f.fma(total, f.splat(1 / _SCALE), y), low, high)
+    return Averaged(mean, minus, radius, y)
+
+
+def _words(f: Function) -> str:
+    return f"<{f.lanes} x i{f.element.compute_bits}>"
+
+
+def _key(f: Function, distance: str) -> str:
+    """Return a whole number that grows with the length of a distance; above is farther than below.
+
+    The sign goes from the first bit, turned around, to the last.
+    """
+    words, bits = _words(f), f.element.compute_bits
+    word = f.op(f"bitcast {f.vector} {distance} to {words}")
+    length = f.op(f"shl {words} {word}, splat (i{bits} 1)")
+    sign = f.op(f"lshr {words} {word}, splat (i{bits} {bits - 1})")
+    above = f.op(f"xor {words} {sign}, splat (i{bits} 1)")
+    return f.op(f"or {words} {length}, {above}")
+
+
+def _distance(f: Function, key: str) -> str:
+    """Return the distance that a key stands for."""
+    words, bits = _words(f), f.element.compute_bits
+    length = f.op(f"lshr {words} {key}, splat (i{bits} 1)")
+    turned = f.op(f"xor {words} {key}, splat (i{bits} 1)")
+    sign = f.op(f"shl {words} {turned}, splat (i{bits} {bits - 1})")
+    return f.op(f"bitcast {words} {f.op(f'or {words} {length}, {sign}')} to {f.vector}")
 
 
 @dataclass(frozen=True, slots=True)

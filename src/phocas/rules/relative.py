@@ -21,8 +21,8 @@ class Relative(Rule):
     """Aggregate the differences of m rows to a base, which is the last row, and add the base.
 
     Windows move with their values, so the base stands only where it changes the result: as a
-    weight in mixes that do not add up to one (clipping), and in norms. Rules that go by distances
-    or by columns get the bits that they have without it.
+    weight in mixes that do not add up to one (clipping), and in norms. Rules that go by columns get
+    the bits that they have without it.
 
     Breakdown: that of the rule. NaN and inf in the base pass into the result where it has a weight.
 
