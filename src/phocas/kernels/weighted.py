@@ -238,17 +238,18 @@ def _sorted_nearest(
     keys = [_key(f, distance) for distance in signed]
     masses = list(masses)
     step = 1 << (len(values) - 1).bit_length()
+    words = _words(f)
     while step := step // 2:
-        for low in range(len(values) - step):
-            if not low & step:
-                a, b = keys[low], keys[low + step]
-                words = _words(f)
-                in_order = f.op(f"icmp ule {words} {a}, {b}")
-                kind = f"select {f.mask} {in_order}, {words}"
-                keys[low] = f.op(f"{kind} {a}, {words} {b}")
-                keys[low + step] = f.op(f"{kind} {b}, {words} {a}")
-                pair = masses[low], masses[low + step]
-                masses[low], masses[low + step] = _exchanged(f, in_order, *pair)
+        for first in range(len(values) - step):
+            if first & step:
+                continue
+            other = first + step
+            a, b = keys[first], keys[other]
+            in_order = f.op(f"icmp ule {words} {a}, {b}")
+            kind = f"select {f.mask} {in_order}, {words}"
+            keys[first] = f.op(f"{kind} {a}, {words} {b}")
+            keys[other] = f.op(f"{kind} {b}, {words} {a}")
+            masses[first], masses[other] = _exchanged(f, in_order, masses[first], masses[other])
     total = radius = f.splat(0.0)
     left = rest
     for key, mass in zip(keys, masses, strict=True):
