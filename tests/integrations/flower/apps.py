@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from phocas.integrations.flower import Momentum, RobustStrategy
+from phocas.integrations.flower import RobustStrategy
 
 TARGET = 3.0
 STRATEGIES: dict[str, Any] = {
-    "fedavg": lambda: FedAvg(fraction_evaluate=1.0),
-    "robust": lambda: RobustStrategy("nnm:b=3|phocas:b=3"),
-    "weighted": lambda: RobustStrategy("phocas:b=3", max_share=0.12),
-    "momentum": lambda: RobustStrategy("phocas:b=3", optimiser=Momentum(lr=0.7, momentum=0.3)),
-    "two": lambda: RobustStrategy("mean", min_train_nodes=2, min_evaluate_nodes=0),
+    "fedavg": FedAvg,
+    "robust": partial(RobustStrategy, "nnm:b=3|phocas:b=3"),
+    "weighted": partial(RobustStrategy, "phocas:b=3", max_share=0.12),
+    "two": partial(RobustStrategy, "mean"),
 }
 client = ClientApp()
 server = ServerApp()
@@ -81,7 +81,10 @@ def evaluate(message: Message, context: Context) -> Message:
 
 def main(grid: Grid, context: Context) -> None:
     del context
-    strategy = STRATEGIES[os.environ["SERVER_STRATEGY"]]()
+    nodes = int(os.environ["SERVER_NODES"])  # nobody is sampled before all are there
+    strategy = STRATEGIES[os.environ["SERVER_STRATEGY"]](
+        min_train_nodes=nodes, min_evaluate_nodes=nodes, min_available_nodes=nodes
+    )
     initial = ArrayRecord({name: Array(value) for name, value in model(0.0).items()})
     rounds = int(os.environ.get("SERVER_ROUNDS", "3"))
     try:

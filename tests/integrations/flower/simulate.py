@@ -15,6 +15,7 @@ if __name__ == "__main__":
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
             "init_args": {
+                "address": "local",  # and no cluster that may be on this machine
                 "num_cpus": 2,
                 "include_dashboard": False,
                 "_node_ip_address": "127.0.0.1",

@@ -221,7 +221,9 @@ def test_bad_options_are_refused() -> None:
 # -- with real processes ---------------------------------------------------------------------------
 
 
-def environment(home: Path, strategy: str, kinds: dict[int, str], rounds: int) -> dict[str, str]:
+def environment(
+    home: Path, strategy: str, kinds: dict[int, str], rounds: int, nodes: int
+) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -232,6 +234,7 @@ def environment(home: Path, strategy: str, kinds: dict[int, str], rounds: int) -
         "RAY_USAGE_STATS_ENABLED": "0",
         "SERVER_STRATEGY": strategy,
         "SERVER_ROUNDS": str(rounds),
+        "SERVER_NODES": str(nodes),
         "SERVER_REPORT": str(home / "report.json"),
         "CLIENT_KINDS": json.dumps(kinds),
     }
@@ -241,7 +244,7 @@ def simulated(home: Path, strategy: str, nodes: int = 13) -> dict[str, Any]:
     home.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", "tests.integrations.flower.simulate", str(nodes)],
-        env=environment(home, strategy, KINDS, 3),
+        env=environment(home, strategy, KINDS, 3, nodes),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -326,7 +329,7 @@ def test_a_superlink_with_two_supernodes(tmp_path: Path) -> None:
         '[superlink]\ndefault = "here"\n\n[superlink.here]\n'
         f'address = "127.0.0.1:{port}"\ninsecure = true\n'
     )
-    env = environment(tmp_path, "two", {}, 2)
+    env = environment(tmp_path, "two", {}, 2, 2)
     binary = Path(sys.executable).parent
     report = tmp_path / "report.json"
     with ExitStack() as stack:
