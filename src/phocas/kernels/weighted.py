@@ -204,7 +204,7 @@ def _sorted_mean(
         for value, share in zip(values, left, strict=True):
             inside = f.compare("ogt", share, f.splat(0.0))
             half = f.mul(value, f.splat(_SCALE))
-            added = f.multiply_add(f.mul(share, trimmed), half, centre)
+            added = f.fma(f.mul(share, trimmed), half, centre)
             centre = f.select(inside, added, centre)
         return _sorted_nearest(f, values, masses, centre, f.sub(all_, cut), kept)
     pivot = values[-1]
@@ -216,7 +216,7 @@ def _sorted_mean(
     for value, share in zip(values, left, strict=True):
         inside = f.compare("ogt", share, f.splat(0.0))
         distance = f.scaled_add(value, _SCALE, minus)
-        total = f.select(inside, f.multiply_add(f.mul(share, trimmed), distance, total), total)
+        total = f.select(inside, f.fma(f.mul(share, trimmed), distance, total), total)
         low, high = (
             f.select(inside, bound(edge, value), edge)
             for bound, edge in ((f.low, low), (f.high, high))
@@ -256,7 +256,7 @@ def _sorted_nearest(
         distance = _distance(f, key)
         inside = f.compare("ogt", left, f.splat(0.0))
         share = f.mul(f.low(left, mass), inverse)
-        total = f.select(inside, f.multiply_add(share, distance, total), total)
+        total = f.select(inside, f.fma(share, distance, total), total)
         radius = f.select(inside, f.absolute(distance), radius)
         left = f.sub(left, mass)
     low, high = f.splat(math.inf), f.splat(-math.inf)
@@ -463,7 +463,7 @@ def _centre(tile: _Tile, padded: str, all_: str, trim: str, inverse: str) -> str
         mass, inside = _uncut(tile, row, all_, trim)
         share = f.mul(mass, inverse)
         value = f.mul(tile.load(tile.values, row), f.splat(_SCALE))
-        return [f.select(inside, f.multiply_add(share, value, sums[0]), sums[0])]
+        return [f.select(inside, f.fma(share, value, sums[0]), sums[0])]
 
     return _folded(tile, padded, ["zeroinitializer"], add, [f.add])[0]
 
@@ -492,7 +492,7 @@ def _trimmed(tile: _Tile, padded: str, all_: str, trim: str, inverse: str) -> Av
         distance = f.scaled_add(value, _SCALE, minus)
         share = f.mul(mass, inverse)
         return [
-            f.select(inside, f.multiply_add(share, distance, total), total),
+            f.select(inside, f.fma(share, distance, total), total),
             f.select(inside, f.low(low, value), low),
             f.select(inside, f.high(high, value), high),
         ]
@@ -533,7 +533,7 @@ def _nearest(tile: _Tile, padded: str, centre: str, all_: str, cut: str, inverse
         share = f.mul(mass, inverse)
         value = tile.load(tile.values, row)
         return [
-            f.select(inside, f.multiply_add(share, distance, total), total),
+            f.select(inside, f.fma(share, distance, total), total),
             f.select(inside, f.high(radius, f.absolute(distance)), radius),
             f.select(inside, f.low(low, value), low),
             f.select(inside, f.high(high, value), high),
