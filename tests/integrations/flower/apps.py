@@ -88,7 +88,7 @@ def main(grid: Grid, context: Context) -> None:
     initial = ArrayRecord({name: Array(value) for name, value in model(0.0).items()})
     rounds = int(os.environ.get("SERVER_ROUNDS", "3"))
     try:
-        result = strategy.start(grid, initial, rounds, train_config=ConfigRecord(), timeout=60)
+        result = strategy.start(grid, initial, rounds, train_config=ConfigRecord(), timeout=600)
     except Exception as error:
         _report({"error": type(error).__name__})
         raise
