@@ -39,7 +39,7 @@ def samples(which: str, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
     dataset = data.load(os.environ.get("FLOWER_EXAMPLE_DATA", "mnist"))
     images = getattr(dataset, f"{which}_images")[part]
     labels = getattr(dataset, f"{which}_labels")[part]
-    return torch.from_numpy(dataset.floats(images)), torch.from_numpy(labels).long()
+    return torch.from_numpy(dataset.floats(images)), torch.tensor(labels).long()
 
 
 @client.train()
@@ -60,7 +60,7 @@ def train(message: Message, context: Context) -> Message:
     if number < ATTACKERS:
         state = {name: start[name] - 10 * (value - start[name]) for name, value in state.items()}
         examples *= 100
-    metrics = MetricRecord({"num-examples": examples, "loss": float(loss)})
+    metrics = MetricRecord({"num-examples": examples, "loss": loss.item()})
     return Message(RecordDict({"arrays": ArrayRecord(state), "metrics": metrics}), reply_to=message)
 
 
