@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FLOWER := .venv-flower
 
-.PHONY: demo test test-slow test-ray test-gpu test-page test-integrations bench lint format clean
+.PHONY: demo test test-slow test-ray test-gpu test-page test-integrations test-flower bench lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -43,6 +44,17 @@ test-page: $(VENV)/.installed
 		echo "chromium cannot be installed here: the page is not tried in a browser"
 	$(BIN)/python -m pytest -rs tests/report/page
 
+# In an environment of its own: Flower wants older versions of some packages than the other tests.
+$(FLOWER)/.installed: pyproject.toml constraints-flower.txt
+	$(PYTHON) -m venv $(FLOWER)
+	$(FLOWER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-flower.txt -e ".[dev,flower]" "flwr[simulation]"
+	@touch $@
+
+test-flower: $(FLOWER)/.installed
+	$(FLOWER)/bin/python -m pytest -W ignore::DeprecationWarning \
+		tests/integrations/flower src/phocas/integrations/flower
+
 bench: $(VENV)/.installed
 	$(BIN)/phocas bench
 
@@ -57,4 +69,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FLOWER) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

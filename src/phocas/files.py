@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedRandom
 from pathlib import Path
 
 
@@ -11,16 +14,30 @@ def write_atomically(path: Path, content: bytes, *, keep: Path | None = None) ->
 
     What was there before goes to ``keep``, if that is given, once the new content is on the disk.
     """
+    with written_atomically(path, keep=keep) as file:
+        file.write(content)
+
+
+@contextmanager
+def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[BufferedRandom]:
+    """Yield a file that appears at a path when all of it was written, or not at all.
+
+    An error of the disk that names no file names this one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with half.open("wb") as file:
-            file.write(content)
+        with half.open("w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if keep is not None and path.exists():
             path.replace(keep)
         half.replace(path)
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         half.unlink(missing_ok=True)
     if os.name == "posix":  # the rename itself lasts once the folder is on the disk

@@ -156,7 +156,7 @@ def test_a_broken_promise_is_found() -> None:
     class Liar(Phocas):
         """A mean that says it is Phocas."""
 
-        def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
+        def __call__(self, rows: Any, *, rng: Randomness = None, **_: Any) -> Any:
             return Mean()(rows, rng=rng)
 
     (trial,) = audit(Liar(6), dims=50, attacks=[Gaussian(6)])

@@ -249,7 +249,7 @@ class Counted(Median):
 
     calls = 0
 
-    def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
+    def __call__(self, rows: Any, *, rng: Randomness = None, **_: Any) -> Any:
         Counted.calls += 1
         return super().__call__(rows, rng=rng)
 
@@ -257,7 +257,7 @@ class Counted(Median):
 class Opaque(Pipeline):
     """A median of which nothing is known but what it returns."""
 
-    def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
+    def __call__(self, rows: Any, *, rng: Randomness = None, **_: Any) -> Any:
         return Counted()(rows, rng=rng)
 
 

@@ -23,6 +23,7 @@ from phocas.kernels import (
     normals,
     products,
     programs,
+    weighted,
 )
 from phocas.kernels.emit import ELEMENTS, ColumnArguments, Element
 from phocas.kernels.target import ALL_TARGETS, ARM64, X86_AVX2, X86_BASELINE, Target, host
@@ -49,6 +50,9 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     "table blame": lambda t, e: programs.blocks_module(t, e, False, False, blame=True),
     "table reach": lambda t, e: programs.blocks_module(t, e, True, True, blame=True),
     "table marks": lambda t, e: programs.blocks_module(t, e, True, True, False, gives="marks"),
+    "weighted": lambda t, e: weighted.weighted_module(t, e, True, True, True, radii=False, m=20),
+    "weighted trim": lambda t, e: weighted.weighted_module(t, e, False, False, True, False, m=9),
+    "weighted pairs": lambda t, e: weighted.weighted_module(t, e, True, True, True, radii=False),
     "combine": mixing.combine_module,
     "combine wide": lambda t, e: mixing.combine_module(t, e.wide()),
     "fused": mixing.fused_module,
@@ -229,3 +233,36 @@ def test_the_host_is_described() -> None:
     target = host()
     assert target.vector_bits in (128, 256, 512)
     assert target.triple == llvm.get_process_triple()
+
+
+@pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
+@pytest.mark.parametrize("straight", [None, 20])
+@pytest.mark.parametrize("drop", [None, 30.0])
+def test_weights_have_the_same_bits_on_lesser_processors(
+    target: Target, straight: int | None, drop: float | None
+) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(20, 83)).astype(np.float32)
+    values[rng.integers(20, size=83), np.arange(83)] = rng.choice([np.nan, np.inf, 3e38, -0.0], 83)
+    units = weighted.padded_weights(rng.integers(1, 9, size=20), np.float32)
+    masses = weighted.Masses(30.0, drop)
+    numbers = weighted.constants(masses, int(units[0].sum()), np.float32)
+    table = values.ctypes.data + np.arange(20, dtype=np.uint64) * np.uint64(values.strides[0])
+    found = []
+    for each in (host(), target):
+        text = weighted.weighted_module(
+            each, ELEMENTS["float32"], bool(drop), False, True, radii=False, m=straight
+        )
+        out, local = np.empty(83, np.float32), np.zeros(20, np.int64)
+        words = ColumnArguments(
+            rows=table.ctypes.data,
+            out=out.ctypes.data,
+            m=20,
+            program=units.ctypes.data,
+            steps=units.shape[1],
+            constants=numbers.ctypes.data,
+        )
+        _run(each, text, list(words), local, 83)
+        found.append((out.tobytes(), local.tolist()))
+    assert found[0] == found[1]
+    assert any(found[0][1])

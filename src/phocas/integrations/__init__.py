@@ -1,7 +1,8 @@
-"""Glue to other people's training loops: the rules inside torch's DDP and FSDP2.
+"""Glue to what other people have: torch's DDP and FSDP2, Flower, files of tensors.
 
 ``protect`` and ``watch`` take a model that DDP or FSDP2 has wrapped, whichever it is; ``ddp`` and
-``fsdp`` have what is special to each, ``lightning`` and ``transformers`` a callback.
+``fsdp`` have what is special to each, ``lightning`` and ``transformers`` a callback, ``flower`` a
+strategy, ``merging`` files.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("ddp", "fsdp", "lightning", "transformers")
+_MODULES = ("ddp", "flower", "fsdp", "lightning", "merging", "transformers")
 _VERBS = ("protect", "watch")
 
 

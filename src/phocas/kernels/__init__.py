@@ -27,14 +27,19 @@ from phocas.kernels.calls import (
 )
 from phocas.kernels.columns import PLAIN_MEAN, Window, scale_for
 from phocas.kernels.distances import granule_columns
+from phocas.kernels.target import instructions
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
+from phocas.kernels.weighted import LARGEST_TOTAL, Masses, Weighing
 
 __all__ = [
     "BLOCK_COLUMNS",
+    "LARGEST_TOTAL",
     "PLAIN_MEAN",
     "Dirt",
+    "Masses",
     "Rows",
     "SparseMix",
+    "Weighing",
     "Window",
     "address",
     "aligned",
@@ -45,6 +50,7 @@ __all__ = [
     "get_num_threads",
     "granule_columns",
     "half_supported",
+    "instructions",
     "marks",
     "mix_reduce",
     "packed_sums",

@@ -188,15 +188,22 @@ class Weights:
     inverse: str
     limit: str
 
-    def add(self, distance: str, total: str, weight: str) -> tuple[str, str]:
-        """Return the sums of weighted distances and of weights with one more distance."""
+    def add(
+        self, distance: str, total: str, weight: str, share: str | None = None
+    ) -> tuple[str, str]:
+        """Return the sums of weighted distances and of weights with one more distance.
+
+        A ``share`` is what the value would count for if it counted in full, 1 otherwise.
+        """
         f = self.f
         length = f.absolute(distance)
         falling = f.low(f.mul(f.sub(self.twice, length), self.inverse), f.splat(1))
         mine = f.select(f.compare("ole", length, self.radius), f.splat(1), falling)
+        if share is not None:
+            mine = f.mul(mine, share)
         inside = f.compare("ole", length, self.limit)
-        share = f.select(inside, f.mul(mine, distance), f.splat(0))
-        return f.add(total, share), f.add(weight, f.select(inside, mine, f.splat(0)))
+        moved = f.select(inside, f.mul(mine, distance), f.splat(0))
+        return f.add(total, moved), f.add(weight, f.select(inside, mine, f.splat(0)))
 
     def bounds(self, distance: str, value: str, low: str, high: str) -> tuple[str, str]:
         """Return the smallest and the largest value that have a weight, with one more."""

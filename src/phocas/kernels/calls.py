@@ -25,12 +25,14 @@ from phocas.kernels import (
     normals,
     products,
     programs,
+    weighted,
 )
 from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.emit import ELEMENTS, ColumnArguments
 from phocas.kernels.target import Target, host
 from phocas.kernels.threads import POOL, address
+from phocas.kernels.weighted import Weighing
 
 CHUNK_COLUMNS = 4096
 NORMAL_GROUPS = 256  # of normal numbers that a thread draws at a time
@@ -175,11 +177,12 @@ def reduce(
     out: int,
     counts: NDArray[np.int64] | None = None,
     spread: float | None = None,
+    weighing: Weighing | None = None,
 ) -> None:
     """Average a window of every column into ``out``; add dropped values to ``counts``.
 
     With a reach, the first column must begin a block, unless the columns are part of one block only
-    and its spread is given.
+    and its spread is given. With a weighing, that says what is averaged, and not the window.
     """
     m = len(rows)
     if window.watched and (counts is None or m > STRAIGHT_LINE_ROWS):
@@ -187,7 +190,8 @@ def reduce(
             unused = np.empty(rows.columns * ELEMENTS[rows.element].size, np.uint8)
             reduce(rows, replace(window, watched=False), address(unused), counts, spread)
         window, counts = PLAIN_MEAN, None
-    kernel = _column_kernel(m, rows.element, window, counts is not None).given(spread)
+    blame = counts is not None
+    kernel = _column_kernel(m, rows.element, window, blame, weighing).given(spread)
     words = _words(address(rows.addresses), out, *kernel.rest)
     local = None if counts is None else _tallies(POOL.size(), m)
     _over_columns(rows, kernel.work, words, local, BLOCK_COLUMNS)
@@ -195,17 +199,19 @@ def reduce(
         counts += local.sum(axis=0)
 
 
-def radii(rows: Rows, window: Window, mix: SparseMix | None = None) -> NDArray[np.floating]:
+def radii(
+    rows: Rows, window: Window, mix: SparseMix | None = None, weighing: Weighing | None = None
+) -> NDArray[np.floating]:
     """Return the radius of every column, or column of a mix, scaled as :func:`reduce` has it."""
     if mix is not None:
         kind = compute_dtype(rows.element)
         mixed = np.empty(rows.columns, kind)
-        kernel = _knowing_kernel(len(mix), kind.name, window, "radii")
-        _mix_reduce(rows, mix, kernel, mixed, BLOCK_COLUMNS)
+        inner = _knowing_kernel(len(mix), kind.name, window, "radii", weighing)
+        _mix_reduce(rows, mix, inner, mixed, BLOCK_COLUMNS)
         return mixed
     computed = values(rows)  # as the columns of a kernel are, whatever they are stored as
     out = np.empty(rows.columns, computed.dtype)
-    kernel = _knowing_kernel(len(rows), computed.dtype.name, window, "radii")
+    kernel = _knowing_kernel(len(rows), computed.dtype.name, window, "radii", weighing)
     table = row_table(computed)
     words = _words(address(table), address(out), *kernel.rest)
     POOL.run(kernel.work, words, None, rows.columns, CHUNK_COLUMNS)
@@ -393,12 +399,14 @@ def mix_reduce(
     out: NDArray[np.floating],
     counts: NDArray[np.int64] | None = None,
     spread: float | None = None,
+    weighing: Weighing | None = None,
 ) -> None:
     """Mix the rows and average a window of every column, a tile at a time; see :func:`reduce`.
 
     ``out`` is an array of computed values or of doubles.
     """
-    kernel = _column_kernel(len(mix), out.dtype.name, window, counts is not None).given(spread)
+    blame = counts is not None
+    kernel = _column_kernel(len(mix), out.dtype.name, window, blame, weighing).given(spread)
     tallies = _mix_reduce(rows, mix, kernel, out, BLOCK_COLUMNS if window.reach else None)
     if counts is not None:
         counts += tallies.sum(axis=0)
@@ -684,14 +692,38 @@ class ColumnKernel(NamedTuple):
         return self._replace(rest=(*self.rest[:-1], address(constants)), constants=constants)
 
 
-def _column_kernel(m: int, element: str, window: Window, blame: bool) -> ColumnKernel:
+def _column_kernel(
+    m: int, element: str, window: Window, blame: bool, weighing: Weighing | None
+) -> ColumnKernel:
+    if weighing is not None:
+        return _weighted_kernel(element, weighing, blame, radii=False)
     straight = m <= STRAIGHT_LINE_ROWS
     return _chosen_kernel(m, element, window, blame and not window.plain, straight)
 
 
-def _knowing_kernel(m: int, element: str, window: Window, gives: blocks.Gives) -> ColumnKernel:
+def _knowing_kernel(
+    m: int, element: str, window: Window, gives: blocks.Gives, weighing: Weighing | None = None
+) -> ColumnKernel:
+    if weighing is not None:
+        return _weighted_kernel(element, weighing, blame=False, radii=True)
     straight = m <= STRAIGHT_LINE_ROWS
     return _chosen_kernel(m, element, window, blame=False, straight=straight, gives=gives)
+
+
+def _weighted_kernel(element: str, weighing: Weighing, blame: bool, radii: bool) -> ColumnKernel:
+    kind, number = ELEMENTS[element], compute_dtype(element).type
+    drop, reach = bool(weighing.masses.drop), bool(weighing.masses.reach)
+    m = len(weighing.units)
+    straight = m if m <= weighted.SORTED_ROWS else None
+    work = jit.address(
+        ("weighted", element, drop, reach, blame, radii, straight),
+        lambda target: weighted.weighted_module(target, kind, drop, reach, blame, radii, straight),
+    )
+    units = weighted.padded_weights(weighing.units, number)
+    numbers = weighted.constants(weighing.masses, int(weighing.units.sum()), number)
+    return _column_arguments(
+        work, numbers, units, m=m, program=address(units), steps=units.shape[1]
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -220,6 +220,10 @@ class Function:
         """Return where one of two masks is set."""
         return self.op(f"or {self.mask} {a}, {b}")
 
+    def both(self, a: str, b: str) -> str:
+        """Return where two masks are set."""
+        return self.op(f"and {self.mask} {a}, {b}")
+
     def where_any(self, mask: str, rare: Callable[[], str], usual: str) -> str:
         """Return what ``rare`` writes if the mask is set anywhere, and what is usual otherwise."""
         bits = self.op(f"bitcast {self.mask} {mask} to i{self.lanes}")

@@ -68,5 +68,12 @@ def host() -> Target:
     )
 
 
+def instructions() -> str:
+    """Name what decides the bits of results: hosts of one name agree, whatever their vectors."""
+    target = host()
+    family = target.triple.partition("-")[0]
+    return f"{family}, {'fused' if target.has_fma else 'separate'} multiply-add"
+
+
 def _flatten(features: dict[str, bool]) -> str:
     return ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))

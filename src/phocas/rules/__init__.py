@@ -16,10 +16,12 @@ from phocas.rules.function import FunctionRule
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.promise import Tolerance
+from phocas.rules.relative import Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum, RowRule
 from phocas.rules.sharded import Evaluation
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
 from phocas.rules.watch import Watch
+from phocas.rules.weighting import Weighted
 
 __all__ = [
     "CGE",
@@ -48,6 +50,7 @@ __all__ = [
     "Phocas",
     "Pipeline",
     "PreAggregator",
+    "Relative",
     "RowRule",
     "Rule",
     "Told",
@@ -55,6 +58,7 @@ __all__ = [
     "TrimmedMean",
     "TrimmingRule",
     "Watch",
+    "Weighted",
     "aggregate",
     "parse_rule",
 ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels import Window
+from phocas.kernels import Weighing, Window
 
 if TYPE_CHECKING:
     from phocas.rules.measures import Partial
@@ -109,6 +109,7 @@ class Radii:
     window: Window
     weights: Floats | None = None
     clean: Clean | None = None
+    weighing: Weighing | None = None
 
 
 Request: TypeAlias = Distances | Norms
@@ -304,7 +305,8 @@ class Decision:
 
     A ``function`` of the mixed rows takes the window's place if there is one. ``spreads`` are those
     of the blocks of columns that are cut, by number, for a window that reaches by them; None if
-    there is no more than the columns at hand.
+    there is no more than the columns at hand. With a ``weighing``, workers have weights, and that
+    says what is averaged instead of the window.
     """
 
     mix: Mix
@@ -312,6 +314,11 @@ class Decision:
     function: Function | None = None
     spreads: Mapping[int, float] | None = None
     clean: Clean | None = None
+    weighing: Weighing | None = None
+
+    def radii(self) -> Radii:
+        """Ask for the radii that a window with a reach goes by."""
+        return Radii(self.window, self.mix.weights, self.clean, self.weighing)
 
 
 def by_function(function: Function, rows: NDArray[Any]) -> NDArray[Any]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels import Window
+from phocas.kernels import Masses, Window
 from phocas.rules.algebra import (
     Cleanup,
     Decision,
@@ -123,6 +123,22 @@ class Rule(Stage):
     """Whether each column is reduced on its own, so that any server can do it for its columns."""
     whole: bool = False
     """Whether all columns must be in one place, so that only one server can do it."""
+    weighable: bool = False
+    """Whether there is a definition for workers that have weights."""
+    least_liars: ClassVar[int] = 0
+    """How many of the heaviest must not hold half, if there is no b that says it."""
+
+    def masses(self, units: NDArray[np.int64]) -> Masses | None:
+        """Return which mass of a column is averaged; None: all of the rows that are chosen."""
+        del units
+        return None
+
+    def weighted_planning(
+        self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
+    ) -> Planning:
+        """Work out the mix for rows that have weights; what is chosen is so by its geometry."""
+        del units
+        return self.planning(m, rng)
 
     @abstractmethod
     def window(self, m: int) -> Window:
@@ -160,18 +176,29 @@ class Rule(Stage):
         del m, q, adaptive
         return None
 
-    def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
+    def __call__(
+        self, rows: Any, *, rng: Randomness = None, weights: Any = None, max_share: Any = None
+    ) -> Any:
         """Aggregate m rows: an array, a tensor, m vectors, m mappings of names to them or m lists.
 
         In mappings (state dicts) and lists, arrays of whole numbers become the lower median of the
         workers' values and flags what more than half of the workers say; blame leaves them out.
+
+        ``weights`` are one number for each worker, such as its examples; ``max_share`` of all
+        weight is the most that anyone has. See :class:`phocas.Weighted`.
         """
+        if weights is not None or max_share is not None:
+            return self.weighted(weights, max_share)(rows, rng=rng)
         matrix = open_rows(rows)
         self.check(matrix.m)
         return matrix.apply(self.decide(matrix, as_generator(rng)), None)
 
-    def explain(self, rows: Any, *, rng: Randomness = None) -> Explanation:
+    def explain(
+        self, rows: Any, *, rng: Randomness = None, weights: Any = None, max_share: Any = None
+    ) -> Explanation:
         """Aggregate, and say what share of each worker's values was dropped."""
+        if weights is not None or max_share is not None:
+            return self.weighted(weights, max_share).explain(rows, rng=rng)
         matrix = open_rows(rows)
         self.check(matrix.m)
         decision = self.decide(matrix, as_generator(rng))
@@ -180,6 +207,14 @@ class Rule(Stage):
         cleaned = None if decision.clean is None else decision.clean.lost
         dropped = shares(decision, matrix.m, counts, matrix.d, cleaned)
         return Explanation(value, dropped, self.expected(matrix.m))
+
+    def weighted(self, weights: Any, max_share: float | None = None) -> Rule:
+        """Return the rule for workers that have weights: its promises are those with weights."""
+        from phocas.rules.weighting import Weighted  # noqa: PLC0415 - it is a rule itself
+
+        if weights is None:
+            raise ValueError("max_share needs weights: without them all have the same share")
+        return Weighted(self, tuple(np.asarray(weights).tolist()), max_share)
 
     def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
         """Work out what is cleaned, the mix and the window for a matrix that can be measured."""
@@ -209,6 +244,9 @@ class Rule(Stage):
 
 class PreAggregator(Stage):
     """Turn m rows into others, for a rule to reduce."""
+
+    keeps_rows: ClassVar[bool] = True
+    """Whether row i is still that of worker i."""
 
     def plausible(self, m: int) -> Window | None:
         """Return the window twice beyond whose reach a step that cleans has values replaced."""
@@ -343,6 +381,30 @@ class Pipeline(Rule):
         found = [self.following.spreads(m, out) for out in range(most + 1)]
         known = [each for each in found if each is not None]
         return max(known) if len(known) == len(found) else None
+
+    @property
+    def weighable(self) -> bool:  # type: ignore[override]  # read-only here: all steps decide
+        """Tell whether the rule is, and every row before it is one worker's and as it came."""
+        kept = all(stage.keeps_rows and not stage.outermost for stage in self.stages)
+        return self.rule.weighable and kept
+
+    @property
+    def least_liars(self) -> int:  # type: ignore[override]  # read-only here: the rule decides
+        """Return that of the rule."""
+        return self.rule.least_liars
+
+    def masses(self, units: NDArray[np.int64]) -> Masses | None:
+        """Return what the rule averages of the mass of the mixed rows."""
+        return self.rule.masses(units)
+
+    def weighted_planning(
+        self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
+    ) -> Planning:
+        """Plan the stages as ever, and the rule with the weights."""
+        mix = Mix()
+        for stage in self.stages:
+            mix = yield from through(mix, stage.planning(m, rng))
+        return (yield from through(mix, self.rule.weighted_planning(m, units, rng)))
 
     @property
     def whole(self) -> bool:  # type: ignore[override]  # read-only here: the rule decides

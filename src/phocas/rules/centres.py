@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phocas.kernels import Window
 from phocas.rules.algebra import (
@@ -56,6 +57,8 @@ class GeometricMedian(WeighingRule):
     tolerance: float = 1e-6
     name: ClassVar[str] = "geometric-median"
     aliases: ClassVar[tuple[str, ...]] = ("geomed", "gm", "rfa")
+    weighable = True
+    least_liars: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Check the limits of the iteration."""
@@ -76,14 +79,21 @@ class GeometricMedian(WeighingRule):
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Iterate on weights, which need no more than distances."""
+        return self.weighted_planning(m, None, rng)
+
+    def weighted_planning(
+        self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
+    ) -> Planning:
+        """Iterate with each row's pull times its weight."""
         del rng
+        pulls = np.ones(m) if units is None else units * (m / units.sum())
         if m == 1:
             return Mix(np.ones((1, 1)))
         squared, request = yield from measured_distances()
         if np.any(np.isinf(squared)) and not request.wide:
             request = replace(request, wide=True)
             squared = yield request
-        spread = np.sort(squared, axis=1)[:, m // 2]
+        spread = _to_majority(squared, pulls)
         centre = int(np.argmin(spread))
         typical = float(spread[centre])
         if not np.isfinite(typical):
@@ -100,9 +110,12 @@ class GeometricMedian(WeighingRule):
             drawn[:, centre] += 1 - shrink
             wide = not 1e-24 < typical < 1e36 / FAR**2 or bool(np.any(shrink[shrink > 0] < 1e-30))
             squared = yield replace(request, weights=drawn, wide=wide)
-        return Mix(self._weiszfeld(squared, shrink, centre, typical)[None, :], fair=1 / m)
+        weights = self._weiszfeld(squared, shrink, centre, typical, pulls)
+        return Mix(weights[None, :], fair=1 / m)
 
-    def _weiszfeld(self, squared: Floats, shrink: Floats, centre: int, typical: float) -> Floats:
+    def _weiszfeld(
+        self, squared: Floats, shrink: Floats, centre: int, typical: float, pulls: Floats
+    ) -> Floats:
         """Return the weights, given the distances between rows drawn in by ``shrink``.
 
         With z_i = c + s_i (x_i - c), every x_i - v is a combination of the z with weights that add
@@ -116,7 +129,7 @@ class GeometricMedian(WeighingRule):
         to_rows[:, centre] += 1 - stretch
         # From among the near rows: on the way back from far ones, a step is no longer than by the
         # ratio of near to far, and 7 near rows against 6 would need hundreds.
-        near = shrink == 1
+        near = (shrink == 1) * pulls
         weights = near / near.sum()
         floor = 1e-12 * np.sqrt(typical)
         previous: Floats | None = None
@@ -125,14 +138,15 @@ class GeometricMedian(WeighingRule):
             directions = to_rows - point
             lengths = -0.5 * ((directions @ squared) * directions).sum(axis=1)
             distances = np.sqrt(np.maximum(lengths, 0.0))
-            inverse = present / np.maximum(distances, floor)
+            inverse = present * pulls / np.maximum(distances, floor)
             here = present & (distances <= floor)
             inverse[here] = 0.0
             if not inverse.any():
                 break
             onward = inverse / inverse.sum()
             if here.any():
-                onward = self._leave(onward, weights, int(here.sum()), inverse, to_rows, squared)
+                pull = float(pulls[here].sum())
+                onward = self._leave(onward, weights, pull, inverse, to_rows, squared)
             weights = onward
             if previous is not None:
                 moved = point - previous
@@ -146,12 +160,12 @@ class GeometricMedian(WeighingRule):
     def _leave(
         onward: Floats,
         weights: Floats,
-        here: int,
+        here: float,
         inverse: Floats,
         to_rows: Floats,
         squared: Floats,
     ) -> Floats:
-        """Take the step from a point that is itself a row, or ``here`` of them, or stay there.
+        """Take the step from a point that is itself a row, or rows that pull by ``here``, or stay.
 
         Weiszfeld's weights are infinite there; this is the step of Vardi and Zhang (2000).
         """
@@ -159,6 +173,15 @@ class GeometricMedian(WeighingRule):
         pull = inverse.sum() * np.sqrt(max(0.0, float(-0.5 * way @ squared @ way)))
         stay = min(1.0, here / pull) if pull > 0 else 1.0
         return (1 - stay) * onward + stay * weights
+
+
+def _to_majority(squared: Floats, pulls: Floats) -> Floats:
+    """Return how far each row must look to see more than half of all weight, itself included."""
+    order = np.argsort(squared, axis=1, kind="stable")
+    seen = np.cumsum(pulls[order], axis=1)
+    place = (seen > pulls.sum() / 2).argmax(axis=1)
+    rows = np.arange(len(squared))
+    return np.asarray(squared[rows, order[rows, place]])
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phocas.kernels import PLAIN_MEAN, Window
+from phocas.kernels import PLAIN_MEAN, Masses, Window
 from phocas.rules.algebra import UNMIXED, Decision, Matrix
 from phocas.rules.base import Rule, Told
 from phocas.rules.promise import (
@@ -63,6 +64,7 @@ class Mean(ColumnRule):
     """
 
     name: ClassVar[str] = "mean"
+    weighable = True
 
     def window(self, m: int) -> Window:
         """Return everything."""
@@ -93,19 +95,34 @@ class Median(ColumnRule):
     """
 
     name: ClassVar[str] = "median"
+    weighable = True
+    least_liars: ClassVar[int] = 1
 
     def window(self, m: int) -> Window:
         """Return the middle one or two."""
         return Window(trim=(m - 1) // 2)
+
+    def masses(self, units: NDArray[np.int64]) -> Masses:
+        """Return the unit in the middle: half of it each way where two values meet."""
+        return Masses(trim=_middle(units))
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
         """Return that of the trimmed mean with the largest b, which the median is."""
         return TrimmedMean(self.largest_b(m)).bound(m, q, adaptive=adaptive)
 
 
+def _middle(units: NDArray[np.int64]) -> float:
+    """Return what is cut from each end if one unit is left."""
+    return (int(units.sum()) - 1) / 2
+
+
 @dataclass(frozen=True)
 class TrimmingRule(Told, ColumnRule):
     """A column rule that is told to survive b wrong values a column."""
+
+    def heaviest(self, units: NDArray[np.int64]) -> int:
+        """Return the mass of the b heaviest workers."""
+        return int(np.sort(units)[len(units) - self.b :].sum())
 
 
 @dataclass(frozen=True)
@@ -124,10 +141,16 @@ class TrimmedMean(TrimmingRule):
     name: ClassVar[str] = "trimmed-mean"
     aliases: ClassVar[tuple[str, ...]] = ("trmean",)
 
+    weighable = True
+
     def window(self, m: int) -> Window:
         """Return the middle m - 2b."""
         del m
         return Window(trim=self.b)
+
+    def masses(self, units: NDArray[np.int64]) -> Masses:
+        """Cut the mass of the b heaviest from each end."""
+        return Masses(trim=self.heaviest(units))
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
         """Return Delta_1 of Theorem 1."""
@@ -151,11 +174,17 @@ class Phocas(TrimmingRule):
     """
 
     name: ClassVar[str] = "phocas"
+    weighable = True
 
     def window(self, m: int) -> Window:
         """Return the m - b nearest to the trimmed mean."""
         del m
         return Window(trim=self.b, drop=self.b or None)
+
+    def masses(self, units: NDArray[np.int64]) -> Masses:
+        """Leave out the mass of the b heaviest that is farthest from the trimmed mean."""
+        mass = self.heaviest(units)
+        return Masses(trim=mass, drop=mass or None)
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
         """Return Delta_2 of Theorem 2."""
@@ -177,10 +206,17 @@ class MeaMed(TrimmingRule):
     """
 
     name: ClassVar[str] = "meamed"
+    weighable = True
 
     def window(self, m: int) -> Window:
         """Return the m - b nearest to the median."""
         return Window(trim=(m - 1) // 2, drop=self.b) if self.b else Window()
+
+    def masses(self, units: NDArray[np.int64]) -> Masses:
+        """Leave out the mass of the b heaviest that is farthest from the median."""
+        if not self.b:
+            return Masses(trim=0.0)
+        return Masses(trim=_middle(units), drop=self.heaviest(units))
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
         """Return Theorem 2's bound with the median's in the trimmed mean's place."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phocas.kernels import Window
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.kernels import Masses, Window
 from phocas.rules.columnwise import Phocas, TrimmingRule
 from phocas.rules.promise import reaching_delta, trimmed_mean_delta
 from phocas.specs import normalise, number
@@ -51,6 +54,7 @@ class Heraclius(TrimmingRule):
 
     reach: float = 4.0
     name: ClassVar[str] = "heraclius"
+    weighable = True
 
     def __post_init__(self) -> None:
         """Check b and the reach."""
@@ -66,6 +70,11 @@ class Heraclius(TrimmingRule):
         """Return the m - b nearest to the trimmed mean, and what is within reach."""
         del m
         return Window(trim=self.b, drop=self.b or None, reach=self.reach if self.b else 0.0)
+
+    def masses(self, units: NDArray[np.int64]) -> Masses:
+        """Let in what is within reach of the mass that Phocas keeps."""
+        mass = self.heaviest(units)
+        return Masses(trim=mass, drop=mass or None, reach=self.reach if self.b else 0.0)
 
     def expected(self, m: int) -> float:
         """Return 0: what an honest worker sends is plausible, and nothing has to be dropped."""

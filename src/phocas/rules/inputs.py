@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.floats import FORMATS, to_bfloat16
-from phocas.kernels import Rows, SparseMix, Window
+from phocas.kernels import Rows, SparseMix
 from phocas.rules import measures
 from phocas.rules.algebra import (
     UNMIXED,
@@ -266,18 +266,18 @@ def _apply(
         out = np.empty(rows.columns, kernels.compute_dtype(rows.element))
     if weights is None or chosen is not None:
         rows = rows if chosen is None else rows.take(chosen)
-        kernels.reduce(rows, window, kernels.address(out), counts, spread)
+        kernels.reduce(rows, window, kernels.address(out), counts, spread, decision.weighing)
     elif out.dtype == np.float32 and needs_double(weights):
         wide = np.empty(len(out))
-        _mix(window, SparseMix.of(weights), rows, wide, counts, spread)
+        _mix(decision, SparseMix.of(weights), rows, wide, counts, spread)
         with np.errstate(over="ignore", under="ignore"):
             out[:] = wide
     else:
-        _mix(window, SparseMix.of(weights), rows, out, counts, spread)
+        _mix(decision, SparseMix.of(weights), rows, out, counts, spread)
 
 
 def _mix(
-    window: Window,
+    decision: Decision,
     mix: SparseMix,
     rows: Rows,
     out: NDArray[Any],
@@ -287,7 +287,8 @@ def _mix(
     if len(mix) == 1:
         kernels.combine(rows, mix, out[None, :])
     else:
-        kernels.mix_reduce(rows, mix, window, out, counts, spread)
+        window = replace(decision.window, watched=False)
+        kernels.mix_reduce(rows, mix, window, out, counts, spread, decision.weighing)
 
 
 def _stored(values: NDArray[Any], element: str) -> NDArray[Any]:
@@ -435,11 +436,15 @@ def _is_whole(value: Any) -> bool:
 
 def _middle(rows: Sequence[Any], place: str) -> Any:
     """Return the lower median of whole numbers, exact in their own type; of flags, the majority."""
-    middle = (len(rows) - 1) // 2
     if _on_accelerator(rows[0]):
+        middle = (len(rows) - 1) // 2
         return sys.modules["torch"].stack(_flat(rows)).sort(dim=0).values[middle]
-    values = np.stack([_on_host(row, place).reshape(-1) for row in rows])
-    return _like(rows[0], np.sort(values, axis=0)[middle])
+    return _like(rows[0], lower_median([_on_host(row, place).reshape(-1) for row in rows]))
+
+
+def lower_median(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the lower median of each column: what more than half of the rows say, if they do."""
+    return np.asarray(np.sort(np.stack(rows), axis=0)[(len(rows) - 1) // 2])
 
 
 def _piece(start: int, rows: Sequence[Any], place: str) -> Piece:

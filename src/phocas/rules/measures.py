@@ -131,12 +131,16 @@ def edge_radii(request: Radii, start: int, rows: Rows) -> Partial:
     elif request.weights is not None:
         mix = kernels.SparseMix.of(request.weights)
     edges = tuple(
-        (start + begin, kernels.radii(rows.shifted(begin, end), request.window, mix)[None])
+        (start + begin, _radii(request, rows.shifted(begin, end), mix)[None])
         for begin, end in ((0, head), (tail, rows.columns))
         if end > begin
     )
     whole = ((first, np.zeros(((tail - head) // block, 0))),) if tail > head else ()
     return Partial(len(rows) if mix is None else len(mix), whole, edges)
+
+
+def _radii(request: Radii, rows: Rows, mix: kernels.SparseMix | None) -> NDArray[np.floating]:
+    return kernels.radii(rows, request.window, mix, request.weighing)
 
 
 def spreads(partials: Iterable[Partial], columns: int | None = None) -> dict[int, float]:
@@ -219,6 +223,8 @@ def _complete(
     """Join edge columns to granules; the last one ends, with zeros, at a whole vector."""
     joined: dict[int, NDArray[np.floating]] = {}
     last = max((start + values.shape[1] for start, values in edges), default=0)
+    # Tensors of different types may share a granule: it has the wider one.
+    kind = np.result_type(*{values.dtype for _, values in edges}) if edges else np.dtype("f4")
     for start, values in edges:
         done = 0
         while done < values.shape[1]:
@@ -226,7 +232,7 @@ def _complete(
             size = min(granule - offset, values.shape[1] - done)
             if number not in joined:
                 width = min(granule, -(-(last - number * granule) // VECTOR) * VECTOR)
-                joined[number] = np.zeros((m, width), values.dtype)
+                joined[number] = np.zeros((m, width), kind)
             block = joined[number]
             block[:, offset : offset + size] = values[:, done : done + size]
             done += size

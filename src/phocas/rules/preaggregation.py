@@ -81,6 +81,7 @@ class Bucketing(PreAggregator):
 
     size: int
     name: ClassVar[str] = "bucketing"
+    keeps_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check that the size is a count."""

@@ -18,7 +18,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phocas.kernels import Window
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.kernels import Masses, Window
 
 ASSUMED = 2.0
 """Honest spreads that a promise is held to if its rule declares no number of its own."""
@@ -67,6 +70,25 @@ def cleaned_spreads(window: Window, m: int, q: int, following: float) -> float:
     return centre + math.hypot(1, following) * limit
 
 
+def mass_spreads(masses: Masses, units: NDArray[np.int64], wrong: int) -> float:
+    """Bound a window of weighted values, of which so much mass is wrong.
+
+    The proofs above hold word for word with mass in place of values: Cauchy and Schwarz know no
+    counts. Only where a reach asks how many correct values are as far as the radius, mass says no
+    more than one worker's worth, that of the lightest, or the mass dropped less what is wrong.
+    """
+    total = float(units.sum())
+    centre = math.sqrt((total - wrong) / (total - masses.trim - wrong))
+    if masses.drop is None:
+        return centre
+    if not masses.reach:
+        return 1 + 2 * centre
+    farther = max(masses.drop - wrong, float(units.min()))
+    near = total - masses.drop
+    spread = math.sqrt(2 * (total - wrong) / farther)
+    return centre + _stretch(masses.drop, masses.reach, near, spread, total, wrong) * (1 + centre)
+
+
 def stretch(window: Window, n: int, q: int) -> float:
     """Bound how far what a window keeps of n values has its mean from the centre c.
 
@@ -84,12 +106,14 @@ def stretch(window: Window, n: int, q: int) -> float:
     b = window.drop
     if not b or not window.reach:
         return 1.0
-    near = n - b
-    spread = math.sqrt(2 * (n - q) / (b - q + 1))
+    return _stretch(b, window.reach, n - b, math.sqrt(2 * (n - q) / (b - q + 1)), n, q)
+
+
+def _stretch(b: float, reach: float, near: float, spread: float, n: float, q: float) -> float:
     w = (math.sqrt(near * (near + 2 * b)) - near) / b
     others = b * w * (2 - w) / (near + b * w)
-    wrong = q / near * max(1.0, window.reach)
-    return min(1 + others * window.reach * spread, math.sqrt((n - q) / near) + wrong * spread)
+    wrong = q / near * max(1.0, reach)
+    return min(1 + others * reach * spread, math.sqrt((n - q) / near) + wrong * spread)
 
 
 def trimmed_mean_delta(m: int, q: int, b: int, *, adaptive: bool) -> float:

@@ -7,20 +7,23 @@ with the fast path.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.rules.base import Pipeline, PreAggregator, Rule
+from phocas.rules.base import Pipeline, PreAggregator, Rule, Told
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.cleaning import Cleaning
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
+from phocas.rules.relative import Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
 from phocas.rules.watch import Watch
+from phocas.rules.weighting import Weighted
 
 Matrix = NDArray[np.float64]
 
@@ -36,7 +39,33 @@ def reference(rule: Rule, rows: Any) -> Matrix:
         if isinstance(rule, Pipeline):
             stage, following = rule.stages[0], rule.following
             return reference(following, _STAGES[type(stage)](stage, matrix, following))
+        if isinstance(rule, Relative):
+            return np.asarray(matrix[-1] + reference(rule.rule, matrix[:-1] - matrix[-1]))
+        if isinstance(rule, Weighted):
+            return _weighted(rule.rule, matrix[rule.present], rule.units)
+        if type(rule) in _CHOICES:
+            return np.asarray(matrix[_CHOICES[type(rule)](rule, matrix)].mean(axis=0))
         return _RULES[type(rule)](rule, matrix)
+
+
+def _weighted(rule: Rule, rows: Matrix, units: NDArray[np.int64]) -> Matrix:
+    """Let every worker of weight w stand for w that say the same, and the b heaviest for theirs.
+
+    Rules that choose rows choose among the workers, and average the chosen by weight.
+    """
+    if isinstance(rule, Pipeline):
+        stage, following = rule.stages[0], rule.following
+        return _weighted(following, _STAGES[type(stage)](stage, rows, following), units)
+    if type(rule) in _CHOICES:
+        chosen = _CHOICES[type(rule)](rule, rows)
+        return np.asarray(np.average(rows[chosen], axis=0, weights=units[chosen]))
+    counts = units // np.gcd.reduce(units)
+    many = np.repeat(rows, counts, axis=0)
+    if isinstance(rule, Heraclius) and not rule.reach:
+        rule = Phocas(rule.b)  # of equal values at the edge, some are kept and some are not
+    if isinstance(rule, Told):
+        rule = replace(rule, b=int(np.sort(counts)[len(counts) - rule.b :].sum()))
+    return reference(rule, many)
 
 
 # -- columns ---------------------------------------------------------------------------------------
@@ -153,13 +182,13 @@ def scores(squared: Matrix, neighbours: int) -> Matrix:
     )
 
 
-def _krum(rule: Krum, rows: Matrix) -> Matrix:
-    return np.asarray(rows[np.argmin(scores(squared_distances(rows), len(rows) - rule.b - 2))])
+def _krum(rule: Krum, rows: Matrix) -> list[int]:
+    return [int(np.argmin(scores(squared_distances(rows), len(rows) - rule.b - 2)))]
 
 
-def _multi_krum(rule: MultiKrum, rows: Matrix) -> Matrix:
+def _multi_krum(rule: MultiKrum, rows: Matrix) -> list[int]:
     ranked = np.argsort(scores(squared_distances(rows), len(rows) - rule.b - 2), kind="stable")
-    return np.asarray(rows[ranked[: rule.chosen(len(rows))]].mean(axis=0))
+    return [int(row) for row in ranked[: rule.chosen(len(rows))]]
 
 
 def _bulyan(rule: Bulyan, rows: Matrix) -> Matrix:
@@ -173,13 +202,13 @@ def _bulyan(rule: Bulyan, rows: Matrix) -> Matrix:
     return _meamed(MeaMed(2 * rule.b), rows[chosen])
 
 
-def _mda(rule: MDA, rows: Matrix) -> Matrix:
+def _mda(rule: MDA, rows: Matrix) -> list[int]:
     squared = squared_distances(rows)
     best = min(
         combinations(range(len(rows)), len(rows) - rule.b),
         key=lambda members: squared[np.ix_(members, members)].max(),
     )
-    return np.asarray(rows[list(best)].mean(axis=0))
+    return list(best)
 
 
 def _lengths(rows: Matrix) -> Matrix:
@@ -187,9 +216,9 @@ def _lengths(rows: Matrix) -> Matrix:
     return np.where(np.isnan(lengths), np.inf, lengths)
 
 
-def _cge(rule: CGE, rows: Matrix) -> Matrix:
+def _cge(rule: CGE, rows: Matrix) -> list[int]:
     shortest = np.argsort(_lengths(rows), kind="stable")[: len(rows) - rule.b]
-    return np.asarray(rows[shortest].mean(axis=0))
+    return [int(row) for row in shortest]
 
 
 def _geometric_median(rule: GeometricMedian, rows: Matrix) -> Matrix:
@@ -279,15 +308,18 @@ _RULES: dict[type[Rule], Callable[[Any, Matrix], Matrix]] = {
     Phocas: _phocas,
     Heraclius: _heraclius,
     MeaMed: _meamed,
-    Krum: _krum,
-    MultiKrum: _multi_krum,
     Bulyan: _bulyan,
     GeometricMedian: _geometric_median,
     CenteredClipping: _centered_clipping,
-    MDA: _mda,
-    CGE: _cge,
     Watch: _watch,
 }
+_CHOICES: dict[type[Rule], Callable[[Any, Matrix], list[int]]] = {
+    Krum: _krum,
+    MultiKrum: _multi_krum,
+    MDA: _mda,
+    CGE: _cge,
+}
+"""Rules that average the rows that they choose."""
 _STAGES: dict[type[PreAggregator], Callable[[Any, Matrix, Rule], Matrix]] = {
     Cleaning: _cleaning,
     NNM: _nnm,

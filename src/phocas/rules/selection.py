@@ -86,6 +86,7 @@ class Krum(KrumRule):
     """
 
     name: ClassVar[str] = "krum"
+    weighable = True
 
     def spreads(self, m: int, q: int) -> float | None:
         """Bound the chosen row: an honest one, or one whose score is no more than 2 S."""
@@ -132,6 +133,7 @@ class MultiKrum(KrumRule):
 
     select: int | None = None
     name: ClassVar[str] = "multi-krum"
+    weighable = True
 
     def __post_init__(self) -> None:
         """Check that b and select are counts."""
@@ -248,6 +250,7 @@ class MDA(RowRule):
     """
 
     name: ClassVar[str] = "mda"
+    weighable = True
 
     def spreads(self, m: int, q: int) -> float | None:
         """Bound the mean of the set: its liars are within the honest diameter of all its rows.
@@ -291,6 +294,7 @@ class CGE(RowRule):
     """
 
     name: ClassVar[str] = "cge"
+    weighable = True
 
     def tolerates(self, m: int) -> Tolerance:
         """Return nothing: a liar no longer than an honest row may point anywhere."""

@@ -90,8 +90,7 @@ class Evaluation:
             self.request = None
             self._decision = replace(self.rule.decision(stop.value, self.m), clean=self._clean)
             if self._decision.window.reach and self.whole_blocks:
-                weights = self._decision.mix.weights
-                self.request = Radii(self._decision.window, weights, self._clean)
+                self.request = self._decision.radii()
 
     def partial(self, columns: Any, start: int) -> Partial:
         """Measure columns that begin at column ``start`` of the whole matrix."""
@@ -159,7 +158,7 @@ class Evaluation:
         return matrix
 
     def _open(self, columns: Any, start: int) -> Columns:
-        matrix = open_rows(columns)
+        matrix = columns if isinstance(columns, HostMatrix) else open_rows(columns)
         if isinstance(matrix, HostMatrix):
             matrix.marks = self._marks.get(start)
         if matrix.m != self.m:

@@ -46,6 +46,14 @@ class Evidence:
     """The same odds, for bets that it has not changed since it began."""
 
 
+def stand_out(shares: Floats) -> npt.NDArray[np.bool_]:
+    """Tell whose share is far above that of most."""
+    half = len(shares) // 2
+    middle = np.sort(shares)[half]
+    spread = np.sort(np.abs(shares - middle))[half]
+    return np.asarray(shares > middle + max(_VISIBLE, _DEVIATIONS * spread))
+
+
 class Suspicion:
     r"""Accuse workers whose rows are farther from others than chance allows, and nobody else.
 
@@ -190,10 +198,7 @@ class Suspicion:
 
         Without a guarantee, and liars who place themselves well can bring an honest worker here.
         """
-        half = self.num_workers // 2
-        middle = np.sort(self.recent)[half]
-        spread = np.sort(np.abs(self.recent - middle))[half]
-        dropped = self.recent > middle + max(_VISIBLE, _DEVIATIONS * spread)
+        dropped = stand_out(self.recent)
         changed = self.past.money >= self.num_workers / FALSE_ALARM
         return tuple(np.flatnonzero(dropped | changed).tolist())
 

@@ -95,11 +95,19 @@ def parse_rule(text: str) -> Rule:
     return RULES.parse(text)
 
 
-def aggregate(rows: Any, rule: str | Rule, *, rng: Randomness = None) -> Any:
-    """Aggregate m rows by a rule or its name.
+def aggregate(
+    rows: Any,
+    rule: str | Rule,
+    *,
+    rng: Randomness = None,
+    weights: Any = None,
+    max_share: float | None = None,
+) -> Any:
+    """Aggregate m rows by a rule or its name; see :meth:`Rule.__call__`.
 
     >>> import numpy as np
     >>> aggregate(np.array([[1.0], [2.0], [900.0]]), "median")
     array([2.])
     """
-    return RULES.of(rule, "aggregate")(rows, rng=rng)
+    found = RULES.of(rule, "aggregate")
+    return found(rows, rng=rng, weights=weights, max_share=max_share)

@@ -64,7 +64,10 @@ class Watch(Rule):
         """Return what an honest worker expects to lose by the rule."""
         return self.rule.expected(m)
 
-    def __call__(self, rows: Any, *, rng: Randomness = None) -> Any:
+    def __call__(
+        self, rows: Any, *, rng: Randomness = None, weights: Any = None, max_share: Any = None
+    ) -> Any:
         """Average: nobody has asked whom the rule would drop."""
-        del rng
+        if weights is not None or max_share is not None:
+            return self.weighted(weights, max_share)(rows, rng=rng)
         return Mean()(rows)

@@ -1,0 +1,145 @@
+"""``phocas aggregate``: merge files of tensors by a rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from phocas.integrations.merging import Merged
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("aggregate")(aggregate)
+
+
+def aggregate(
+    files: Annotated[list[Path], typer.Argument(help="One file for each worker or client.")],
+    rule: Annotated[str, typer.Option(help="For example phocas:b=2; see phocas rules.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where the result goes, like the first file.")
+    ],
+    base: Annotated[
+        Path | None,
+        typer.Option(help="What all began from: the differences to it are aggregated."),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="A number for each file, in their order: 600,450,800."),
+    ] = None,
+    max_share: Annotated[
+        float | None, typer.Option(help="The share of all weight that no file is above.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="For rules that draw at random.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say who was thrown away.")] = False,
+    receipt: Annotated[
+        Path | None, typer.Option(help="Write digests here, for others to compare with.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: who was thrown away, in each tensor.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Merge files of tensors: .safetensors, .npz, .npy or .pt, by their content.
+
+    Keys, shapes and types must be the same in all. Files are mapped and merged in parts, so they
+    may be larger than memory. Whole numbers become what more than half of the files say.
+    """
+    from phocas.files import check_writable
+    from phocas.integrations import merging
+    from phocas.report.progress import byte_bar
+    from phocas.rules import parse_rule
+
+    found = parse_rule(rule)
+    numbers = None if weights is None else _numbers(weights)
+    if receipt is not None:
+        check_writable(receipt, "the receipt")
+        if receipt in (output, base, *files):
+            raise ValueError(f"the receipt must be a file of its own: got {receipt}")
+    with byte_bar("merging", quiet=quiet) as progress:
+        merged = merging.merge_files(
+            files,
+            found,
+            output,
+            base=base,
+            weights=numbers,
+            max_share=max_share,
+            seed=seed,
+            explain=explain or as_json,
+            digest=receipt is not None,
+            progress=progress,
+        )
+    if receipt is not None:
+        told = merging.Request(str(found), base, numbers, max_share, seed)
+        written = merging.receipt(merged, told)
+        merging.write_receipt(receipt, written)
+        _tell_copies(written, merged)
+    for first, again in merged.same:
+        typer.echo(f"warning: {again} is {first}: it counts as two workers", err=True)
+    if merged.not_finite:
+        typer.echo(
+            f"warning: {merged.not_finite:,} values of the result are not finite: more is wrong"
+            f" than {found} survives",
+            err=True,
+        )
+    if as_json:
+        print(json.dumps(_as_json(merged, str(found)), indent=1))
+        return
+    if explain:
+        _print_dropped(merged)
+    typer.echo(f"{output}: {merged.columns:,} values of {len(files)} files by {found}")
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--weights must be numbers with commas between: got {text!r}") from None
+
+
+def _tell_copies(receipt: dict[str, object], merged: Merged) -> None:
+    """Warn of files with one content under two names."""
+    seen: dict[str, str] = {}
+    known = {again.name for _, again in merged.same}
+    inputs = receipt["inputs"]
+    for entry in inputs if isinstance(inputs, list) else []:
+        first = seen.setdefault(entry["sha256"], entry["name"])
+        if first != entry["name"] and entry["name"] not in known:
+            typer.echo(f"warning: {entry['name']} has the content of {first}", err=True)
+
+
+def _print_dropped(merged: Merged) -> None:
+    from phocas.report.tables import print_table
+
+    if merged.dropped is None:
+        return
+    print_table(
+        {
+            "file": [path.name for path in merged.files],
+            "dropped": [f"{share:.1%}" for share in merged.dropped],
+            "beyond expected": [f"{share - merged.expected:+.1%}" for share in merged.dropped],
+        },
+        right=("dropped", "beyond expected"),
+    )
+
+
+def _as_json(merged: Merged, rule: str) -> dict[str, object]:
+    shares = merged.dropped if merged.dropped is not None else ()
+    return {
+        "output": str(merged.output),
+        "rule": rule,
+        "values": merged.columns,
+        "not_finite": merged.not_finite,
+        "expected": merged.expected,
+        "files": [
+            {"file": str(path), "dropped": float(share)}
+            for path, share in zip(merged.files, shares, strict=True)
+        ],
+        "tensors": {
+            name: list(map(float, lost)) for name, lost in (merged.by_tensor or {}).items()
+        },
+    }

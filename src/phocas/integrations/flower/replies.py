@@ -1,0 +1,129 @@
+"""What clients send, and whether it can stand beside what the others send."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from phocas.integrations.merging.formats import Tensor, TensorFile, storage
+
+_HEADER = 10  # bytes before the text of an array's header
+
+
+def tensors_of(arrays: ArrayRecord, owner: str) -> TensorFile:
+    """Return the arrays of a record as they are in the message: nothing is copied."""
+    found = {str(name): _tensor(str(name), array) for name, array in arrays.items()}
+    return TensorFile(Path(owner), "npz", found, {})
+
+
+def _tensor(name: str, array: Array) -> Tensor:
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"key {name!r} must be serialised as numpy.ndarray: it is {array.stype}")
+    data = array.data
+    shape, fortran, dtype, start = _layout(bytes(data[: _header_size(data)]))
+    kind = storage(dtype.name, f"key {name!r}") if dtype.isnative else dtype
+    columns = math.prod(shape)
+    if len(data) != start + columns * kind.itemsize:
+        raise ValueError(f"key {name!r} is cut short: it has {len(data)} bytes")
+    ordered = shape if fortran and len(shape) > 1 else None
+    return Tensor(name, dtype.name, shape, kind, partial(_values, data, kind, start, ordered))
+
+
+def _values(
+    data: bytes, kind: np.dtype[Any], start: int, fortran: tuple[int, ...] | None
+) -> NDArray[Any]:
+    stored = np.frombuffer(data, kind, offset=start)
+    return stored if fortran is None else stored.reshape(fortran, order="F").reshape(-1)
+
+
+def _header_size(data: bytes) -> int:
+    return _HEADER + int.from_bytes(data[8:10], "little")
+
+
+@lru_cache(maxsize=4096)  # the same for all clients, and reading it takes longer than the values
+def _layout(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Read the header of a serialised array."""
+    file = io.BytesIO(header)
+    if npy.read_magic(file) != (1, 0):
+        raise ValueError("arrays must be serialised as numpy.save does")
+    shape, fortran, dtype = npy.read_array_header_1_0(file)
+    return shape, fortran, dtype, file.tell()
+
+
+def serialised(tensor: Tensor, parts: Sequence[NDArray[Any]]) -> Array:
+    """Return a tensor's new values as Flower sends arrays."""
+    dtype = np.dtype(bool) if tensor.element == "bool" else tensor.dtype.newbyteorder("=")
+    buffer = io.BytesIO()
+    described = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
+    npy.write_array_header_1_0(buffer, described)
+    for part in parts:
+        buffer.write(np.ascontiguousarray(part).data)
+    return Array(str(dtype), tensor.shape, "numpy.ndarray", buffer.getvalue())
+
+
+def open_reply(message: Message, example: TensorFile) -> TensorFile:
+    """Return the tensors of a reply; raise ValueError with the reason why it cannot be used."""
+    if message.has_error():
+        raise ValueError(f"it failed: {message.error.reason}")
+    records = list(message.content.array_records.values())
+    if len(records) != 1:
+        raise ValueError(f"it must send one ArrayRecord: got {len(records)}")
+    found = tensors_of(records[0], f"node-{message.metadata.src_node_id}")
+    _check_like(found.tensors, example.tensors)
+    return found
+
+
+def _check_like(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    missing = [name for name in wanted if name not in got]
+    extra = [name for name in got if name not in wanted]
+    if missing or extra:
+        what = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r} too"
+        raise ValueError(f"it must have the keys of the model: it {what}")
+    for name, tensor in wanted.items():
+        if got[name].shape != tensor.shape or got[name].element != tensor.element:
+            raise ValueError(
+                f"key {name!r} must be {tensor.element} of shape {tensor.shape}: it is"
+                f" {got[name].element} of shape {got[name].shape}"
+            )
+
+
+def examples(content: RecordDict, key: str) -> float:
+    """Return how many examples a client says that it has; raise ValueError if that is no number."""
+    values = [record[key] for record in content.metric_records.values() if key in record]
+    if len(values) != 1 or isinstance(values[0], list):
+        raise ValueError(f"it must send one number {key!r}: got {values}")
+    value = float(values[0])
+    if not 0 < value < math.inf:
+        raise ValueError(f"{key!r} must be more than 0 and finite: it is {value:g}")
+    return value
+
+
+def middle_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> dict[str, float]:
+    """Return the median of every number that clients send, whoever claims how many examples.
+
+    What is sent by fewer than half, is no single number or is NaN does not count.
+    """
+    found: dict[str, list[float]] = {}
+    for content in contents:
+        said = {
+            key: float(value)
+            for record in content.metric_records.values()
+            for key, value in record.items()
+            if isinstance(value, int | float) and not math.isnan(value)
+        }
+        for key, value in said.items():
+            found.setdefault(key, []).append(value)
+    return {
+        key: float(np.sort(values)[(len(values) - 1) // 2])
+        for key, values in found.items()
+        if key != weighted_by_key and 2 * len(values) > len(contents)
+    }

@@ -1,0 +1,267 @@
+"""Merge m files of tensors to one by a rule, a part of a tensor at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.files import check_writable, written_atomically
+from phocas.integrations.merging.formats import Tensor, TensorFile, open_tensors
+from phocas.integrations.merging.writers import write
+from phocas.rules import Evaluation, Relative, Rule
+from phocas.rules.base import Explanation
+from phocas.rules.inputs import HostMatrix, Piece, lower_median
+from phocas.rules.table import RULES
+
+PART_COLUMNS = 1 << 20
+"""Columns that are aggregated at a time: few enough for caches, and a whole number of blocks."""
+_EXPONENT = np.uint16(0x7F80)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merged:
+    """What came of a merge: who was thrown away, in all and by tensor, if that was asked for."""
+
+    files: tuple[Path, ...]
+    output: Path
+    columns: int
+    not_finite: int
+    """How many values of the result are NaN or infinite: more was wrong than the rule survives."""
+    expected: float
+    dropped: NDArray[np.float64] | None = None
+    by_tensor: dict[str, NDArray[np.float64]] | None = None
+    same: tuple[tuple[Path, Path], ...] = ()
+    """Files that were given twice."""
+    digest: str | None = None
+    """The SHA-256 of the output, if it was asked for."""
+
+
+def merge_files(
+    files: Sequence[Path],
+    rule: Rule | str,
+    output: Path,
+    *,
+    base: Path | None = None,
+    weights: Sequence[float] | None = None,
+    max_share: float | None = None,
+    seed: int | None = None,
+    explain: bool = False,
+    digest: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Merged:
+    """Aggregate the tensors of m files by name, and write them like those of the first file.
+
+    Values are counted over all tensors, in the order of the first file, so the result has the bits
+    that the rule gives for the same state dicts in memory. Whole numbers become the lower median of
+    the files', which is what more than half of them say if so many agree. The output appears when
+    it is complete, or not at all.
+
+    Args:
+        files: the files, .safetensors, .npz, .npy or .pt by their content
+        rule: the rule, or its name
+        output: where the result goes, in the format of the first file
+        base: a file that all others began from; what is aggregated is the difference to it
+        weights: a number for each file, such as its examples
+        max_share: the share of all weight that nobody is above
+        seed: a seed for rules that draw at random
+        explain: count what share of each file's values was dropped
+        digest: work out the SHA-256 of the output
+        progress: called with the bytes done and the bytes in all
+    """
+    rule = RULES.of(rule, "merge_files")
+    files = tuple(files)
+    if weights is not None or max_share is not None:
+        rule = rule.weighted(weights, max_share)
+    rule.check(len(files))
+    if rule.whole:
+        raise ValueError(f"{rule} needs all values in memory at once: files are merged in parts")
+    check_writable(output, "the output")
+    everyone = files if base is None else (*files, base)
+    for path in everyone:
+        if output.exists() and path.exists() and output.samefile(path):
+            raise ValueError(f"the output must not be one of the inputs: {path}")
+    opened = [open_tensors(path) for path in everyone]
+    for other in opened[1:]:
+        _check_same(opened[0], other)
+    merge = Merge(opened, len(files), rule if base is None else Relative(rule), seed, progress)
+    merge.plan()
+    shares = Shares(len(files)) if explain else None
+    with written_atomically(output) as file:
+        write(file, opened[0], merge.metadata(), lambda tensor: merge.parts(tensor, shares))
+        found = _digest(file) if digest else None
+    return Merged(
+        files,
+        output,
+        merge.columns,
+        merge.not_finite,
+        rule.expected(len(files)),
+        None if shares is None else shares.total(),
+        None if shares is None else shares.by_tensor(),
+        _twice(files),
+        found,
+    )
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return _digest(file)
+
+
+def _digest(file: BufferedIOBase) -> str:
+    file.flush()
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _twice(files: Sequence[Path]) -> tuple[tuple[Path, Path], ...]:
+    """Return pairs of names of one file."""
+    first: dict[tuple[int, int], Path] = {}
+    pairs = []
+    for path in files:
+        state = path.stat()
+        seen = first.setdefault((state.st_dev, state.st_ino), path)
+        if seen is not path:
+            pairs.append((seen, path))
+    return tuple(pairs)
+
+
+def _check_same(first: TensorFile, other: TensorFile) -> None:
+    """Refuse a file whose keys, shapes or types are not those of the first."""
+    missing = [name for name in first.tensors if name not in other.tensors]
+    extra = [name for name in other.tensors if name not in first.tensors]
+    if missing or extra:
+        what = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r} too"
+        raise ValueError(f"all files must have the keys of {first.path}: {other.path} {what}")
+    for name, wanted in first.tensors.items():
+        got = other.tensors[name]
+        if got.shape != wanted.shape:
+            adapter = "; LoRA adapters of different ranks cannot be merged" * ("lora_" in name)
+            raise ValueError(
+                f"{other.path}, key {name!r} has the shape {got.shape}, and {wanted.shape} in"
+                f" {first.path}{adapter}"
+            )
+        if got.element != wanted.element:
+            raise ValueError(
+                f"{other.path}, key {name!r} is {got.element}, and {wanted.element} in {first.path}"
+            )
+
+
+class Shares:
+    """What share of each file's values was dropped."""
+
+    def __init__(self, m: int) -> None:
+        self.m = m
+        self._lost: dict[str, NDArray[np.float64]] = {}
+        self._columns: dict[str, int] = {}
+
+    def add(self, name: str, why: Explanation, columns: int) -> None:
+        """Take what was dropped of some columns of a tensor."""
+        before = self._lost.get(name, np.zeros(self.m))
+        self._lost[name] = before + why.dropped[: self.m] * columns
+        self._columns[name] = self._columns.get(name, 0) + columns
+
+    def by_tensor(self) -> dict[str, NDArray[np.float64]]:
+        """Return the shares of each tensor."""
+        return {name: lost / self._columns[name] for name, lost in self._lost.items()}
+
+    def total(self) -> NDArray[np.float64]:
+        """Return the shares of all values."""
+        lost = sum(self._lost.values(), start=np.zeros(self.m))
+        return np.asarray(lost / max(1, sum(self._columns.values())))
+
+
+class Merge:
+    """The planning and the parts of one merge; with a base, it is the last of the files."""
+
+    def __init__(
+        self,
+        files: list[TensorFile],
+        m: int,
+        rule: Rule,
+        seed: int | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.files = files
+        self.m = m
+        self.starts: dict[str, int] = {}
+        self.columns = 0
+        self.not_finite = 0
+        for tensor in files[0].tensors.values():
+            if not tensor.whole:
+                self.starts[tensor.name] = self.columns
+                self.columns += tensor.columns
+        self.evaluation = Evaluation(rule, len(files), seed, d=self.columns)
+        self._progress = progress
+        self._done = 0
+        size = sum(each.columns * each.dtype.itemsize for each in files[0].tensors.values())
+        self._size = size * len(files)
+
+    def metadata(self) -> dict[str, str]:
+        """Return what all files say about themselves."""
+        first, *others = (each.metadata for each in self.files)
+        return {k: v for k, v in first.items() if all(each.get(k) == v for each in others)}
+
+    def plan(self) -> None:
+        """Answer the rule's questions about whole files."""
+        while self.evaluation.request is not None:
+            self._done = 0
+            self.evaluation.answer(
+                self.evaluation.partial(matrix, start)
+                for tensor in self.files[0].tensors.values()
+                if not tensor.whole
+                for start, matrix in self._matrices(tensor)
+            )
+
+    def parts(self, tensor: Tensor, shares: Shares | None) -> Iterator[NDArray[Any]]:
+        """Make the values of a tensor of the output."""
+        if tensor.whole:
+            arrays = [each.tensors[tensor.name].open() for each in self.files[: self.m]]
+            for begin in range(0, tensor.columns, PART_COLUMNS):
+                part = [array[begin : begin + PART_COLUMNS] for array in arrays]
+                self._tell(len(self.files) * part[0].nbytes)
+                yield lower_median(part)
+            return
+        for start, matrix in self._matrices(tensor):
+            if shares is None:
+                values = self.evaluation.finish(matrix, start)
+            else:
+                why = self.evaluation.explain(matrix, start)
+                shares.add(tensor.name, why, matrix.d)
+                values = why.value
+            self.not_finite += _not_finite(values, tensor.element)
+            yield values
+
+    def _matrices(self, tensor: Tensor) -> Iterator[tuple[int, HostMatrix]]:
+        """Yield parts of a tensor of all files, with the columns at which they begin."""
+        arrays = [each.tensors[tensor.name].open() for each in self.files]
+        start = self.starts[tensor.name]
+        begin = 0
+        while begin < tensor.columns:
+            end = min(tensor.columns, begin + PART_COLUMNS - (start + begin) % PART_COLUMNS)
+            rows = [array[begin:end] for array in arrays]
+            yield start + begin, HostMatrix([Piece(0, end - begin, rows, tensor.element)], _only)
+            self._tell(sum(row.nbytes for row in rows))
+            begin = end
+
+    def _tell(self, read: int) -> None:
+        self._done += read
+        if self._progress is not None:
+            self._progress(self._done, self._size)
+
+
+def _only(answers: list[NDArray[Any]]) -> NDArray[Any]:
+    return answers[0]
+
+
+def _not_finite(values: NDArray[Any], element: str) -> int:
+    if element == "bfloat16":
+        return int(np.count_nonzero((values & _EXPONENT) == _EXPONENT))
+    return values.size - int(np.count_nonzero(np.isfinite(values)))

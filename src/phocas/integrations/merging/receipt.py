@@ -1,0 +1,66 @@
+"""Receipts: what was merged, how, and what came out, so that anyone can do it again and compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from phocas.files import write_atomically
+from phocas.integrations.merging.merge import Merged, file_digest
+from phocas.kernels import instructions
+
+_VERSIONS = ("phocas", "numpy", "llvmlite")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for, beside the files."""
+
+    rule: str
+    base: Path | None = None
+    weights: Sequence[float] | None = None
+    max_share: float | None = None
+    seed: int | None = None
+
+
+def receipt(merged: Merged, request: Request) -> dict[str, Any]:
+    """Describe a merge without a word on where and when it was: the same again is the same text.
+
+    Who repeats it with the same versions gets the same bits on any processor with the same
+    ``instructions``: vectors may be of any width, but numbers are rounded once or twice as the
+    processor has fused multiply-add or not.
+    """
+    if merged.digest is None:
+        raise ValueError("a receipt needs the digest of the output: merge with digest=True")
+    paths = [*merged.files, *([] if request.base is None else [request.base])]
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(file_digest, paths))
+    described = [
+        {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, digests, strict=True)
+    ]
+    return {
+        "rule": request.rule,
+        "weights": None if request.weights is None else list(request.weights),
+        "max_share": request.max_share,
+        "seed": request.seed,
+        "inputs": described[: len(merged.files)],
+        "base": None if request.base is None else described[-1],
+        "output": {
+            "bytes": merged.output.stat().st_size,
+            "sha256": merged.digest,
+        },
+        "values": merged.columns,
+        "versions": {name: metadata.version(name) for name in _VERSIONS},
+        "instructions": instructions(),
+    }
+
+
+def write_receipt(path: Path, content: dict[str, Any]) -> None:
+    """Write a receipt as JSON."""
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())

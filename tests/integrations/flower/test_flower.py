@@ -1,0 +1,356 @@
+"""The strategy with real Flower: its simulation, and a SuperLink with SuperNodes on loopback."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("Flower is not installed: make test-flower", allow_module_level=True)
+
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.serverapp.exception import AggregationError
+
+import phocas
+from phocas.integrations.flower import Adam, Momentum, RobustStrategy
+from phocas.integrations.flower.replies import tensors_of
+from phocas.rules.reference import reference
+
+ROOT = Path(__file__).parent.parent.parent.parent
+KINDS = {0: "nan", 3: "keys", 5: "shape", 6: "raises", 8: "greedy", 9: "dtype", 11: "absurd"}
+LEFT_OUT = {"keys", "shape", "raises", "dtype"}
+
+# -- without a network -----------------------------------------------------------------------------
+
+
+class Reply:
+    """What the strategy sees of a message."""
+
+    def __init__(self, node: int, arrays: dict[str, Any], **metrics: Any) -> None:
+        self.metadata = type("Metadata", (), {"src_node_id": node})
+        found = {
+            name: value if isinstance(value, Array) else Array(np.asarray(value))
+            for name, value in arrays.items()
+        }
+        self.content = RecordDict(
+            {
+                "arrays": ArrayRecord(found),
+                "metrics": MetricRecord({"num-examples": 10, **metrics}),
+            }
+        )
+
+    def has_error(self) -> bool:
+        return False
+
+
+def a_model(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        "b.weight": rng.normal(size=(5, 7)).astype(np.float32),
+        "a.bias": rng.normal(size=3000).astype(np.float32),
+        "scalar": np.float32(rng.normal()),
+        "batches": np.int64(seed),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+
+
+def prepared(rule: str, model: dict[str, Any] | None = None, **options: Any) -> RobustStrategy:
+    strategy = RobustStrategy(rule, **options)
+    arrays = {name: Array(np.asarray(value)) for name, value in (model or a_model()).items()}
+    strategy._model = tensors_of(ArrayRecord(arrays), "the model")
+    return strategy
+
+
+def flat(arrays: Any) -> Any:
+    names = ("b.weight", "a.bias", "scalar")
+    return np.concatenate([arrays[name].numpy().reshape(-1) for name in names])
+
+
+@pytest.mark.parametrize(
+    "rule", ["phocas:b=2", "nnm:b=2|heraclius:b=2", "cge:b=2", "clipping:radius=2.0|median"]
+)
+def test_updates_are_aggregated_to_the_definition(rule: str) -> None:
+    base = a_model()
+    sent = [a_model(seed) for seed in range(1, 8)]
+    replies = [Reply(90 - i, state) for i, state in enumerate(sent)]
+    arrays, metrics = prepared(rule).aggregate_train(1, replies)
+    assert arrays is not None
+    assert metrics is not None
+    assert list(arrays) == list(base)
+    rows = np.stack([flat(reply.content["arrays"]) for reply in replies])
+    start = flat({name: Array(np.asarray(value)) for name, value in base.items()})
+    wanted = start + reference(phocas.parse_rule(rule), rows.astype(float) - start)
+    np.testing.assert_allclose(flat(arrays), wanted, rtol=1e-5, atol=1e-5)
+    assert arrays["batches"].numpy() == 4
+    assert arrays["scalar"].numpy().shape == ()
+    assert arrays["empty"].numpy().shape == (0, 3)
+    assert metrics["phocas/nodes"] == list(range(84, 91))
+
+
+def damaged(kind: str) -> dict[str, Any]:
+    state = a_model(5)
+    whole = Array(state["a.bias"])
+    if kind == "short":
+        state["a.bias"] = Array(whole.dtype, whole.shape, whole.stype, whole.data[:-8])
+    elif kind == "empty":
+        state["a.bias"] = Array(whole.dtype, whole.shape, whole.stype, b"")
+    elif kind == "header":
+        state["a.bias"] = Array(whole.dtype, whole.shape, whole.stype, b"\x93NUMPY" + b"{" * 900)
+    elif kind == "pickle":
+        state["a.bias"] = Array("float32", (3000,), "pickle", b"cos\nsystem\n(S'true'\ntR.")
+    elif kind == "claims":  # says what is expected, and sends something else
+        other = Array(np.zeros(12))
+        state["a.bias"] = Array(whole.dtype, whole.shape, whole.stype, other.data)
+    elif kind == "missing":
+        del state["scalar"]
+    return state
+
+
+@pytest.mark.parametrize("kind", ["short", "empty", "header", "pickle", "claims", "missing"])
+def test_a_damaged_reply_costs_its_own_row(kind: str) -> None:
+    honest = [Reply(node, a_model(node)) for node in range(1, 6)]
+    wanted, _ = prepared("phocas:b=1").aggregate_train(1, honest)
+    arrays, metrics = prepared("phocas:b=1").aggregate_train(1, [*honest, Reply(9, damaged(kind))])
+    assert arrays is not None
+    assert metrics is not None
+    assert flat(arrays).tobytes() == flat(wanted).tobytes()
+    assert metrics["phocas/failed"] == 1
+
+
+def test_too_few_replies_are_skipped_or_stop_the_run() -> None:
+    replies = [Reply(node, a_model(node)) for node in range(4)]
+    arrays, metrics = prepared("phocas:b=2").aggregate_train(1, replies)
+    assert arrays is None
+    assert dict(metrics or {}) == {"phocas/replies": 4, "phocas/failed": 0}
+    with pytest.raises(AggregationError, match="Phocas needs 2b < m: got b=2 with m=4"):
+        prepared("phocas:b=2", on_too_few="stop").aggregate_train(1, replies)
+    arrays, _ = prepared("mean").aggregate_train(1, [])
+    assert arrays is None
+
+
+def test_claimed_examples_are_ignored_or_capped() -> None:
+    sent = [a_model(node) for node in range(1, 10)]
+    replies = [Reply(node, state, **{"num-examples": 100}) for node, state in enumerate(sent)]
+    replies[3] = Reply(3, sent[3], **{"num-examples": 1e9})
+    plain, _ = prepared("phocas:b=1").aggregate_train(1, replies)
+    rows = np.stack([flat(reply.content["arrays"]) for reply in replies])
+    assert flat(plain).tobytes() == phocas.Phocas(b=1)(rows).tobytes()
+    capped, _ = prepared("phocas:b=1", max_share=0.2).aggregate_train(1, replies)
+    wanted = phocas.Phocas(b=1)(rows, weights=[100.0] * 3 + [1e9] + [100.0] * 5, max_share=0.2)
+    assert flat(capped).tobytes() == wanted.tobytes()
+    for claim in (math.nan, -1, 0, [1.0, 2.0]):
+        replies[3] = Reply(3, sent[3], **{"num-examples": claim})
+        _, metrics = prepared("phocas:b=1", max_share=0.2).aggregate_train(1, replies)
+        assert (metrics or {})["phocas/failed"] == 1
+
+
+def test_metrics_are_medians_that_nobody_owns() -> None:
+    replies = [Reply(node, a_model(node), loss=0.1 * node) for node in range(1, 6)]
+    replies[4] = Reply(5, a_model(5), loss=1e30, **{"num-examples": 1e9})
+    _, metrics = prepared("median").aggregate_train(1, replies)
+    assert (metrics or {})["loss"] == pytest.approx(0.3)
+    found = prepared("median").aggregate_evaluate(1, replies)
+    assert (found or {})["loss"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("optimiser", [Momentum(lr=0.5, momentum=0.9), Adam(lr=0.1)])
+def test_the_server_takes_steps_of_its_own(optimiser: Any) -> None:
+    model = {"w": np.zeros(4)}
+    strategy = prepared("median", model, optimiser=optimiser)
+    place, moving, square = np.zeros(4), np.zeros(4), np.zeros(4)
+    for turn in range(1, 4):
+        target = np.array([1.0, -2.0, 3.0, 0.5]) * turn
+        strategy._model = tensors_of(ArrayRecord({"w": Array(place)}), "the model")
+        arrays, _ = strategy.aggregate_train(turn, [Reply(i, {"w": target}) for i in range(3)])
+        update = target - place
+        if isinstance(optimiser, Momentum):
+            moving = 0.9 * moving + update
+            place = place + 0.5 * moving
+        else:
+            moving, square = 0.9 * moving + 0.1 * update, 0.99 * square + 0.01 * update**2
+            step = moving / (1 - 0.9**turn) / (np.sqrt(square / (1 - 0.99**turn)) + 1e-3)
+            place = place + 0.1 * step
+        assert arrays is not None
+        np.testing.assert_allclose(arrays["w"].numpy(), place, rtol=1e-12)
+
+
+def test_aggregation_adds_the_output_and_little_more() -> None:
+    model = {f"t{i}": np.zeros(2_000_000, np.float32) for i in range(6)}
+    rng = np.random.default_rng(0)
+    replies = [
+        Reply(n, {k: rng.normal(size=v.shape).astype(np.float32) for k, v in model.items()})
+        for n in range(7)
+    ]
+    for rule in ("phocas:b=2", "nnm:b=2|phocas:b=2"):
+        strategy = prepared(rule, model)
+        strategy.aggregate_train(1, replies)  # makes the kernels
+        tracemalloc.start()
+        arrays, _ = strategy.aggregate_train(2, replies)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert arrays is not None
+        assert peak <= 6 * 8_000_000 + (64 << 20)
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="on_too_few must be one of skip, stop"):
+        RobustStrategy("median", on_too_few="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_share must be more than 0"):
+        RobustStrategy("median", max_share=0)
+    with pytest.raises(ValueError, match="cannot be applied to differences"):
+        RobustStrategy("watch:rule=median")
+    with pytest.raises(ValueError, match="0 <= momentum < 1"):
+        Momentum(momentum=1.0)
+
+
+# -- with real processes ---------------------------------------------------------------------------
+
+
+def environment(
+    home: Path, strategy: str, kinds: dict[int, str], rounds: int, nodes: int
+) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "SERVER_STRATEGY": strategy,
+        "SERVER_ROUNDS": str(rounds),
+        "SERVER_NODES": str(nodes),
+        "SERVER_REPORT": str(home / "report.json"),
+        "CLIENT_KINDS": json.dumps(kinds),
+    }
+
+
+def simulated(home: Path, strategy: str, nodes: int = 13) -> dict[str, Any]:
+    home.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integrations.flower.simulate", str(nodes)],
+        env=environment(home, strategy, KINDS, 3, nodes),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    report = home / "report.json"
+    assert report.exists(), done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found | {"log": done.stdout + done.stderr}
+
+
+def test_a_simulation_with_clients_of_every_bad_kind(tmp_path: Path) -> None:
+    """Three rounds bring honest clients seven eighths of the way; FedAvg does not survive one."""
+    fedavg = simulated(tmp_path / "fedavg", "fedavg")
+    assert fedavg.get("error") == "InconsistentMessageReplies"
+    robust = simulated(tmp_path / "robust", "robust")
+    assert robust["weight"] == pytest.approx(3 * 7 / 8, abs=0.02)
+    assert robust["bias"] == pytest.approx(3 * 7 / 8, abs=0.02)
+    assert robust["batches"] == 3
+    assert robust["dtypes"] == ["float32", "float32", "int64"]
+    for metrics in robust["train"]:
+        assert metrics["phocas/failed"] == len(LEFT_OUT)
+        assert len(metrics["phocas/suspects"]) == 2  # who sends NaN, and who sends -100
+    assert [each["distance"] for each in robust["evaluate"]] == pytest.approx(
+        [1.5, 0.75, 0.375], abs=0.02
+    )
+    assert "it must have the keys of the model: it lacks 'layer.bias'" in robust["log"]
+    weighted = simulated(tmp_path / "weighted", "weighted")
+    assert weighted["weight"] == pytest.approx(3 * 7 / 8, abs=0.02)
+    assert weighted["train"][0]["phocas/failed"] == len(LEFT_OUT) + 1  # NaN examples as well
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def running(words: list[str], env: dict[str, str], log: Path) -> Iterator[None]:
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words, env=env, stdout=file, stderr=file, start_new_session=True, cwd=log.parent
+        )
+        try:
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+APP = """
+[project]
+name = "hostile"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "phocas"
+
+[tool.flwr.app.components]
+serverapp = "apps:server"
+clientapp = "apps:client"
+
+[tool.flwr.app.config]
+"""
+
+
+def test_a_superlink_with_two_supernodes(tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    app.mkdir()
+    shutil.copy(Path(__file__).parent / "apps.py", app)
+    (app / "pyproject.toml").write_text(APP)
+    port = free_port()
+    (tmp_path / "config.toml").write_text(
+        '[superlink]\ndefault = "here"\n\n[superlink.here]\n'
+        f'address = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    env = environment(tmp_path, "two", {}, 2, 2)
+    binary = Path(sys.executable).parent
+    report = tmp_path / "report.json"
+    with ExitStack() as stack:
+        link = [str(binary / "flower-superlink"), "--insecure", "--host", "127.0.0.1"]
+        stack.enter_context(running([*link, "--port", str(port)], env, tmp_path / "link.log"))
+        for number in range(2):
+            node = [str(binary / "flower-supernode"), "--insecure"]
+            node += ["--superlink", f"127.0.0.1:{port}", "--port", str(free_port())]
+            node += ["--node-config", f"partition-id={number} num-partitions=2"]
+            stack.enter_context(running(node, env, tmp_path / f"node{number}.log"))
+        submit = [str(binary / "flwr"), "run", str(app), "here", "--stream"]
+        said = ""
+        for _ in range(30):  # until the SuperLink answers
+            done = subprocess.run(
+                submit, env=env, capture_output=True, text=True, timeout=240, check=False
+            )
+            said = done.stdout + done.stderr
+            if "is unavailable" not in said:
+                break
+        logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+        assert report.exists(), said + logs
+    found = json.loads(report.read_text())
+    assert found["weight"] == pytest.approx(3 * 3 / 4, abs=0.02)
+    assert [each["phocas/replies"] for each in found["train"]] == [2, 2]

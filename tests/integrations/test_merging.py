@@ -1,0 +1,583 @@
+"""Files merged by a rule: what the rule says of the same tensors in memory, or a clear refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.helpers import hostile_values
+
+import phocas
+from phocas.cli import main
+from phocas.integrations.merging import Request, merge_files, open_tensors, receipt
+from phocas.integrations.merging import merge as merging
+from phocas.integrations.merging.formats import FileError
+from phocas.rules import parse_rule
+from phocas.rules.reference import reference
+
+ROOT = Path(__file__).parent.parent.parent
+RULES = [
+    "mean",
+    "phocas:b=2",
+    "heraclius:b=2",
+    "nnm:b=2|phocas:b=2",
+    "geometric-median",
+    "krum:b=2",
+]
+
+State = dict[str, torch.Tensor]
+
+
+def states(m: int, dtype: torch.dtype = torch.float32, *, wrong: int = 2) -> list[State]:
+    """Return state dicts with awkward sizes, counters and flags; the last ones lie."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for worker in range(m):
+        liar = worker >= m - wrong
+        state: State = {
+            "conv.weight": torch.randn(7, 3, 5, 11, generator=generator).to(dtype),
+            "conv.bias": torch.randn(1, generator=generator).to(dtype),
+            "empty": torch.zeros(0, 4, dtype=dtype),
+            "head": torch.randn(1025, 3, generator=generator).to(dtype),
+            "scale": torch.randn((), generator=generator).to(dtype),
+            "batches": torch.tensor(-5 if liar else 40, dtype=torch.int64),
+            "mask": torch.tensor([True, not liar, liar]),
+        }
+        if liar:
+            values = torch.tensor(hostile_values("float16")).to(dtype)
+            for name in ("conv.weight", "head"):
+                flat = state[name].view(-1)
+                flat[: len(flat) // 10 * 10] = values.repeat(len(flat) // 10)
+        found.append(state)
+    return found
+
+
+def write_safetensors(path: Path, state: State) -> None:
+    save_file(state, path, metadata={"format": "pt"})
+
+
+def write_npz(path: Path, state: State) -> None:
+    with path.open("wb") as file:  # whatever the path is called
+        np.savez(file, allow_pickle=False, **{name: value.numpy() for name, value in state.items()})
+
+
+def write_compressed(path: Path, state: State) -> None:
+    with path.open("wb") as file:
+        np.savez_compressed(
+            file, allow_pickle=False, **{name: value.numpy() for name, value in state.items()}
+        )
+
+
+def write_legacy(path: Path, state: State) -> None:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+def write_torch(path: Path, state: State) -> None:
+    torch.save(state, path)
+
+
+def read(path: Path) -> State:
+    found = open_tensors(path)
+    if found.format == "safetensors":
+        return load_file(path)
+    if found.format == "pt":
+        loaded: State = torch.load(path, weights_only=True)
+        return loaded
+    with np.load(path) as archive:
+        return {name: torch.from_numpy(archive[name]) for name in archive.files}
+
+
+WRITERS: dict[str, Callable[[Path, State], None]] = {
+    "safetensors": write_safetensors,
+    "npz": write_npz,
+    "compressed": write_compressed,
+    "pt": write_torch,
+    "legacy": write_legacy,
+}
+
+
+def written(folder: Path, found: Sequence[State], kind: str = "safetensors") -> list[Path]:
+    paths = [folder / f"client-{i}.bin" for i in range(len(found))]
+    for path, state in zip(paths, found, strict=True):
+        WRITERS[kind](path, state)
+    return paths
+
+
+def same_bits(a: State, b: State) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert value.dtype == b[name].dtype
+        assert value.shape == b[name].shape
+        assert (
+            value.numpy(force=True).tobytes() == b[name].numpy(force=True).tobytes()
+            if (value.dtype != torch.bfloat16)
+            else torch.equal(value.view(torch.int16), b[name].view(torch.int16))
+        )
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("rule", ["heraclius:b=2", "nnm:b=2|phocas:b=2"])
+def test_files_have_the_bits_of_state_dicts_in_memory(
+    tmp_path: Path, kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "PART_COLUMNS", 2048)
+    found = states(9)
+    paths = written(tmp_path, found, kind)
+    merge_files(paths, rule, tmp_path / "out")
+    order = open_tensors(paths[0]).tensors  # blocks of columns follow the order of the file
+    in_order = [{name: state[name] for name in order} for state in found]
+    same_bits(read(tmp_path / "out"), parse_rule(rule)(in_order))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_type_and_rule(tmp_path: Path, rule: str, dtype: torch.dtype) -> None:
+    found = states(9, dtype)
+    paths = written(tmp_path, found)
+    merged = merge_files(paths, rule, tmp_path / "out", explain=True)
+    order = open_tensors(paths[0]).tensors
+    why = parse_rule(rule).explain([{name: state[name] for name in order} for state in found])
+    same_bits(load_file(tmp_path / "out"), why.value)
+    assert merged.dropped is not None
+    np.testing.assert_allclose(merged.dropped, why.dropped, atol=1e-12)
+    assert (merged.not_finite > 0) == (rule == "mean")
+
+
+def test_types_may_be_mixed_in_a_file(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    rows = rng.normal(size=(7, 3000))
+    rows[6] = 1e5
+    found = [
+        {
+            "a": torch.from_numpy(row[:1000]).to(torch.bfloat16),
+            "b": torch.from_numpy(row[1000:2500]).to(torch.float32),
+            "c": torch.from_numpy(row[2500:]),
+        }
+        for row in rows
+    ]
+    merge_files(written(tmp_path, found), "nnm:b=1|phocas:b=1", tmp_path / "out")
+    exact = np.stack(
+        [np.concatenate([v.double().numpy() for v in each.values()]) for each in found]
+    )
+    wanted = reference(phocas.NNM(b=1) | phocas.Phocas(b=1), exact)
+    got = load_file(tmp_path / "out")
+    assert [got[name].dtype for name in "abc"] == [torch.bfloat16, torch.float32, torch.float64]
+    values = np.concatenate([got[name].double().numpy() for name in "abc"])
+    np.testing.assert_allclose(values[:1000], wanted[:1000], rtol=2**-8)
+    np.testing.assert_allclose(values[1000:], wanted[1000:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["phocas:b=2", "cge:b=2", "clipping:radius=0.5|median", "centered-clipping:radius=3.0"],
+)
+def test_updates_relative_to_a_base(tmp_path: Path, rule: str) -> None:
+    rng = np.random.default_rng(1)
+    base = rng.normal(size=300) * 100
+    rows = base + rng.normal(size=(7, 300)) * 0.1
+    rows[5:] = -base
+    paths = [tmp_path / f"{i}.npy" for i in range(8)]
+    for path, row in zip(paths, [*rows, base], strict=True):
+        np.save(path, row)
+    merge_files(paths[:7], rule, tmp_path / "out.npy", base=paths[7])
+    wanted = base + reference(parse_rule(rule), rows - base)
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, rtol=1e-12)
+    without = tmp_path / "without.npy"
+    merge_files(paths[:7], rule, without)
+    if rule == "phocas:b=2":  # windows move with their values
+        assert np.array_equal(np.load(without), np.load(tmp_path / "out.npy"))
+    else:
+        assert not np.allclose(np.load(without), wanted)
+
+
+@pytest.mark.parametrize("rule", ["phocas:b=2", "multi-krum:b=2", "clipping:radius=2.0|median"])
+@pytest.mark.parametrize("based", [False, True])
+def test_weights_of_files(tmp_path: Path, rule: str, *, based: bool) -> None:
+    rng = np.random.default_rng(6)
+    rows = rng.normal(size=(7, 300))
+    rows[[1, 4]] = np.nan
+    base = np.ones(300)
+    paths = [tmp_path / f"{i}.npy" for i in range(8)]
+    for path, row in zip(paths, [*rows, base], strict=True):
+        np.save(path, row)
+    words = ["aggregate", *map(str, paths[:7]), "--rule", rule, "-o", str(tmp_path / "out.npy")]
+    words += ["--weights", "30,50,20,10,40,25,15", "--explain"]
+    assert run(*words, *(["--base", str(paths[7])] if based else [])) == 0
+    weighted = phocas.Weighted(parse_rule(rule), (30, 50, 20, 10, 40, 25, 15))
+    wanted = reference(weighted, rows - base * based) + base * based
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_arrays_in_other_orders_and_with_other_bytes_first(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    rows = rng.normal(size=(5, 6, 8)).astype(np.float32)
+    np.save(tmp_path / "0.npy", rows[0].astype(">f4"))
+    for i in range(1, 5):
+        np.save(tmp_path / f"{i}.npy", np.asfortranarray(rows[i]) if i % 2 else rows[i])
+    paths = [tmp_path / f"{i}.npy" for i in range(5)]
+    merge_files(paths, "median", tmp_path / "out.npy")
+    out = np.load(tmp_path / "out.npy")
+    assert out.dtype == np.dtype(">f4")
+    assert np.array_equal(out, np.median(rows, axis=0))
+
+
+def test_who_was_thrown_away_is_told_by_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [{"a": torch.full((50,), 1.0 * i), "b": torch.full((70,), 1.0 * i)} for i in range(5)]
+    found[3]["b"] = torch.full((70,), 1e9)
+    paths = written(tmp_path, found)
+    words = ["aggregate", *map(str, paths), "--rule", "phocas:b=1", "-o", str(tmp_path / "out")]
+    assert run(*words, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["tensors"]["b"] == [0, 0, 0, 1, 0]
+    assert said["tensors"]["a"][3] == 0
+    assert said["files"][3]["dropped"] == pytest.approx(70 / 120)
+    assert run(*words, "--explain") == 0
+    shown = capsys.readouterr().out
+    assert "client-3.bin    58.3%" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines()[:-1])
+
+
+def test_what_all_files_say_about_themselves_is_kept(tmp_path: Path) -> None:
+    for i in range(3):
+        about = {"format": "pt", "client": str(i)}
+        save_file({"a": torch.ones(3) * i}, tmp_path / f"{i}", metadata=about)
+    merge_files([tmp_path / str(i) for i in range(3)], "median", tmp_path / "out")
+    assert open_tensors(tmp_path / "out").metadata == {"format": "pt"}
+
+
+# -- receipts --------------------------------------------------------------------------------------
+
+
+def test_a_receipt_is_the_same_for_whoever_repeats_the_merge(tmp_path: Path) -> None:
+    receipts = []
+    for turn, threads in enumerate((1, 2)):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        paths = written(folder, states(9))
+        phocas.set_num_threads(threads)
+        merged = merge_files(paths, "nnm:b=2|heraclius:b=2", folder / "out", digest=True)
+        receipts.append(receipt(merged, Request("nnm:b=2|heraclius:b=2")))
+    assert receipts[0] == receipts[1]
+    assert "multiply-add" in receipts[0]["instructions"]
+    assert receipts[0]["output"]["bytes"] == (tmp_path / "0" / "out").stat().st_size
+
+
+def test_copies_under_other_names_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = written(tmp_path, [*states(3, wrong=0), states(1, wrong=0)[0]])
+    out, slip = str(tmp_path / "out"), str(tmp_path / "receipt.json")
+    words = ["aggregate", *map(str, paths[:3]), "--rule", "median", "-o", out]
+    assert run(*words, str(paths[0]), "--receipt", slip) == 0
+    assert "client-0.bin: it counts as two workers" in capsys.readouterr().err
+    assert run(*words, str(paths[3]), "--receipt", slip) == 0
+    assert "client-3.bin has the content of client-0.bin" in capsys.readouterr().err
+    assert json.loads(Path(slip).read_text())["rule"] == "median"
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def run(*words: str) -> int:
+    """Run the command in this process and return its status."""
+    before = sys.argv
+    sys.argv = ["phocas", *words]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def spoil_keys(folder: Path) -> str:
+    save_file({"b": torch.ones(3)}, folder / "1")
+    return "1 lacks 'a'"
+
+
+def spoil_more_keys(folder: Path) -> str:
+    save_file({"a": torch.ones(4), "b": torch.ones(3)}, folder / "1")
+    return "1 has 'b' too"
+
+
+def spoil_shape(folder: Path) -> str:
+    save_file({"a": torch.ones(5)}, folder / "1")
+    return "1, key 'a' has the shape (5,), and (4,) in"
+
+
+def spoil_rank(folder: Path) -> str:
+    for i in range(3):
+        save_file({"q.lora_A.weight": torch.ones(4 if i else 8, 6)}, folder / str(i))
+    return "LoRA adapters of different ranks cannot be merged"
+
+
+def spoil_type(folder: Path) -> str:
+    save_file({"a": torch.ones(4, dtype=torch.float16)}, folder / "1")
+    return "1, key 'a' is float16, and float32 in"
+
+
+def spoil_end(folder: Path) -> str:
+    content = (folder / "1").read_bytes()
+    (folder / "1").write_bytes(content[:-3])
+    return "1, key 'a' is cut short: it ends at byte"
+
+
+def spoil_header(folder: Path) -> str:
+    (folder / "1").write_bytes((folder / "1").read_bytes()[:20])
+    return "1 is cut short: its header would be"
+
+
+def spoil_offsets(folder: Path) -> str:
+    text = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}).encode()
+    (folder / "1").write_bytes(struct.pack("<Q", len(text)) + text + bytes(24))
+    return "1, key 'a' must lie at [0, 16]: it says [8, 24]"
+
+
+def spoil_twice(folder: Path) -> str:
+    entry = '"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
+    text = ("{" + entry + "," + entry + "}").encode()
+    (folder / "1").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    return "1 is no whole .safetensors file: its header is damaged"
+
+
+def spoil_small_floats(folder: Path) -> str:
+    save_file({"a": torch.ones(4).to(torch.float8_e4m3fn)}, folder / "1")
+    return "it is F8_E4M3"
+
+
+def spoil_zip(folder: Path) -> str:
+    np.savez(folder / "1.npz", a=np.ones(400, np.float32))
+    (folder / "1").write_bytes((folder / "1.npz").read_bytes()[:900])
+    return "1 is cut short or damaged"
+
+
+def spoil_array(folder: Path) -> str:
+    np.save(folder / "1.npy", np.ones(400, np.float32))
+    (folder / "1").write_bytes((folder / "1.npy").read_bytes()[:900])
+    return "1, key 'array' is cut short or damaged"
+
+
+def spoil_objects(folder: Path) -> str:
+    np.save(folder / "1.npy", np.array([{}], object), allow_pickle=True)
+    (folder / "1.npy").rename(folder / "1")
+    return "1, key 'array' must be one of float16"
+
+
+class Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.target,)
+
+
+def spoil_pickle(folder: Path) -> str:
+    torch.save({"a": Bomb(folder / "burst")}, folder / "1")
+    return "holds objects, which are never unpickled"
+
+
+def spoil_plain_pickle(folder: Path) -> str:
+    (folder / "1").write_bytes(pickle.dumps({"a": Bomb(folder / "burst")}))
+    return "holds objects, which are never unpickled"
+
+
+def spoil_list(folder: Path) -> str:
+    torch.save([torch.ones(4)], folder / "1")
+    return "1 must be a mapping of names to tensors: got list"
+
+
+def spoil_nested(folder: Path) -> str:
+    torch.save({"a": torch.ones(4), "epoch": 3}, folder / "1")
+    return "1, key 'epoch' must be a dense tensor: got int"
+
+
+def spoil_content(folder: Path) -> str:
+    (folder / "1").write_text("hello, this is no tensor")
+    return "1 must be .safetensors, .npz, .npy or .pt by its content"
+
+
+def spoil_nothing(folder: Path) -> str:
+    (folder / "1").write_bytes(b"")
+    return "1 must be .safetensors, .npz, .npy or .pt by its content"
+
+
+def spoil_presence(folder: Path) -> str:
+    (folder / "1").unlink()
+    return "1: no such file or directory"
+
+
+SPOILERS = [value for name, value in sorted(globals().items()) if name.startswith("spoil_")]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS)
+def test_bad_files_are_refused_by_name(
+    tmp_path: Path, spoil: Callable[[Path], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(3):
+        save_file({"a": torch.ones(4)}, tmp_path / str(i))
+    complaint = spoil(tmp_path)
+    files = [str(tmp_path / str(i)) for i in range(3)]
+    status = run("aggregate", *files, "--rule", "median", "-o", str(tmp_path / "out"))
+    said = capsys.readouterr().err
+    assert status == 2
+    assert said.count("\n") == 1
+    assert complaint in said
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "burst").exists()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["0", "1", "--rule", "phocas:b=1"], "Phocas needs 2b < m: got b=1 with m=2"),
+        (
+            ["0", "1", "2", "--rule", "median", "-o", "1"],
+            "the output must not be one of the inputs",
+        ),
+        (["0", "1", "--rule", "median", "--base", "2", "-o", "2"], "must not be one of the inputs"),
+        (["0", "1", "--rule", "median", "-o", "."], "the output must be a file"),
+        (["0", "1", "--rule", "median", "--receipt", "0"], "the receipt must be a file of its own"),
+        (
+            ["0", "1", "--rule", "watch:rule=mean", "--base", "2"],
+            "cannot be applied to differences",
+        ),
+    ],
+)
+def test_bad_requests_are_refused(
+    tmp_path: Path,
+    words: list[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i in range(3):
+        save_file({"a": torch.ones(4)}, tmp_path / str(i))
+    before = (tmp_path / "1").read_bytes()
+    assert run("aggregate", *words, *([] if "-o" in words else ["-o", "out"])) == 2
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "1").read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_damaged_bytes_are_read_or_refused(tmp_path: Path, kind: str) -> None:
+    """Whatever the bytes are, a file has tensors of the size they say, or a refusal."""
+    path = tmp_path / "file"
+    WRITERS[kind](path, {"a": torch.arange(40.0), "b": torch.ones(2, 3)})
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for turn in range(300):
+        damaged = bytearray(whole[: rng.integers(1, len(whole))] if turn % 3 == 0 else whole)
+        for place in rng.integers(
+            0, min(len(damaged), 700 if turn % 2 else 1 << 30), size=turn % 5
+        ):
+            damaged[place] = rng.integers(0, 256)
+        path.write_bytes(damaged)
+        try:
+            for tensor in open_tensors(path).tensors.values():
+                assert tensor.open().shape == (tensor.columns,)
+        except FileError:
+            refused += 1
+    assert refused > 100
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def python(*words: str, **options: Any) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        **options,
+    )
+
+
+WAITS = """
+import sys
+from pathlib import Path
+from phocas.integrations.merging import merge_files, merge
+merge.PART_COLUMNS = 1024
+
+def wait(done, size):
+    if done > size // 2:
+        print("half", flush=True)
+        sys.stdin.readline()
+
+merge_files([Path(f"client-{i}.bin") for i in range(9)], "phocas:b=2", Path("out"), progress=wait)
+"""
+
+
+@pytest.mark.parametrize("before", [None, b"what was there"])
+def test_killed_in_mid_write_nothing_half_appears(tmp_path: Path, before: bytes | None) -> None:
+    written(tmp_path, states(9))
+    if before is not None:
+        (tmp_path / "out").write_bytes(before)
+    with python("-c", WAITS, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert ((tmp_path / "out").read_bytes() if before else None) == before
+    assert before or not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    paths = written(tmp_path, states(9))
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    words = ["-m", "phocas", "aggregate", *map(str, paths), "--rule", "phocas:b=2", "-o", "out"]
+    with python(*words, cwd=tmp_path, preexec_fn=limit) as process:
+        _, said = process.communicate()
+    assert process.returncode == 2
+    assert said == "phocas: out: file too large\n"
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_two_gigabytes_in_little_memory(tmp_path: Path) -> None:
+    """Values beyond the mapped files take at most 300 MB, whatever the size of the files."""
+    block = np.random.default_rng(0).normal(size=16_000_000).astype(np.float32)
+    paths = [tmp_path / f"{i}.npz" for i in range(8)]
+    for i, path in enumerate(paths):
+        np.savez(path, allow_pickle=False, **{f"t{k}": block + np.float32(i) for k in range(4)})
+
+    def limit() -> None:  # private memory only: mapped files do not count
+        resource.setrlimit(resource.RLIMIT_DATA, (300 << 20, 300 << 20))
+
+    words = ["-m", "phocas", "aggregate", *map(str, paths), "--rule", "nnm:b=2|phocas:b=2"]
+    with python(*words, "-o", "out.npz", cwd=tmp_path, preexec_fn=limit) as process:
+        _, said = process.communicate()
+    assert process.returncode == 0, said
+    with np.load(tmp_path / "out.npz") as out:
+        assert np.allclose(out["t3"], block + 3.5, atol=1.5)
