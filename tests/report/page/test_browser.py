@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import resource
-import statistics
 import subprocess
 import sys
 import threading
@@ -578,7 +577,7 @@ def test_a_new_round_is_on_the_page_within_a_second(visit: Open, tmp_path: Path)
                 written = time.monotonic()
                 page.locator("#runs tbody", has_text=f"{number}/500").wait_for()
                 delays.append(time.monotonic() - written)
-            assert statistics.median(delays) < 1, delays
+            assert max(delays) < 1, delays
             assert page.get_by_label("Search").input_value() == "mnist"
             other = results.begin(make_config({"results": str(path), "rule": "mean"}), {}, {})
             page.locator(f'tr[data-run="{other}"]').wait_for()
