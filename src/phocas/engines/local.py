@@ -10,6 +10,7 @@ import torch
 from phocas.settings import Settings
 from phocas.training.cluster import Clock, Gathered
 from phocas.training.lanes import Lanes, kernel_threads
+from phocas.training.local_steps import local_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ class LocalCluster:
         self.task = task
         self.server = task.serve(task.model)
         self.gradients = task.differentiate(self.server.parameters, Lanes(task.threads))
+        self.steps = None if task.local is None else local_steps(self.gradients, task.local)
         rows = self.server.rows
         self._velocity = torch.zeros_like(rows) if task.worker_momentum else None
         needs_previous = task.attack is not None and task.attack.needs_previous
@@ -46,11 +48,13 @@ class LocalCluster:
     ) -> Gathered:
         """Draw the batches, compute the rows, let the attack at them, and reduce them."""
         task, clock = self.task, Clock()
-        inputs, targets = task.batches(round)
-        clock.stop("data")
-
         rows = self.server.rows
-        losses = self.gradients(inputs, targets, rows, task.seed, round).numpy()
+        if self.steps is None:
+            inputs, targets = task.batches(round)
+            clock.stop("data")
+            losses = self.gradients(inputs, targets, rows, task.seed, round).numpy()
+        else:
+            losses = self._step_locally(rows, round, clock).numpy()
         if self._velocity is not None:
             beta = task.worker_momentum
             self._velocity.mul_(beta).add_(rows, alpha=1 - beta)
@@ -71,9 +75,22 @@ class LocalCluster:
         clock.stop("metrics")
         return Gathered(aggregate, losses, distance, touched, clock.seconds, sampled=sampled)
 
+    def _step_locally(self, rows: torch.Tensor, round: int, clock: Clock) -> torch.Tensor:
+        task = self.task
+        assert self.steps is not None
+
+        def draw(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            clock.stop("gradients")
+            drawn = task.batches(round, step=step)
+            clock.stop("data")
+            return drawn
+
+        return self.steps(draw, rows, task.seed, round, float(task.schedule(round)))
+
     def update(self, aggregate: Aggregate, factor: float) -> Action:
-        """Let the server step."""
-        return self.server.update(aggregate, factor)
+        """Let the server step; the changes that workers sent may have the factor in them."""
+        local = self.task.local
+        return self.server.update(aggregate, factor if local is None or local.linear else 1.0)
 
     def _corrupt(self, rows: torch.Tensor, round: int) -> int:
         attack = self.task.attack

@@ -27,7 +27,7 @@ from phocas.rules import RULES, Rule
 from phocas.specs import Foreign, unknown
 from phocas.training.cluster import ENGINES, Engine, find_engine
 from phocas.training.models import check_model_text
-from phocas.training.optimizers import check_optimizer_text
+from phocas.training.optimizers import check_optimizer_text, parse_server_optimizer
 from phocas.training.schedules import SCHEDULES
 from phocas.training.task import TaskSettings
 
@@ -79,7 +79,10 @@ _TEXTS: dict[str, Callable[[str], str]] = {
     "dataset": lambda text: str(DATASETS.read(text)),
     "model": check_model_text,
     "optimizer": check_optimizer_text,
+    "server_optimizer": lambda text: str(parse_server_optimizer(text)),
 }
+# Settings that earlier versions did not have: a run without them keeps its identity.
+_LATER = {"local_steps", "server_optimizer"}
 
 
 class RunConfig(BaseModel):
@@ -103,6 +106,8 @@ class RunConfig(BaseModel):
     optimizer: str = _declared("optimizer")
     optimizer_options: dict[str, Any] = _declared("optimizer_options")
     schedule: str = _declared("schedule")
+    local_steps: int | None = _declared("local_steps")
+    server_optimizer: str | None = _declared("server_optimizer")
     weight_decay: float = _declared("weight_decay")
     worker_momentum: float = _declared("worker_momentum")
     reduction: Literal["mean", "sum"] = _declared("reduction")
@@ -167,11 +172,19 @@ class RunConfig(BaseModel):
     def _possible(self) -> RunConfig:
         problems = []
         for name, (engine, _) in sorted(_ENGINE_OF.items()):
-            default = type(self).model_fields[name].get_default(call_default_factory=True)
-            if self.engine != engine and getattr(self, name) != default:
+            if self.engine != engine and getattr(self, name) != _default(name):
                 problems.append(
                     f"{name} is a setting of the {engine} engine: set engine to {engine} too"
                 )
+        if self.server_optimizer is not None and self.local_steps is None:
+            problems.append("server_optimizer is for rounds of local steps: set local_steps too")
+        if self.worker_momentum and self.local_steps is not None:
+            problems.append(
+                "worker_momentum is for workers that send gradients: with local_steps set"
+                " optimizer_options to { momentum = ... }"
+            )
+        if self.engine != "local" and self.local_steps is not None:
+            problems.append("local_steps run on the local engine only, so far")
         try:
             FaultScript.parse(self.faults).check(self.workers, self.servers)
         except ValueError as error:
@@ -195,7 +208,8 @@ class RunConfig(BaseModel):
     def identity(self) -> str:
         """Return a digest of all that the result depends on: not of names, places and threads."""
         foreign = {key for key, (engine, _) in _ENGINE_OF.items() if engine != self.engine}
-        content = self.model_dump(exclude=_PLACES | foreign)
+        unset = {key for key in _LATER if getattr(self, key) == _default(key)}
+        content = self.model_dump(exclude=_PLACES | foreign | unset)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def task_settings(self) -> dict[str, Any]:
@@ -211,6 +225,10 @@ class RunConfig(BaseModel):
     def title(self) -> str:
         """Return the run's name, or its rule and attack."""
         return self.name or (f"{self.rule} under {self.attack}" if self.attack else self.rule)
+
+
+def _default(key: str) -> Any:
+    return RunConfig.model_fields[key].get_default(call_default_factory=True)
 
 
 def make_config(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:

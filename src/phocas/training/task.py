@@ -22,8 +22,9 @@ from phocas.specs import Spec, count, positive, unknown
 from phocas.training.gradients import worker_gradients
 from phocas.training.gradients.base import Loss, Reduction, WorkerGradients
 from phocas.training.lanes import Lanes
+from phocas.training.local_steps import LocalOptimizer
 from phocas.training.models import Builder, build_model
-from phocas.training.optimizers import Optimizers, parse_optimizer
+from phocas.training.optimizers import Optimizers, parse_optimizer, parse_server_optimizer
 from phocas.training.parameters import FlatParameters
 from phocas.training.samples import Samples
 from phocas.training.schedules import SCHEDULES, Constant
@@ -58,13 +59,21 @@ class TaskSettings(Settings):
     seed: int = setting(0, "the seed of everything random", _seed)
     split: Split | str = setting("iid", "who holds which samples: iid, dirichlet:alpha=0.5, ...")
     optimizer: Optimizers | str = setting(
-        "sgd", "the servers' optimiser: a name in torch.optim, or module:callable"
+        "sgd", "the optimiser: a name in torch.optim, or module:callable"
     )
     optimizer_options: Mapping[str, Any] = setting({}, "more arguments of the optimiser")
     schedule: Callable[[int], float] | str = setting(
         "constant", "a factor of the learning rate by the round: cosine:rounds=500, ..."
     )
     weight_decay: float = setting(0.0, "the weight decay of the optimiser", nonnegative)
+    local_steps: int | None = setting(
+        None,
+        "H, the steps of each worker with the optimiser in a round; then the servers step",
+        at_least(1),
+    )
+    server_optimizer: str | None = setting(
+        None, "what servers step with after local steps: sgd, nesterov:lr=0.7,momentum=0.9, ..."
+    )
     worker_momentum: float = setting(
         0.0, "beta, where workers send v = beta v + (1 - beta) g", below_one
     )
@@ -142,6 +151,8 @@ class Task(ServerTask):
     reduction: Reduction
     threads: int | None
     gradient_path: str | None
+    local: LocalOptimizer | None
+    """What workers step with before they send; ``optimizer`` and ``lr`` are then the servers'."""
 
     @classmethod
     def make(
@@ -169,14 +180,12 @@ class Task(ServerTask):
         if isinstance(attack, str):
             attack = parse_attack(attack, asked.num_servers)
         split = SPLITS.of(asked.split, "Trainer")
-        decay = {"weight_decay": asked.weight_decay} if asked.weight_decay else {}
         made: dict[str, Any] = {
             "loss": loss,
             "rule": rule,
             "attack": attack,
-            "optimizer": _value(parse_optimizer, asked.optimizer),
-            "optimizer_options": {**asked.optimizer_options, **decay},
             "schedule": _value(SCHEDULES.parse, asked.schedule),
+            **_optimizers(asked),
         }
         samples = Samples(  # after all that can be refused without it: a download takes long
             load(data) if isinstance(data, str | DataSpec) else data,
@@ -228,19 +237,23 @@ class Task(ServerTask):
         )
 
     def batches(
-        self, round: int, first: int = 0, last: int | None = None
+        self, round: int, first: int = 0, last: int | None = None, *, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw what the workers first to last - 1 see in a round, as the attack leaves it."""
+        """Draw what the workers first to last - 1 see in a round, as the attack leaves it.
+
+        ``step`` is that of workers who take several in a round.
+        """
         workers = slice(first, last)
+        number = round if self.local is None else round * self.local.steps + step
         indices = batch_indices(
-            self.assignment, self.num_workers, self.batch_size, self.seed, round
+            self.assignment, self.num_workers, self.batch_size, self.seed, number
         )
         classes = self.samples.num_classes
         if self.attack is None or not (classes or self.attack.acts_on_data):
             return self.samples.draw(indices[workers])
         inputs, targets = self.samples.draw(indices)  # labels are corrupted for all workers at once
         self.attack.corrupt_labels(
-            targets.numpy(), classes, rng=self.attack_rng(round), round=round
+            targets.numpy(), classes, rng=self.attack_rng(number), round=round
         )
         return inputs[workers], targets[workers]
 
@@ -251,6 +264,8 @@ class Task(ServerTask):
             for declared in fields(self)
             if declared.name not in ("model", "samples", "assignment", "threads")
         }
+        if self.local is None:
+            del said["local"]
         said["model"] = [
             (name, str(tensor.dtype), *tensor.shape)
             for name, tensor in self.model.state_dict().items()
@@ -272,6 +287,34 @@ def _asked(settings: Mapping[str, Any]) -> TaskSettings:
     return TaskSettings(**given)
 
 
+def _optimizers(asked: TaskSettings) -> dict[str, Any]:
+    """Say what servers step with, and what workers do before they send, if they do."""
+    decay = {"weight_decay": asked.weight_decay} if asked.weight_decay else {}
+    kind = _value(parse_optimizer, asked.optimizer)
+    options = {**asked.optimizer_options, **decay}
+    if asked.local_steps is None:
+        if asked.server_optimizer is not None:
+            raise ValueError(
+                f"server_optimizer={asked.server_optimizer} is for rounds of local steps: give"
+                " local_steps too, or say optimizer for the servers' own"
+            )
+        said = {"optimizer": kind, "optimizer_options": options, "lr": asked.lr}
+        return {**said, "local": None}
+    if asked.worker_momentum:
+        raise ValueError(
+            "worker_momentum is for workers that send gradients: with local_steps give the"
+            " optimiser a momentum, optimizer_options={'momentum': 0.9}"
+        )
+    server = parse_server_optimizer(asked.server_optimizer or "sgd")
+    of_server, more = server.make()
+    return {
+        "optimizer": of_server,
+        "optimizer_options": more,
+        "lr": server.lr * asked.lr if server.linear else server.lr,
+        "local": LocalOptimizer(asked.local_steps, kind, options, asked.lr, server.linear),
+    }
+
+
 def _value(parse: Callable[[str], T], given: T | str) -> T:
     return parse(given) if isinstance(given, str) else given
 
@@ -289,6 +332,8 @@ def _written(value: object) -> Any:
         return {str(key): _written(content) for key, content in value.items()}
     if value is None or isinstance(value, int | float | str):
         return value
+    if isinstance(value, LocalOptimizer):
+        return _written(vars(value))
     if isinstance(value, tuple | list):
         return [_written(content) for content in value]
     named = value if hasattr(value, "__qualname__") else type(value)
