@@ -73,7 +73,15 @@ class LocalCluster:
         sampled = tuple(sample.take(rows) for sample in samples)
         distance = None if mean is None else float(torch.dist(aggregate.value, mean))
         clock.stop("metrics")
-        return Gathered(aggregate, losses, distance, touched, clock.seconds, sampled=sampled)
+        return Gathered(
+            aggregate,
+            losses,
+            distance,
+            touched,
+            clock.seconds,
+            sampled=sampled,
+            participants=task.participants(round),
+        )
 
     def _step_locally(self, rows: torch.Tensor, round: int, clock: Clock) -> torch.Tensor:
         task = self.task
@@ -93,7 +101,7 @@ class LocalCluster:
         return self.server.update(aggregate, factor if local is None or local.linear else 1.0)
 
     def _corrupt(self, rows: torch.Tensor, round: int) -> int:
-        attack = self.task.attack
+        attack = self.task.attack_of(round)
         if attack is None:
             return 0
         rng = self.task.attack_rng(round)

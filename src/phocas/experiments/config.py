@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from phocas.attacks import ATTACKS, Attack, parse_attack
+from phocas.attacks.participation import check_among
 from phocas.data import DATASETS, SPLITS
 from phocas.engines.faults import FaultScript
 from phocas.rules import RULES, Rule
@@ -82,7 +83,7 @@ _TEXTS: dict[str, Callable[[str], str]] = {
     "server_optimizer": lambda text: str(parse_server_optimizer(text)),
 }
 # Settings that earlier versions did not have: a run without them keeps its identity.
-_LATER = {"local_steps", "server_optimizer"}
+_LATER = {"local_steps", "server_optimizer", "clients"}
 
 
 class RunConfig(BaseModel):
@@ -95,6 +96,7 @@ class RunConfig(BaseModel):
     )
     model: str = Field("mlp", description="the model: mlp, cnn, softmax or module:callable")
     workers: int = _declared("workers")
+    clients: int | None = _declared("clients")
     servers: int = _declared("servers", default=20)
     rounds: int = Field(500, ge=1, description="the rounds of training")
     batch_size: int = _declared("batch_size")
@@ -183,8 +185,18 @@ class RunConfig(BaseModel):
                 "worker_momentum is for workers that send gradients: with local_steps set"
                 " optimizer_options to { momentum = ... }"
             )
-        if self.engine != "local" and self.local_steps is not None:
-            problems.append("local_steps run on the local engine only, so far")
+        if self.clients is not None and self.clients < self.workers:
+            problems.append(
+                f"clients: workers are drawn from them, so there must be at least {self.workers}:"
+                f" got {self.clients}"
+            )
+        if self.clients is not None and self.worker_momentum:
+            problems.append("worker_momentum is for workers that take part in every round")
+        problems += [
+            f"{name}: runs on the local engine only, so far"
+            for name in ("local_steps", "clients")
+            if self.engine != "local" and getattr(self, name) is not None
+        ]
         try:
             FaultScript.parse(self.faults).check(self.workers, self.servers)
         except ValueError as error:
@@ -198,7 +210,7 @@ class RunConfig(BaseModel):
             problems.append(f"rule: {error}")
         try:
             if isinstance(attack, Attack):
-                attack.check(self.workers, servers=self.servers)
+                check_among(attack, self.clients, self.workers, self.servers)
         except ValueError as error:
             problems.append(f"attack: {error}")
         if problems:

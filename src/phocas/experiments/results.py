@@ -7,6 +7,7 @@ any of them being killed. Every write is one transaction.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import time
 from contextlib import contextmanager
@@ -341,7 +342,12 @@ class Results:
             )
             self._connection.executemany(
                 "INSERT INTO dropped VALUES (?, ?, ?, ?)",
-                [(run, at, i, share) for at, shares in dropped for i, share in enumerate(shares)],
+                [
+                    (run, at, i, share)
+                    for at, shares in dropped
+                    for i, share in enumerate(shares)
+                    if not math.isnan(share)  # who took no part
+                ],
             )
             detailed = [done for done in rounds if done.by_server is not None]
             for done in detailed[-1:]:

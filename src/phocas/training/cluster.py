@@ -40,6 +40,8 @@ class Gathered:
     """What went wrong with processes and messages, in words."""
     sampled: tuple[npt.NDArray[np.float64], ...] = ()
     """The values of the columns that were asked for, as the servers received them."""
+    participants: npt.NDArray[np.int64] | None = None
+    """Which client each entry of ``aggregate.dropped`` is of, where not all take part."""
 
 
 class Cluster(Protocol):

@@ -9,11 +9,13 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
 
 from phocas.attacks import Attack, attack_rng, parse_attack
+from phocas.attacks.participation import among, check_among
 from phocas.data import SPLITS, Assignment, DataSpec, Split, batch_indices, load
 from phocas.rules import RULES, Rule
 from phocas.seeds import Stream, generator
@@ -50,6 +52,9 @@ class TaskSettings(Settings):
 
     rule: Rule | str = setting(MISSING, "the aggregation rule: phocas:b=8, median, krum:b=6, ...")
     num_workers: int = setting(20, "m, the number of workers", at_least(1))
+    clients: int | None = setting(
+        None, "N, of whom so many as there are workers are drawn in every round", at_least(1)
+    )
     num_servers: int = setting(
         1, "s, the servers that share the columns; changes no bit", at_least(1)
     )
@@ -145,6 +150,7 @@ class Task(ServerTask):
     loss: Loss
     samples: Samples
     assignment: Assignment
+    clients: int | None
     batch_size: int
     schedule: Callable[[int], float]
     worker_momentum: float
@@ -176,6 +182,7 @@ class Task(ServerTask):
         asked = _asked(settings)
         rule = RULES.of(asked.rule, "Trainer")
         rule.check(asked.num_workers)
+        _check_clients(asked)
         attack = asked.attack
         if isinstance(attack, str):
             attack = parse_attack(attack, asked.num_servers)
@@ -201,9 +208,9 @@ class Task(ServerTask):
         if attack is not None:
             d = sum(tensor.numel() for tensor in module.parameters() if tensor.requires_grad)
             dtype = str(_dtype(module)).removeprefix("torch.")
-            attack.check(asked.num_workers, d, dtype, asked.num_servers)
+            check_among(attack, asked.clients, asked.num_workers, asked.num_servers, d, dtype)
         rng = generator(Stream.SPLIT, asked.seed)
-        assignment = samples.assign(split, asked.num_workers, rng)
+        assignment = samples.assign(split, asked.clients or asked.num_workers, rng)
         made |= {"model": module, "samples": samples, "assignment": assignment}
         left = {declared.name for declared in fields(cls)} - made.keys()
         return cls(**made, **{name: getattr(asked, name) for name in left})
@@ -236,6 +243,21 @@ class Task(ServerTask):
             path=self.gradient_path,
         )
 
+    def participants(self, round: int) -> npt.NDArray[np.int64] | None:
+        """Return which client each row of a round is of, in ascending order, if there are any."""
+        if self.clients is None:
+            return None
+        rng = generator(Stream.CLIENTS, self.seed, round)
+        return np.sort(rng.choice(self.clients, self.num_workers, replace=False))
+
+    def attack_of(self, round: int) -> Attack | None:
+        """Return what the attack is in a round: of clients, the liars who take part strike."""
+        who = self.participants(round)
+        if self.attack is None or self.clients is None or who is None:
+            return self.attack
+        rng = generator(Stream.CLIENTS, self.seed, round, 1)
+        return among(self.attack, who, self.clients, rng)
+
     def batches(
         self, round: int, first: int = 0, last: int | None = None, *, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,16 +267,17 @@ class Task(ServerTask):
         """
         workers = slice(first, last)
         number = round if self.local is None else round * self.local.steps + step
-        indices = batch_indices(
-            self.assignment, self.num_workers, self.batch_size, self.seed, number
-        )
+        holders = len(self.assignment)
+        indices = batch_indices(self.assignment, holders, self.batch_size, self.seed, number)
+        who = self.participants(round)
+        if who is not None:
+            indices = indices[who]
         classes = self.samples.num_classes
-        if self.attack is None or not (classes or self.attack.acts_on_data):
+        attack = self.attack_of(round)
+        if attack is None or not (classes or attack.acts_on_data):
             return self.samples.draw(indices[workers])
         inputs, targets = self.samples.draw(indices)  # labels are corrupted for all workers at once
-        self.attack.corrupt_labels(
-            targets.numpy(), classes, rng=self.attack_rng(number), round=round
-        )
+        attack.corrupt_labels(targets.numpy(), classes, rng=self.attack_rng(number), round=round)
         return inputs[workers], targets[workers]
 
     def identity(self) -> str:
@@ -266,6 +289,8 @@ class Task(ServerTask):
         }
         if self.local is None:
             del said["local"]
+        if self.clients is None:
+            del said["clients"]
         said["model"] = [
             (name, str(tensor.dtype), *tensor.shape)
             for name, tensor in self.model.state_dict().items()
@@ -285,6 +310,20 @@ def _asked(settings: Mapping[str, Any]) -> TaskSettings:
     if "rule" not in given:
         raise TypeError("Trainer needs a rule: write rule='phocas:b=8', or pass a rule")
     return TaskSettings(**given)
+
+
+def _check_clients(asked: TaskSettings) -> None:
+    if asked.clients is None:
+        return
+    if asked.clients < asked.num_workers:
+        raise ValueError(
+            "Trainer needs clients >= num_workers, who are drawn from them: got"
+            f" clients={asked.clients} with num_workers={asked.num_workers}"
+        )
+    if asked.worker_momentum:
+        raise ValueError(
+            "worker_momentum is for workers that take part in every round: leave it out, or clients"
+        )
 
 
 def _optimizers(asked: TaskSettings) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from phocas.rules.sampling import Sample
 from phocas.rules.suspicion import Suspicion
 from phocas.seeds import Stream, generator
 from phocas.specs import count
+from phocas.training.attendance import Attendance
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
 from phocas.training.cluster import find_engine
 from phocas.training.evaluation import Metrics, evaluate
@@ -68,6 +69,8 @@ class Round:
     """Workers that are lately left out far more than most, or have changed: a warning, no proof."""
     suspect_servers: tuple[int, ...] = ()
     """Servers that more than b workers' values reach absurdly wrong."""
+    participants: npt.NDArray[np.int64] | None = None
+    """Which client or worker each entry of ``dropped`` is of, where not all took part."""
 
 
 class Trainer:
@@ -129,6 +132,7 @@ class Trainer:
             else [],
             task.worker_momentum,
         )
+        self.attendance = Attendance(task.clients or task.num_workers)
         self.rounds_done = 0
 
     @property
@@ -162,11 +166,13 @@ class Trainer:
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
-            if samples:
-                self.suspicion.observe(seen.sampled[0], samples[0], *seen.sampled[1:])
-            else:
-                self.suspicion.rest()
-            self.suspicion.update(aggregate.dropped)
+            self.attendance.update(seen.participants, aggregate.dropped)
+            if seen.participants is None:
+                if samples:
+                    self.suspicion.observe(seen.sampled[0], samples[0], *seen.sampled[1:])
+                else:
+                    self.suspicion.rest()
+                self.suspicion.update(aggregate.dropped)
             self.rounds_done += 1
         seconds = {**seen.seconds, "update": updated - before}
         seconds["metrics"] = (
@@ -192,6 +198,7 @@ class Trainer:
             seconds=seconds,
             missing=seen.missing,
             news=seen.news,
+            participants=seen.participants,
         )
 
     def _samples(self, round_: int) -> list[Sample]:
@@ -199,7 +206,7 @@ class Trainer:
 
         What is new in a row with momentum shows beside its last values in the same columns.
         """
-        if not self.suspicion.wants():
+        if self.task.clients is not None or not self.suspicion.wants():
             return []
         d = self.server.parameters.size
         rounds = range(round_, round_ + 1 + bool(self.task.worker_momentum))
