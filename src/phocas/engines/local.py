@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phocas.settings import Settings
+from phocas.engines.asynchronous.cluster import AsynchronousCluster
+from phocas.engines.asynchronous.policies import Policy, parse_policy
+from phocas.engines.asynchronous.speeds import SPEEDS, Even, Speeds, VirtualRounds
+from phocas.settings import Settings, at_least, setting
+from phocas.specs import positive
 from phocas.training.cluster import Clock, Gathered
 from phocas.training.lanes import Lanes, kernel_threads
 from phocas.training.local_steps import local_steps
@@ -22,18 +26,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalSettings(Settings):
-    """The local engine, which has nothing to set."""
+    """The local engine: rounds, or no waiting, and if asked for a virtual clock."""
 
-    def build(self, task: Task) -> LocalCluster:
+    owner = "the local engine"
+
+    asynchronous: Policy | str | None = setting(
+        None, "nobody waits: buffers=15, zeno:validation=128, kardam:b=6 or mean"
+    )
+    speeds: Speeds | str | None = setting(
+        None, "how long workers take on a virtual clock: lognormal:sigma=1, slow:workers=4, even"
+    )
+    virtual_deadline: float | None = setting(
+        None, "virtual seconds after which a round does not wait any more", positive
+    )
+    max_staleness: int = setting(
+        1000, "steps after which a row comes too late, where nobody waits", at_least(0)
+    )
+
+    def build(self, task: Task) -> LocalCluster | AsynchronousCluster:
         """Put all workers and servers of a task into this process."""
-        return LocalCluster(task)
+        speeds = None if self.speeds is None else SPEEDS.of(self.speeds, self.owner)
+        if self.asynchronous is None:
+            if speeds is None and self.virtual_deadline is not None:
+                raise ValueError("virtual_deadline needs a virtual clock: set speeds too")
+            return LocalCluster(task, speeds, self.virtual_deadline)
+        if self.virtual_deadline is not None:
+            raise ValueError(
+                "virtual_deadline is for rounds: with asynchronous training nobody waits"
+            )
+        policy = self.asynchronous
+        if isinstance(policy, str):
+            policy = parse_policy(policy)
+        return AsynchronousCluster(task, policy, speeds or Even(), self.max_staleness)
 
 
 class LocalCluster:
     """All workers batched in this process; their rows are the server's own matrix, never copied."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(
+        self, task: Task, speeds: Speeds | None = None, deadline: float | None = None
+    ) -> None:
         self.task = task
+        self.same_rows = task.clients is None
+        self.kind = type(self).__name__ + (f" {speeds} {deadline}" if speeds else "")
+        steps = 1 if task.local is None else task.local.steps
+        self._clock = (
+            None
+            if speeds is None
+            else VirtualRounds(speeds, task.num_workers, task.seed, steps, deadline)
+        )
         self.server = task.serve(task.model)
         self.gradients = task.differentiate(self.server.parameters, Lanes(task.threads))
         self.steps = None if task.local is None else local_steps(self.gradients, task.local)
@@ -65,6 +106,8 @@ class LocalCluster:
         clock.stop("metrics")
         with kernel_threads(task.threads):
             touched = self._corrupt(rows, round)
+            late = () if self._clock is None else self._clock.play(round)
+            rows[list(late)] = float("nan")
             clock.stop("attack")
 
             aggregate = self.server.aggregate(rng=task.rule_rng(round), by_server=by_server)
@@ -81,6 +124,8 @@ class LocalCluster:
             clock.seconds,
             sampled=sampled,
             participants=task.participants(round),
+            missing=late,
+            virtual_seconds=None if self._clock is None else self._clock.now,
         )
 
     def _step_locally(self, rows: torch.Tensor, round: int, clock: Clock) -> torch.Tensor:
@@ -120,6 +165,8 @@ class LocalCluster:
             state["velocity"] = self._velocity
         if self._previous is not None and self._has_previous:
             state["previous"] = self._previous
+        if self._clock is not None:
+            state["now"] = torch.tensor(self._clock.now, dtype=torch.float64)
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -129,6 +176,8 @@ class LocalCluster:
         if self._previous is not None and "previous" in state:
             self._previous.copy_(state["previous"])
             self._has_previous = True
+        if self._clock is not None:
+            self._clock.now = float(state["now"])
 
     def close(self) -> None:
         """End the threads."""

@@ -23,6 +23,8 @@ from pydantic import (
 from phocas.attacks import ATTACKS, Attack, parse_attack
 from phocas.attacks.participation import check_among
 from phocas.data import DATASETS, SPLITS
+from phocas.engines.asynchronous.policies import Policy, read_policy
+from phocas.engines.asynchronous.speeds import SPEEDS
 from phocas.engines.faults import FaultScript
 from phocas.rules import RULES, Rule
 from phocas.specs import Foreign, unknown
@@ -66,7 +68,8 @@ def _declared(key: str, **instead: Any) -> Any:
     """Take a setting from where it is declared; ``default=`` gives a run another default."""
     declared = _DECLARED[key]
     said = declared.metadata["help"]
-    text = f"{_ENGINE_OF[key][0]}: {said}" if key in _ENGINE_OF else said
+    engine = _ENGINE_OF[key][0] if key in _ENGINE_OF else "local"
+    text = said if engine == "local" else f"{engine}: {said}"
     if declared.default_factory is not dataclasses.MISSING:
         return Field(default_factory=declared.default_factory, description=text)
     return Field(description=text, **{"default": declared.default, **instead})
@@ -80,10 +83,20 @@ _TEXTS: dict[str, Callable[[str], str]] = {
     "dataset": lambda text: str(DATASETS.read(text)),
     "model": check_model_text,
     "optimizer": check_optimizer_text,
+    "asynchronous": lambda text: str(read_policy(text)),
+    "speeds": lambda text: str(SPEEDS.read(text)),
     "server_optimizer": lambda text: str(parse_server_optimizer(text)),
 }
 # Settings that earlier versions did not have: a run without them keeps its identity.
-_LATER = {"local_steps", "server_optimizer", "clients"}
+_LATER = {
+    "local_steps",
+    "server_optimizer",
+    "clients",
+    "asynchronous",
+    "speeds",
+    "virtual_deadline",
+    "max_staleness",
+}
 
 
 class RunConfig(BaseModel):
@@ -117,6 +130,10 @@ class RunConfig(BaseModel):
     on_nonfinite: Literal["skip", "stop", "apply"] = _declared("on_nonfinite")
     evaluate_every: int = Field(10, ge=1, description="rounds between evaluations")
     engine: str = Field("local", description="where rounds run: local or ray")
+    asynchronous: str | None = _declared("asynchronous")
+    speeds: str | None = _declared("speeds")
+    virtual_deadline: float | None = _declared("virtual_deadline")
+    max_staleness: int = _declared("max_staleness")
     address: str | None = _declared("address")
     processes: int | None = _declared("processes")
     deadline: float = _declared("deadline")
@@ -135,6 +152,20 @@ class RunConfig(BaseModel):
         None, ge=1, description="rounds between checkpoints, besides those by time"
     )
     checkpoint_seconds: float = Field(30.0, ge=0, description="seconds between checkpoints")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _who_decides_needs_no_rule(cls, values: Any) -> Any:
+        """Let policies that decide by themselves have the mean of their one row as rule."""
+        said = values.get("asynchronous") if isinstance(values, dict) else None
+        if not isinstance(said, str) or "rule" in values:
+            return values
+        try:
+            policy = read_policy(said)
+        except ValueError:
+            return values  # refused by its key
+        lone = isinstance(policy, Policy) and not policy.uses_rule
+        return {**values, "rule": "mean"} if lone else values
 
     @field_validator("*", mode="before")
     @classmethod
@@ -205,7 +236,11 @@ class RunConfig(BaseModel):
         attack = None if self.attack is None else ATTACKS.read(self.attack)
         try:
             if isinstance(rule, Rule):
-                rule.check(self.workers)
+                policy = None if self.asynchronous is None else read_policy(self.asynchronous)
+                if isinstance(policy, Policy):
+                    policy.check(self.workers, rule)
+                else:
+                    rule.check(self.workers)
         except ValueError as error:
             problems.append(f"rule: {error}")
         try:
@@ -236,7 +271,8 @@ class RunConfig(BaseModel):
 
     def title(self) -> str:
         """Return the run's name, or its rule and attack."""
-        return self.name or (f"{self.rule} under {self.attack}" if self.attack else self.rule)
+        rule = self.rule if self.asynchronous is None else f"{self.asynchronous}, {self.rule}"
+        return self.name or (f"{rule} under {self.attack}" if self.attack else rule)
 
 
 def _default(key: str) -> Any:

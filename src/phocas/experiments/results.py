@@ -85,6 +85,17 @@ CREATE TABLE dropped_by_server (          -- in the round of the last evaluation
 ) STRICT, WITHOUT ROWID;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
+# Only runs with a virtual clock have rows here, and files of earlier versions have no such table.
+_VIRTUAL = """
+CREATE TABLE IF NOT EXISTS virtual (
+    run INTEGER NOT NULL REFERENCES runs (id),
+    round INTEGER NOT NULL,
+    seconds REAL NOT NULL,                -- what the virtual clock shows after the round
+    staleness INTEGER,                    -- how many steps behind the last row was
+    refused INTEGER NOT NULL,             -- rows that came too late since the round before
+    PRIMARY KEY (run, round)
+) STRICT, WITHOUT ROWID
+"""
 _FROM_1_TO_2 = (
     "ALTER TABLE runs ADD COLUMN origin TEXT",
     "ALTER TABLE evaluations RENAME TO earlier",
@@ -196,6 +207,7 @@ class Results:
             new = _SCHEMA.split(";") if version == tables == 0 else ()
             for statement in _FROM_1_TO_2 if version == 1 else new:
                 self._connection.execute(statement)
+            self._connection.execute(_VIRTUAL)
             return self._version()
 
     @contextmanager
@@ -269,7 +281,7 @@ class Results:
     def rewind(self, run: int, rounds_done: int) -> None:
         """Forget what a run wrote after its checkpoint; it will be written again."""
         with self.transaction():
-            for table in ("rounds", "evaluations", "dropped"):
+            for table in ("rounds", "evaluations", "dropped", "virtual"):
                 self._connection.execute(
                     f"DELETE FROM {table} WHERE run = ? AND round > ?",  # noqa: S608
                     (run, rounds_done),
@@ -292,6 +304,11 @@ class Results:
                 f"INSERT INTO rounds SELECT ?2, {copied} FROM rounds"  # noqa: S608
                 " WHERE run = ?1 AND round <= ?3",
                 (origin, run, rounds_done, evaluate_every),
+            )
+            self._connection.execute(
+                "INSERT INTO virtual SELECT ?2, round, seconds, staleness, refused FROM virtual"
+                " WHERE run = ?1 AND round <= ?3",
+                (origin, run, rounds_done),
             )
             for table in ("evaluations", "dropped", "dropped_by_server"):
                 self._connection.execute(
@@ -334,6 +351,14 @@ class Results:
                         *(done.seconds.get(phase, 0.0) * 1e3 for phase in PHASES),
                     )
                     for done in rounds
+                ],
+            )
+            self._connection.executemany(
+                "INSERT INTO virtual VALUES (?, ?, ?, ?, ?)",
+                [
+                    (run, done.number, done.virtual_seconds, done.staleness, done.refused)
+                    for done in rounds
+                    if done.virtual_seconds is not None
                 ],
             )
             self._connection.executemany(
@@ -422,9 +447,11 @@ class Results:
             raise ResultsError(f"a run in {self.path} cannot be read: {error}") from error
 
     def table(self, name: str, run: int) -> list[dict[str, Any]]:
-        """Return the rows of one run in rounds, evaluations, dropped or dropped_by_server."""
-        if name not in ("rounds", "evaluations", "dropped", "dropped_by_server"):
+        """Return a run's rows in rounds, evaluations, dropped, dropped_by_server or virtual."""
+        if name not in ("rounds", "evaluations", "dropped", "dropped_by_server", "virtual"):
             raise ValueError(f"there is no table {name!r} in the results")
+        if name == "virtual" and not self._columns(name):
+            return []
         rows = self._connection.execute(f"SELECT * FROM {name} WHERE run = ?", (run,))  # noqa: S608
         return [dict(row) for row in rows]
 

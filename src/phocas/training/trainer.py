@@ -71,6 +71,12 @@ class Round:
     """Servers that more than b workers' values reach absurdly wrong."""
     participants: npt.NDArray[np.int64] | None = None
     """Which client or worker each entry of ``dropped`` is of, where not all took part."""
+    virtual_seconds: float | None = None
+    """What a virtual clock shows, where there is one."""
+    staleness: int | None = None
+    """How many steps behind the last row was, where nobody waits."""
+    refused: int = 0
+    """Rows that were too stale to be used."""
 
 
 class Trainer:
@@ -190,15 +196,18 @@ class Trainer:
             honest_distance=seen.honest_distance,
             dropped=aggregate.dropped,
             expected_dropped=aggregate.expected,
-            by_server=aggregate.by_server if detailed else None,
+            by_server=aggregate.by_server if detailed and seen.participants is None else None,
             touched=seen.touched,
-            suspects=self.suspicion.suspects(),
-            unusual=self.suspicion.unusual(),
-            suspect_servers=self.suspicion.servers(),
+            suspects=self.suspicion.suspects() if self.cluster.same_rows else (),
+            unusual=self.suspicion.unusual() if self.cluster.same_rows else (),
+            suspect_servers=self.suspicion.servers() if self.cluster.same_rows else (),
             seconds=seconds,
             missing=seen.missing,
             news=seen.news,
             participants=seen.participants,
+            virtual_seconds=seen.virtual_seconds,
+            staleness=seen.staleness,
+            refused=seen.refused,
         )
 
     def _samples(self, round_: int) -> list[Sample]:
@@ -206,7 +215,7 @@ class Trainer:
 
         What is new in a row with momentum shows beside its last values in the same columns.
         """
-        if self.task.clients is not None or not self.suspicion.wants():
+        if not self.cluster.same_rows or not self.suspicion.wants():
             return []
         d = self.server.parameters.size
         rounds = range(round_, round_ + 1 + bool(self.task.worker_momentum))
@@ -234,7 +243,7 @@ class Trainer:
 
     def _identity(self) -> str:
         # What is kept of workers and servers differs between engines.
-        return f"{type(self.cluster).__name__}-{self.task.identity()}"
+        return f"{self.cluster.kind}-{self.task.identity()}"
 
     def close(self) -> None:
         """End the threads and processes."""

@@ -48,6 +48,8 @@ class RayCluster:
 
     def __init__(self, task: Task, settings: RaySettings) -> None:
         self.task = task
+        self.kind = type(self).__name__
+        self.same_rows = True
         self.server = task.serve(task.model)
         self.gradients = task.differentiate(self.server.parameters, Lanes(task.threads))
         self.allowed = _check(task, self.server, settings)
