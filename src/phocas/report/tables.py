@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from phocas.experiments.results import Results, RunRecord
 
-EXPORTS = ("runs", "rounds", "evaluations", "dropped", "dropped_by_server")
+EXPORTS = ("runs", "rounds", "evaluations", "dropped", "dropped_by_server", "virtual")
 MAIN = ("name", "dataset", "model", "rule", "attack", "seed")
 """The settings that are said of any run, even if all have the same."""
 
