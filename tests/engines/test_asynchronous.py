@@ -32,7 +32,7 @@ from phocas.engines.asynchronous.policies import (
 )
 from phocas.engines.asynchronous.speeds import SPEEDS
 from phocas.engines.local import LocalSettings
-from phocas.experiments.config import ConfigError, make_config
+from phocas.experiments.config import ConfigError, expand_grid, make_config, read_toml
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
 from phocas.report.virtual_time import draw_virtual_time
@@ -419,3 +419,11 @@ def test_accuracy_is_drawn_against_virtual_time(
         pytest.raises(ValueError, match="no runs with a virtual clock"),
     ):
         draw_virtual_time(results, results.runs(), tmp_path / "b.png")
+
+
+def test_the_experiment_of_the_documentation_can_be_run() -> None:
+    grid = Path(__file__).parents[2] / "docs" / "asynchronous.toml"
+    configs = expand_grid(read_toml(grid), str(grid))
+    assert len(configs) == 7 * 4 * 10
+    assert {config.speeds for config in configs} == {"slow:workers=4"}
+    assert len({(config.asynchronous, config.virtual_deadline) for config in configs}) == 6

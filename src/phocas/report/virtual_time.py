@@ -37,9 +37,14 @@ def draw_virtual_time(results: Results, runs: Sequence[RunRecord], path: Path) -
     """Draw a panel for each attack, a line for each method: the mean over its runs."""
     found: dict[str, dict[str, list[tuple[list[float], list[float]]]]] = {}
     for record in runs:
+        rows = results.table("evaluations", record.id)
         clock = {row["round"]: row["seconds"] for row in results.table("virtual", record.id)}
-        rows = [row for row in results.table("evaluations", record.id) if row["top1"] is not None]
-        points = [(clock.get(row["round"], 0.0), row["top1"]) for row in rows]
+        begun = {0: 0.0, **clock}
+        points = [
+            (begun[row["round"]], row["top1"])
+            for row in rows
+            if row["top1"] is not None and row["round"] in begun
+        ]
         if clock and points:
             seconds, accuracy = map(list, zip(*sorted(points), strict=True))
             panel = found.setdefault(record.attack or "no attack", {})
