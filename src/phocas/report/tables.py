@@ -6,6 +6,7 @@ import csv
 import json
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -38,6 +39,8 @@ _UNTOLD = frozenset(
     }
 )
 _GAP = 2
+WIDTH = 80
+"""Columns of prose."""
 
 
 def outcome(record: RunRecord) -> dict[str, Any]:
@@ -206,6 +209,22 @@ def print_table(
     console.print(table)
     if left_out:
         console.print(Text(f"not shown at this width: {', '.join(left_out)}", style="dim"))
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Print what there is of some facts, each wrapped beside its name, in 80 columns."""
+    told = {name: text for name, text in facts.items() if text}
+    margin = max(map(len, told), default=0) + _GAP
+    for name, text in told.items():
+        print(
+            textwrap.fill(
+                text,
+                WIDTH,
+                initial_indent=name.ljust(margin),
+                subsequent_indent=" " * margin,
+                break_on_hyphens=False,
+            )
+        )
 
 
 def show(table: Table) -> None:
