@@ -291,6 +291,13 @@ def _default(key: str) -> Any:
     return RunConfig.model_fields[key].get_default(call_default_factory=True)
 
 
+def check_setting(key: str) -> str:
+    """Return the name of a setting of a run, or raise and list them."""
+    if key not in RunConfig.model_fields:
+        raise ValueError(unknown("setting", key, RunConfig.model_fields))
+    return key
+
+
 def make_config(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:
     """Check values and make a configuration of them; an error names the keys and the source."""
     try:
