@@ -102,6 +102,64 @@ def test_who_is_averaged_can_be_chosen(phocas: Phocas, here: Path) -> None:
         assert message in phocas("runs", *words, status=2)
 
 
+def test_one_run_is_shown(phocas: Phocas, here: Path) -> None:
+    known = json.loads(phocas("show", "4", "--json"))
+    (listed,) = [run for run in json.loads(phocas("runs", "--json")) if run["id"] == 4]
+    assert known.items() >= listed.items()
+    assert known["settings"] == {
+        **{key: GRID[key] for key in ("dataset", "model", "workers", "servers", "rounds")},
+        "rule": "phocas:b=2",
+        "attack": "gaussian:q=2",
+        "evaluate_every": 3,
+    }
+    with Results(here / "phocas.sqlite", read=True) as results:
+        points = results.table("evaluations", 4)
+        rounds = results.table("rounds", 4)
+    assert known["curve"]["round"] == [point["round"] for point in points] == [0, 3, 6]
+    assert known["curve"]["top1"] == pytest.approx([point["top1"] for point in points])
+    times = [row["aggregate_ms"] for row in rounds]
+    assert known["ms_by_phase"]["aggregate"] == pytest.approx(statistics.median(times))
+    assert len(known["dropped"]) == 7
+    text = phocas("show", "4")
+    assert max(map(len, text.splitlines())) <= 80
+    for told in (
+        "phocas:b=2 under gaussian:q=2, seed 0",
+        "complete, 6 of 6 rounds",
+        f"final {known['final_accuracy']:.3f}, best {known['best_accuracy']:.3f}",
+        f"torch {known['versions']['torch']}",
+        "phocas export --model 4",
+    ):
+        assert told in text
+
+
+def test_the_last_run_is_shown_even_if_it_has_done_nothing(phocas: Phocas, here: Path) -> None:
+    text = phocas("show")
+    assert text.startswith("run 9  phocas:b=2, seed 9")
+    assert "killed, 0 of 6 rounds" in text
+    assert "not evaluated yet" in text
+    assert "no round is done" in text
+    for words, message in (
+        (("77",), "there is no run 77 in phocas.sqlite"),
+        (("--results", "nowhere.sqlite"), "there is no results file nowhere.sqlite"),
+    ):
+        assert message in phocas("show", *words, status=2)
+
+
+def test_what_went_wrong_is_shown(phocas: Phocas, tmp_path: Path) -> None:
+    words = ("--dataset", "synthetic:train=300,test=60,side=8", "--model", "softmax")
+    lies = ("--attack", "sign-flip:q=2", "--rule", "krum:b=2", "--workers", "9")
+    phocas("train", *words, *lies, "--rounds", "40", "--name", "liars", "--quiet")
+    text = phocas("show")
+    assert text.startswith("run 1  liars: krum:b=2 under sign-flip:q=2, seed 0")
+    assert "0, 1: wrong beyond chance" in text
+    assert "of their values; the median worker" in " ".join(text.split())
+    huge = ("--attack", "gaussian:q=3,std=1e38", "--rule", "mean", "--workers", "9")
+    phocas("train", *words, *huge, "--rounds", "12", "--split", "dirichlet:alpha=0.3", "--quiet")
+    known = json.loads(phocas("show", "--json"))
+    assert known["skipped_rounds"] > 0
+    assert f"{known['skipped_rounds']} rounds took no step" in phocas("show")
+
+
 def test_a_figure_is_drawn(phocas: Phocas, here: Path) -> None:
     assert phocas("plot") == "8 runs, 3 lines, 2 panels: curves.png\n"
     assert (here / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""What has been run: ``phocas runs``, ``phocas plot`` and ``phocas export``."""
+"""What has been run: ``phocas runs``, ``phocas show``, ``phocas plot`` and ``phocas export``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ DEFAULT = Path("phocas.sqlite")
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("runs")(runs)
+    app.command("show")(show)
     app.command("plot")(plot)
     app.command("export")(export)
 
@@ -61,6 +62,30 @@ def runs(
         print_runs([record for record, _ in found], [state for _, state in found])
     else:
         typer.echo(f"no {status + ' ' if status else ''}runs in {results}")
+
+
+def show(
+    run: Annotated[
+        int | None, typer.Argument(help="The number of a run.", show_default="the last")
+    ] = None,
+    results: FILE = DEFAULT,
+    json_: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show one run: its settings, its curve, where its time went, and who was wrong."""
+    import json
+
+    from phocas.experiments.results import Results
+    from phocas.report.run import about_run, print_run
+
+    with Results(results, read=True) as file:
+        records = file.runs() if run is None else [file.run(run)]
+        if not records:
+            raise ValueError(f"there is no run in {results}")
+        known = about_run(file, records[-1])
+    if json_:
+        typer.echo(json.dumps(known))
+    else:
+        print_run(known)
 
 
 def plot(

@@ -62,3 +62,22 @@ def elapsed(rounds: Mapping[str, Floats], evaluations: Mapping[str, Floats]) -> 
     spent = np.cumsum(np.sum([rounds[f"{phase}_ms"] for phase in PHASES], axis=0)) / 1e3
     at = np.searchsorted(rounds["round"], evaluations["round"], side="right")
     return np.asarray(np.concatenate([[0.0], spent])[at] + np.cumsum(evaluations["seconds"]))
+
+
+def cost(
+    rounds: Mapping[str, Floats], evaluations: Mapping[str, Floats]
+) -> dict[str, float | None]:
+    """Return the milliseconds of a round by phase, medians, and the mean share of evaluations."""
+    done = len(rounds["round"])
+    found: dict[str, float | None] = {
+        phase: float(np.median(rounds[f"{phase}_ms"])) if done else None for phase in PHASES
+    }
+    found["evaluation"] = 1e3 * float(evaluations["seconds"].sum()) / done if done else None
+    return found
+
+
+def read_cost(results: Results, run: int) -> dict[str, float | None]:
+    """Read what a round of a run costs, by phase."""
+    return cost(
+        columns(results, "rounds", run, _SPENT), columns(results, "evaluations", run, _METRICS)
+    )

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.experiments.blame import RecordedPicture, Shares
-from phocas.experiments.curves import columns, elapsed
+from phocas.experiments.curves import columns, cost, elapsed
 from phocas.experiments.locks import actual_status
 from phocas.experiments.results import PHASES, Results, RunRecord
 from phocas.report.palette import BASELINE, STYLES, Palette, Style
@@ -109,7 +109,7 @@ class Contents:
             "config": record.config,
             "command": command(record.config),
             "curve": _curve(rounds, evaluations),
-            "cost": _cost(rounds, evaluations),
+            "cost": {key: _number(each) for key, each in cost(rounds, evaluations).items()},
             "blame": None if shares is None else _blame(shares, rounds),
             "evidence": [
                 [each.worker, _number(each.odds), each.since, _number(each.dropped)]
@@ -211,18 +211,6 @@ def _curve(rounds: dict[str, Any], evaluations: dict[str, Any]) -> dict[str, Any
         "seconds": _numbers(seconds[chosen]),
         **{key: _numbers(evaluations[key][chosen]) for key in ("top1", "top3", "loss")},
     }
-
-
-def _cost(rounds: dict[str, Any], evaluations: dict[str, Any]) -> dict[str, float | None]:
-    done = len(rounds["round"])
-    found = {
-        phase: _number(float(np.median(rounds[f"{phase}_ms"]))) if done else None
-        for phase in PHASES
-    }
-    found["evaluation"] = (
-        _number(1e3 * float(evaluations["seconds"].sum()) / done) if done else None
-    )
-    return found
 
 
 def _blame(shares: Shares, rounds: dict[str, Any]) -> dict[str, Any]:
