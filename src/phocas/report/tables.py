@@ -37,6 +37,7 @@ _UNTOLD = frozenset(
         "checkpoint_seconds",
         "record_matrix",
         "rounds",
+        "track",
     }
 )
 _AVERAGED = ("final_accuracy", "best_accuracy", "final_top3", "best_top3", "ms_per_round")
