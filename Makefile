@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FLOWER := .venv-flower
+TRACKERS := .venv-trackers
 
 .PHONY: demo test test-slow test-ray test-gpu test-page test-integrations test-flower bench lint format clean
 .DEFAULT_GOAL := demo
@@ -25,10 +26,18 @@ test-ray: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest tests/engines/test_ray.py tests/engines/test_faults.py
 
-# Other people's training loops, each run for real on the CPU.
-test-integrations: $(VENV)/.installed
+# Other people's training loops, each run for real on the CPU, and their trackers, offline.
+test-integrations: $(VENV)/.installed $(TRACKERS)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,adapters]"
 	$(BIN)/python -m pytest tests/integrations/adapters
+	$(TRACKERS)/bin/python -m pytest tests/experiments/trackers
+
+# In an environment of its own: trackers bring a hundred packages that nothing else needs.
+$(TRACKERS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e ".[dev,tensorboard,wandb,mlflow]"
+	@touch $@
 
 # Without a GPU: Triton's interpreter runs its kernels, and its compiler makes them for devices.
 test-gpu: $(VENV)/.installed
@@ -69,4 +78,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) $(FLOWER) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FLOWER) $(TRACKERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 
+from phocas.cli import application
 from phocas.experiments.config import RunConfig, expand_grid, make_config
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
@@ -72,6 +77,19 @@ FLAGS = [
 ]
 
 
+def commands() -> list[tuple[str, ...]]:
+    """Return the words of every command, those of groups too."""
+    found: list[tuple[str, ...]] = []
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), get_command(application()))]
+    while waiting:
+        words, command = waiting.pop()
+        inner = getattr(command, "commands", {})
+        waiting += [((*words, name), each) for name, each in inner.items()]
+        if words:
+            found.append(words)
+    return found
+
+
 def test_every_setting_is_an_option_of_train(phocas: Phocas) -> None:
     text = phocas("train", "-h")
     shown = set(re.findall(r"--[a-z-]+", text))
@@ -86,6 +104,29 @@ def test_help_and_versions(phocas: Phocas) -> None:
     assert phocas("--help") == phocas("-h")
     assert re.fullmatch(r"phocas \d+\.\d+\.\d+\S*\n", phocas("--version"))
     assert "[grid]" in phocas("sweep", "--help")
+
+
+@pytest.mark.parametrize("words", sorted(commands()), ids=" ".join)
+def test_every_command_has_help_under_both_names(phocas: Phocas, words: tuple[str, ...]) -> None:
+    short = phocas(*words, "-h")
+    assert short == phocas(*words, "--help")
+    assert f"Usage: phocas {' '.join(words)}" in " ".join(short.split())
+    assert max(map(len, short.splitlines())) <= 80
+    assert "…" not in short
+
+
+@pytest.mark.parametrize("words", [("--version",), ("-h",), ("rules", "phocas", "--json")])
+def test_the_module_is_the_command(phocas: Phocas, words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "phocas", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", done.stdout) == phocas(*words)
 
 
 def test_runs_are_told_apart_by_what_differs(tmp_path: Path, phocas: Phocas) -> None:

@@ -102,6 +102,7 @@ def train(
                 restart=restart,
                 watch=progress.show,
                 tell=lambda line: progress.say(f"{line}; --restart begins anew"),
+                warn=progress.say,
                 should_stop=stop.is_set,
                 model_file=save_model,
             )

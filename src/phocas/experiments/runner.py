@@ -66,14 +66,16 @@ def execute(
     model_file: Path | None = None,
     data: Dataset | None = None,
     patience: float = 1.0,
+    warn: Callable[[str], None] | None = None,
 ) -> RunRecord:
     """Run a configuration to its end, or to where it is told to stop, and return what was recorded.
 
     A run of the same configuration that has come to its end is returned as it is. One that was
     interrupted or killed goes on from its checkpoint, to the same bits as if nothing had happened,
     and so does one with fewer rounds, as a run of its own. With ``restart`` all that is left as it
-    is, and another run begins. ``tell`` gets a line about which of these it was. A run that another
-    process is running is waited for so many seconds, and then refused.
+    is, and another run begins. ``tell`` gets a line about which of these it was, and ``warn``, or
+    else ``tell``, one of what fails and ends nothing. A run that another process is running is
+    waited for so many seconds, and then refused.
     """
     check_writable(Path(config.results), "the results file")
     if model_file is not None:
@@ -87,7 +89,7 @@ def execute(
                 save_model(model_file, final_model(config.results, earlier.id))
             return earlier
         # What is impossible is found out before there is a results file.
-        tracking = Tracking(config.track, tell)
+        tracking = Tracking(config.track, warn or tell)
         with _build(config, data) as trainer, Results(Path(config.results)) as results:
             run = _Run(config, results, trainer, watch, tell, tracking)
             if restart:

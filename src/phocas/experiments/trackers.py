@@ -8,10 +8,13 @@ out from there. The libraries are imported when a run begins.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
+import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -122,6 +125,11 @@ class MLflow:
     TAG = "phocas.run"
     BATCH = 500
     SECONDS = 2.0
+    PATIENCE: Mapping[str, str] = {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
+    }
+    """What MLflow reads, unless it is set: by itself it tries for minutes, and the run waits."""
     _STATES: Mapping[str, str] = {"complete": "FINISHED", "interrupted": "KILLED"}
 
     def __init__(self, address: str = "") -> None:
@@ -131,11 +139,14 @@ class MLflow:
 
     def start(self, run: TrackedRun) -> None:
         """Make the run, or find the one that goes on."""
+        for name, least in self.PATIENCE.items():
+            os.environ.setdefault(name, least)
         from mlflow import MlflowClient  # noqa: PLC0415
         from mlflow.entities import Param  # noqa: PLC0415
 
-        self.client = MlflowClient(self.address)
-        found = self.client.get_experiment_by_name("phocas")
+        with _without_news("mlflow"):  # a new store tells of its tables
+            self.client = MlflowClient(self.address)
+            found = self.client.get_experiment_by_name("phocas")
         experiment = found.experiment_id if found else self.client.create_experiment("phocas")
         known = self.client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.key}'")
         if known:
@@ -167,6 +178,18 @@ class MLflow:
             self.client.log_batch(self.run_id, metrics=self._waiting[place : place + self.BATCH])
         self._waiting.clear()
         self._sent = time.monotonic()
+
+
+@contextmanager
+def _without_news(name: str) -> Iterator[None]:
+    """Let a library log warnings only, and give its setting back."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 TRACKERS: Mapping[str, Callable[[str], Tracker]] = {

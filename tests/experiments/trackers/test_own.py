@@ -228,6 +228,7 @@ def test_what_cannot_be_made_is_refused_before_anything_runs(
 def test_a_library_that_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "wandb").mkdir()  # as wandb itself leaves behind
     monkeypatch.setattr(sys, "path", [str(folder)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ConfigError, match=r"wandb is not installed: pip install 'phocas\[wandb\]'"):
         config("wandb")
 
