@@ -64,7 +64,7 @@ def application() -> typer.Typer:
 def main() -> None:
     """Run the command line; what a user can cause ends with one line and status 2."""
     try:
-        application()()
+        application()(prog_name="phocas")  # python -m phocas is the same command
     except Exception as error:
         line = None if os.environ.get(TRACEBACK) else explain(error)
         if line is None:
