@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 FLOWER := .venv-flower
 
-.PHONY: demo test test-slow test-ray test-gpu test-page test-integrations test-flower bench lint format clean
+.PHONY: demo test test-slow test-ray test-gpu test-page test-integrations test-flower bench docs dist lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -55,6 +55,12 @@ test-flower: $(FLOWER)/.installed
 	$(FLOWER)/bin/python -m pytest -W ignore::DeprecationWarning \
 		tests/integrations/flower src/phocas/integrations/flower
 
+# The site, in site/: pages made from the code, no broken link, no public name without words.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
+	$(BIN)/python -m pytest tools tests/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 bench: $(VENV)/.installed
 	$(BIN)/phocas bench
 
@@ -69,4 +75,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) $(FLOWER) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FLOWER) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
