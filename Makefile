@@ -61,6 +61,11 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m pytest tools tests/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
+# What would be released, in dist/, and installed with each extra where the sources are not.
+dist: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,dist]"
+	$(BIN)/python -m tools.release
+
 bench: $(VENV)/.installed
 	$(BIN)/phocas bench
 
