@@ -35,7 +35,7 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Buff
             path.replace(keep)
         half.replace(path)
     except OSError as error:
-        if error.filename is None:
+        if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
     finally:

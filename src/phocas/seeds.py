@@ -20,6 +20,9 @@ class Stream(IntEnum):
     DROPOUT = 0xD0
     FAULT = 0xFA017
     SAMPLE = 0x5A3
+    CLIENTS = 0xC11E
+    SPEED = 0x59EED
+    VALIDATION = 0x7A11D
 
 
 def sequence(stream: Stream, *place: int) -> np.random.SeedSequence:

@@ -142,12 +142,12 @@ class Table(Mapping[str, type[S]], Generic[S]):
         name = name.strip()
         place = self._place(text)
         if place is not None:
-            _split_arguments(place[1], place[0])
+            split_arguments(place[1], place[0])
             return Foreign(text.strip(), self.parse)
         if name not in self:
             raise ValueError(unknown(self.kind, name, self))
         cls = self[name]
-        values = read_arguments(cls, _split_arguments(rest, cls.name))
+        values = read_arguments(cls, split_arguments(rest, cls.name))
         if any(isinstance(value, Foreign) for value in values.values()):
             return Foreign(text.strip(), self.parse)
         return cls(**values)
@@ -175,7 +175,7 @@ class Table(Mapping[str, type[S]], Generic[S]):
         if place is None:  # only an argument is foreign
             name, _, rest = text.partition(":")
             cls = self[name.strip()]
-            values = read_arguments(cls, _split_arguments(rest, cls.name))
+            values = read_arguments(cls, split_arguments(rest, cls.name))
             return cls(**{key: loaded(value) for key, value in values.items()})
         where, rest = place
         try:
@@ -184,7 +184,7 @@ class Table(Mapping[str, type[S]], Generic[S]):
             module = where.partition(":")[0]
             message = f"{unknown(self.kind, module, self)}; and there is no module {error.name!r}"
             raise ValueError(message) from None
-        arguments = _split_arguments(rest, where)
+        arguments = split_arguments(rest, where)
         assert self.base is not None
         if isinstance(found, type) and issubclass(found, self.base):
             if not dataclasses.is_dataclass(found):
@@ -382,7 +382,7 @@ def split(text: str, separator: str) -> list[str]:
     return parts
 
 
-def _split_arguments(text: str, owner: str) -> dict[str, str]:
+def split_arguments(text: str, owner: str) -> dict[str, str]:
     """Split ``a=1,b=(c:d=2,e=3)`` at the commas that stand outside parentheses."""
     arguments: dict[str, str] = {}
     for part in split(text, ","):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import phocas
-from phocas.theory import Exposure, extremes, survival
+from phocas.theory import Exposure, Participation, extremes, survival
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -280,6 +280,10 @@ def test_bounds_measured(
         ("bounds --workers 20 --byzantine 6 --b six", "a count or a range such as 6..9: got 'six'"),
         ("plan --workers 20 --dims 9 --rounds 5 --rate 2", "0 <= rate <= 1: got rate=2.0"),
         ("plan --workers 20 --dims 0 --rounds 5 --rate 0.1", "dims >= 1: got dims=0"),
+        ("plan --workers 20 --rounds 5", "--dims and --rate, or --clients and --liars"),
+        ("plan --workers 20 --rounds 5 --clients 30", "--clients and --liars go together"),
+        ("plan --workers 20 --rounds 5 --clients 9 --liars 1", "workers <= clients: got"),
+        ("plan --workers 2 --rounds 5 --clients 9 --liars 10", "liars <= clients: got"),
     ],
 )
 def test_mistakes_end_with_one_line_and_status_2(
@@ -293,3 +297,40 @@ def test_mistakes_end_with_one_line_and_status_2(
     assert out == ""
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_liars_among_participants_are_counted_exactly() -> None:
+    for clients, liars, m in ((10, 3, 4), (12, 12, 5), (9, 0, 4), (30, 11, 13), (8, 6, 5)):
+        plan = Participation(clients, liars, m, rounds=1)
+        ways = {k: math.comb(liars, k) * math.comb(clients - liars, m - k) for k in range(m + 1)}
+        total = math.comb(clients, m)
+        for b in range(m + 1):
+            below = Fraction(sum(ways[k] for k in range(b + 1)), total)
+            assert plan.at_most(b).survives == pytest.approx(float(below), rel=1e-12)
+            assert plan.at_most(b).fails == pytest.approx(float(1 - below), rel=1e-12)
+
+
+def test_more_participants_need_a_smaller_share_of_b() -> None:
+    plan = Participation(clients=1000, liars=150, num_workers=50, rounds=300)
+    found = [plan.with_workers(m).smallest("phocas") for m in (50, 100, 400)]
+    shares = [each.b / m for each, m in zip(found, (50, 100, 400), strict=True) if each and each.b]
+    assert shares == sorted(shares, reverse=True)
+    assert len(shares) == 3
+    all_of_them = plan.with_workers(1000).smallest("phocas")
+    assert all_of_them is not None
+    assert all_of_them.b == 150
+
+
+def test_a_plan_for_clients_on_the_screen_and_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "plan --clients 1000 --liars 100 --workers 50 --rounds 500"
+    status, shown, _ = command(words, monkeypatch, capsys)
+    assert status == 0
+    assert "50 of 1000 clients a round, 100 of whom lie" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    _, written, _ = command(f"{words} --json", monkeypatch, capsys)
+    told = json.loads(written)
+    assert told["smallest_b"]["phocas"] == 16
+    assert told["smallest_b"]["mean"] is None
+    assert told["runs_beyond_b"]["16"] == pytest.approx(8.34e-4, rel=1e-2)

@@ -52,3 +52,35 @@ def test_the_papers_settings_reach_the_papers_accuracy(tmp_path: Path) -> None:
         assert record.skipped_rounds == 0
         liars = (0, 1, 2, 3, 4, 5) if "q=6" in case[1] else ()
         assert record.suspects == liars, case
+
+
+WAITLESS = {
+    ("buffered:buffers=15", "phocas:b=6"): (300, 0.1, 0.88, 1.0),
+    ("buffered:buffers=15", "heraclius:b=6"): (300, 0.1, 0.88, 1.0),
+    ("zeno:validation=128", "mean"): (2500, 0.1, 0.85, 1.0),
+    ("mean", "mean"): (1000, 0.02, 0.0, 0.5),
+}
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_slow_workers_and_liars_are_survived(tmp_path: Path) -> None:
+    try:
+        load("mnist")
+    except DataError as error:
+        pytest.skip(f"MNIST is out of reach: {error}")
+    common = {
+        "servers": 1,
+        "attack": "gaussian:q=6",
+        "speeds": "slow:workers=4,factor=10",
+        "evaluate_every": 500,
+        "results": str(tmp_path / "r.sqlite"),
+    }
+    configs = [
+        make_config({**common, "asynchronous": policy, "rule": rule, "rounds": rounds, "lr": lr})
+        for (policy, rule), (rounds, lr, _, _) in WAITLESS.items()
+    ]
+    for record, (case, (*_, least, most)) in zip(sweep(configs), WAITLESS.items(), strict=True):
+        assert record is not None
+        assert record.status == "complete", record.message
+        assert record.final_accuracy is not None
+        assert least < record.final_accuracy <= most, case

@@ -37,6 +37,12 @@ class Touched:
         whole = self.whole_rows if self.shape[1] else _none()
         return np.union1d(whole, self.cell_rows)
 
+    def of_row(self, row: int) -> int:
+        """Return the number of touched cells in one row."""
+        if row in self.whole_rows:
+            return self.shape[1]
+        return int((self.cell_rows == row).sum())
+
     @property
     def most_per_column(self) -> int:
         """Return the largest number of touched cells in one column: the paper's q."""

@@ -55,17 +55,22 @@ def export(
     results: FILE = DEFAULT,
     table: Annotated[
         str,
-        typer.Option(help="runs, rounds, evaluations, dropped, dropped_by_server, implausible."),
+        typer.Option(
+            help="runs, rounds, evaluations, dropped, dropped_by_server, implausible, virtual."
+        ),
     ] = "runs",
     run: Annotated[list[int] | None, typer.Option(help="Only this run. Repeatable.")] = None,
     model: Annotated[
         int | None, typer.Option(help="Write the model of this run, which must be complete.")
     ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw accuracy against virtual time here, as PNG.")
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where to write the model, as safetensors.")
     ] = Path("model.safetensors"),
 ) -> None:
-    """Write a table of the results as CSV, or the model that a run has trained."""
+    """Write a table of the results as CSV, a figure, or the model that a run has trained."""
     import sys
 
     from phocas.experiments.results import Results
@@ -73,8 +78,10 @@ def export(
     from phocas.report.tables import EXPORTS, export_csv
     from phocas.specs import unknown
 
-    if (csv is None) == (model is None):
-        raise ValueError("phocas export needs --csv FILE for a table, or --model RUN for a model")
+    if sum(asked is not None for asked in (csv, model, figure)) != 1:
+        raise ValueError(
+            "phocas export needs --csv FILE for a table, --model RUN for a model, or --figure FILE"
+        )
     if table not in EXPORTS:
         raise ValueError(unknown("table", table, EXPORTS))
     with Results(results, read=True) as file:
@@ -82,8 +89,15 @@ def export(
             check_writable(output, "the model")
             _export_model(results, file.run(model).id, output)
             return
-        assert csv is not None
         chosen = [file.run(number) for number in run] if run else file.runs()
+        if figure is not None:
+            from phocas.report.virtual_time import draw_virtual_time
+
+            check_writable(figure, "the figure")
+            draw_virtual_time(file, chosen, figure)
+            typer.echo(f"accuracy against virtual time in {figure}")
+            return
+        assert csv is not None
         if str(csv) == "-":
             export_csv(file, table, chosen, sys.stdout)
             return

@@ -43,9 +43,13 @@ def bounds(
 
 def plan(
     workers: Annotated[int, typer.Option(help="Workers, m.")],
-    dims: Annotated[int, typer.Option(help="Parameters, d.")],
     rounds: Annotated[int, typer.Option(help="Rounds of training.")],
-    rate: Annotated[float, typer.Option(help="Chance that one value goes bad.")],
+    dims: Annotated[int | None, typer.Option(help="Parameters, d.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Chance that one value goes bad.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="Clients, of whom as many as workers are drawn a round.")
+    ] = None,
+    liars: Annotated[int | None, typer.Option(help="How many of the clients lie.")] = None,
     servers: Annotated[
         int, typer.Option(help="Servers, of which one is hit: d/servers columns are exposed.")
     ] = 1,
@@ -55,10 +59,20 @@ def plan(
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell which rule, with which b, survives values that go bad at random."""
+    """Tell which rule, with which b, survives values that go bad at random, or clients who lie."""
     from phocas.rules import RULES, TrimmedMean
     from phocas.theory import Exposure
 
+    if clients is not None or liars is not None:
+        if clients is None or liars is None or dims is not None or rate is not None or b:
+            raise ValueError(
+                "--clients and --liars go together, with --workers and --rounds; --dims, --rate,"
+                " --servers and --b are for values that go bad at random"
+            )
+        _plan_participation(clients, liars, workers, rounds, confidence, as_json=as_json)
+        return
+    if dims is None or rate is None:
+        raise ValueError("a plan needs --dims and --rate, or --clients and --liars")
     exposure = Exposure(workers, dims, rounds, rate, servers)
     values = _range(b) if b else range(TrimmedMean.largest_b(workers) + 1)
     TrimmedMean(values[-1]).check(workers)
@@ -83,6 +97,61 @@ def plan(
         print(json.dumps(result, indent=2))
         return
     _show_plan(exposure, values, confidence)
+
+
+def _plan_participation(
+    clients: int, liars: int, workers: int, rounds: int, confidence: float, *, as_json: bool
+) -> None:
+    from rich.console import Console
+
+    from phocas.rules import RULES
+    from phocas.theory import Participation
+
+    asked = Participation(clients, liars, workers, rounds)
+    smallest = {name: asked.smallest(name, confidence) for name in RULES}
+    told = {name: found for name, found in smallest.items() if RULES[name].choices(workers)}
+    sizes = [(each.num_workers, each) for each in map(asked.with_workers, asked.sizes())]
+    of_phocas = {m: each.smallest("phocas", confidence) for m, each in sizes}
+    chances = [(b, asked.at_most(b)) for b in range((workers - 1) // 2 + 1)]
+    if as_json:
+        result = dataclasses.asdict(asked) | {
+            "confidence": confidence,
+            "smallest_b": {name: found and found.b for name, found in told.items()},
+            "rounds_beyond_b": {b: chance.fails for b, chance in chances},
+            "runs_beyond_b": {b: chance.repeated(rounds).fails for b, chance in chances},
+            "smallest_b_of_phocas_by_workers": {m: f and f.b for m, f in of_phocas.items()},
+        }
+        print(json.dumps(result, indent=2))
+        return
+    console = Console()
+    console.print(
+        f"{workers} of {clients} clients a round, {liars} of whom lie, {rounds} rounds\n",
+        highlight=False,
+    )
+    by_b = _table("Chance of more than b liars")
+    for name in ("b", "in a round", "in any round"):
+        by_b.add_column(name, justify="right")
+    for b, chance in chances:
+        by_b.add_row(str(b), f"{chance.fails:.3g}", f"{chance.repeated(rounds).fails:.3g}")
+    console.print(by_b)
+    families: dict[int | None, list[str]] = {}
+    for name, found in told.items():
+        families.setdefault(found.b if found else -1, []).append(name)
+    summary = _table(f"Smallest b to survive with {_percent(confidence)}")
+    summary.add_column("b", justify="right")
+    summary.add_column("rules")
+    for b_, names in sorted(families.items(), key=lambda pair: (pair[0] is None, pair[0] or 0)):
+        label = "[red]none[/]" if b_ == -1 else "any" if b_ is None else f"[green]{b_}[/]"
+        summary.add_row(label, ", ".join(names))
+    console.print(summary)
+    by_size = _table("Smallest b of phocas by workers")
+    for name in ("workers", "smallest b", "share of a round"):
+        by_size.add_column(name, justify="right")
+    for m, found in of_phocas.items():
+        b_of = None if found is None else found.b
+        cells = ("[red]none[/]", "-") if b_of is None else (str(b_of), _percent(b_of / m))
+        by_size.add_row(str(m), *cells)
+    console.print(by_size)
 
 
 def _range(text: str) -> range:

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phocas.settings import Settings
+from phocas.engines.asynchronous.cluster import AsynchronousCluster
+from phocas.engines.asynchronous.policies import Policy, parse_policy
+from phocas.engines.asynchronous.speeds import SPEEDS, Even, Speeds, VirtualRounds
+from phocas.settings import Settings, at_least, setting
+from phocas.specs import positive
 from phocas.training.cluster import Clock, Gathered
 from phocas.training.lanes import Lanes, kernel_threads
+from phocas.training.local_steps import local_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,22 +26,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalSettings(Settings):
-    """The local engine, which has nothing to set."""
+    """The local engine: rounds, or no waiting, and if asked for a virtual clock."""
 
-    def build(self, task: Task) -> LocalCluster:
+    owner = "the local engine"
+
+    asynchronous: Policy | str | None = setting(
+        None, "nobody waits: buffers=15, zeno:validation=128, kardam:b=6 or mean"
+    )
+    speeds: Speeds | str | None = setting(
+        None, "how long workers take on a virtual clock: lognormal:sigma=1, slow:workers=4, even"
+    )
+    virtual_deadline: float | None = setting(
+        None, "virtual seconds after which a round does not wait any more", positive
+    )
+    max_staleness: int = setting(
+        1000, "steps after which a row comes too late, where nobody waits", at_least(0)
+    )
+
+    def build(self, task: Task) -> LocalCluster | AsynchronousCluster:
         """Put all workers and servers of a task into this process."""
-        return LocalCluster(task)
+        speeds = None if self.speeds is None else SPEEDS.of(self.speeds, self.owner)
+        if self.asynchronous is None:
+            if speeds is None and self.virtual_deadline is not None:
+                raise ValueError("virtual_deadline needs a virtual clock: set speeds too")
+            return LocalCluster(task, speeds, self.virtual_deadline)
+        if self.virtual_deadline is not None:
+            raise ValueError(
+                "virtual_deadline is for rounds: with asynchronous training nobody waits"
+            )
+        policy = self.asynchronous
+        if isinstance(policy, str):
+            policy = parse_policy(policy)
+        return AsynchronousCluster(task, policy, speeds or Even(), self.max_staleness)
 
 
 class LocalCluster:
     """All workers batched in this process; their rows are the server's own matrix, never copied."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(
+        self, task: Task, speeds: Speeds | None = None, deadline: float | None = None
+    ) -> None:
         self.task = task
+        self.same_rows = task.clients is None
+        self.kind = type(self).__name__ + (f" {speeds} {deadline}" if speeds else "")
+        steps = 1 if task.local is None else task.local.steps
+        self._clock = (
+            None
+            if speeds is None
+            else VirtualRounds(speeds, task.num_workers, task.seed, steps, deadline)
+        )
         self.server = task.serve(task.model)
         # A device has threads of its own.
         lanes = Lanes(task.threads if task.device.type == "cpu" else 1)
         self.gradients = task.differentiate(self.server.parameters, lanes)
+        self.steps = None if task.local is None else local_steps(self.gradients, task.local)
         rows = self.server.rows
         self._velocity = torch.zeros_like(rows) if task.worker_momentum else None
         needs_previous = task.attack is not None and task.attack.needs_previous
@@ -48,11 +91,13 @@ class LocalCluster:
     ) -> Gathered:
         """Draw the batches, compute the rows, let the attack at them, and reduce them."""
         task, clock = self.task, Clock()
-        inputs, targets = task.batches(round)
-        clock.stop("data")
-
         rows = self.server.rows
-        losses = self.gradients(inputs, targets, rows, task.seed, round)
+        if self.steps is None:
+            inputs, targets = task.batches(round)
+            clock.stop("data")
+            losses = self.gradients(inputs, targets, rows, task.seed, round)
+        else:
+            losses = self._step_locally(rows, round, clock)
         if self._velocity is not None:
             beta = task.worker_momentum
             self._velocity.mul_(beta).add_(rows, alpha=1 - beta)
@@ -63,6 +108,9 @@ class LocalCluster:
         clock.stop("metrics")
         with kernel_threads(task.threads):
             touched = self._corrupt(rows, round)
+            late = () if self._clock is None else self._clock.play(round)
+            if late:
+                rows[list(late)] = float("nan")
             clock.stop("attack")
 
             aggregate = self.server.aggregate(rng=task.rule_rng(round), by_server=by_server)
@@ -71,15 +119,37 @@ class LocalCluster:
         sampled = tuple(sample.take(rows) for sample in samples)
         distance = None if mean is None else float(torch.dist(aggregate.value, mean))
         clock.stop("metrics")
-        told = losses.cpu().numpy()
-        return Gathered(aggregate, told, distance, touched, clock.seconds, sampled=sampled)
+        return Gathered(
+            aggregate,
+            losses.cpu().numpy(),
+            distance,
+            touched,
+            clock.seconds,
+            sampled=sampled,
+            participants=task.participants(round),
+            missing=late,
+            virtual_seconds=None if self._clock is None else self._clock.now,
+        )
+
+    def _step_locally(self, rows: torch.Tensor, round: int, clock: Clock) -> torch.Tensor:
+        task = self.task
+        assert self.steps is not None
+
+        def draw(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            clock.stop("gradients")
+            drawn = task.batches(round, step=step)
+            clock.stop("data")
+            return drawn
+
+        return self.steps(draw, rows, task.seed, round, float(task.schedule(round)))
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
-        """Let the server step."""
-        return self.server.update(aggregate, factor)
+        """Let the server step; the changes that workers sent may have the factor in them."""
+        local = self.task.local
+        return self.server.update(aggregate, factor if local is None or local.linear else 1.0)
 
     def _corrupt(self, rows: torch.Tensor, round: int) -> int:
-        attack = self.task.attack
+        attack = self.task.attack_of(round)
         if attack is None:
             return 0
         rng = self.task.attack_rng(round)
@@ -100,6 +170,8 @@ class LocalCluster:
             state["velocity"] = self._velocity
         if self._previous is not None and self._has_previous:
             state["previous"] = self._previous
+        if self._clock is not None:
+            state["now"] = torch.tensor(self._clock.now, dtype=torch.float64)
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -109,6 +181,8 @@ class LocalCluster:
         if self._previous is not None and "previous" in state:
             self._previous.copy_(state["previous"])
             self._has_previous = True
+        if self._clock is not None:
+            self._clock.now = float(state["now"])
 
     def close(self) -> None:
         """End the threads."""

@@ -21,14 +21,17 @@ from pydantic import (
 )
 
 from phocas.attacks import ATTACKS, Attack, parse_attack
+from phocas.attacks.participation import check_among
 from phocas.data import DATASETS, SPLITS
+from phocas.engines.asynchronous.policies import Policy, read_policy
+from phocas.engines.asynchronous.speeds import SPEEDS
 from phocas.engines.faults import FaultScript
 from phocas.rules import RULES, Rule
 from phocas.specs import Foreign, unknown
 from phocas.training.cluster import ENGINES, Engine, find_engine
 from phocas.training.devices import find_device
 from phocas.training.models import check_model_text
-from phocas.training.optimizers import check_optimizer_text
+from phocas.training.optimizers import check_optimizer_text, parse_server_optimizer
 from phocas.training.schedules import SCHEDULES
 from phocas.training.task import TaskSettings
 
@@ -67,7 +70,8 @@ def _declared(key: str, **instead: Any) -> Any:
     """Take a setting from where it is declared; ``default=`` gives a run another default."""
     declared = _DECLARED[key]
     said = declared.metadata["help"]
-    text = f"{_ENGINE_OF[key][0]}: {said}" if key in _ENGINE_OF else said
+    engine = _ENGINE_OF[key][0] if key in _ENGINE_OF else "local"
+    text = said if engine == "local" else f"{engine}: {said}"
     if declared.default_factory is not dataclasses.MISSING:
         return Field(default_factory=declared.default_factory, description=text)
     return Field(description=text, **{"default": declared.default, **instead})
@@ -82,6 +86,20 @@ _TEXTS: dict[str, Callable[[str], str]] = {
     "model": check_model_text,
     "optimizer": check_optimizer_text,
     "device": lambda text: str(find_device("a run", "device", text)),
+    "asynchronous": lambda text: str(read_policy(text)),
+    "speeds": lambda text: str(SPEEDS.read(text)),
+    "server_optimizer": lambda text: str(parse_server_optimizer(text)),
+}
+# Settings that earlier versions did not have: a run without them keeps its identity.
+_LATER = {
+    "device",
+    "local_steps",
+    "server_optimizer",
+    "clients",
+    "asynchronous",
+    "speeds",
+    "virtual_deadline",
+    "max_staleness",
 }
 
 
@@ -95,6 +113,7 @@ class RunConfig(BaseModel):
     )
     model: str = Field("mlp", description="the model: mlp, cnn, softmax or module:callable")
     workers: int = _declared("workers")
+    clients: int | None = _declared("clients")
     servers: int = _declared("servers", default=20)
     rounds: int = Field(500, ge=1, description="the rounds of training")
     batch_size: int = _declared("batch_size")
@@ -106,6 +125,8 @@ class RunConfig(BaseModel):
     optimizer: str = _declared("optimizer")
     optimizer_options: dict[str, Any] = _declared("optimizer_options")
     schedule: str = _declared("schedule")
+    local_steps: int | None = _declared("local_steps")
+    server_optimizer: str | None = _declared("server_optimizer")
     weight_decay: float = _declared("weight_decay")
     worker_momentum: float = _declared("worker_momentum")
     reduction: Literal["mean", "sum"] = _declared("reduction")
@@ -113,6 +134,10 @@ class RunConfig(BaseModel):
     on_nonfinite: Literal["skip", "stop", "apply"] = _declared("on_nonfinite")
     evaluate_every: int = Field(10, ge=1, description="rounds between evaluations")
     engine: str = Field("local", description="where rounds run: local or ray")
+    asynchronous: str | None = _declared("asynchronous")
+    speeds: str | None = _declared("speeds")
+    virtual_deadline: float | None = _declared("virtual_deadline")
+    max_staleness: int = _declared("max_staleness")
     address: str | None = _declared("address")
     processes: int | None = _declared("processes")
     deadline: float = _declared("deadline")
@@ -137,6 +162,20 @@ class RunConfig(BaseModel):
         ge=1,
         description="rounds between pictures of the matrix for the report; the first 100 are kept",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _who_decides_needs_no_rule(cls, values: Any) -> Any:
+        """Let policies that decide by themselves have the mean of their one row as rule."""
+        said = values.get("asynchronous") if isinstance(values, dict) else None
+        if not isinstance(said, str) or "rule" in values:
+            return values
+        try:
+            policy = read_policy(said)
+        except ValueError:
+            return values  # refused by its key
+        lone = isinstance(policy, Policy) and not policy.uses_rule
+        return {**values, "rule": "mean"} if lone else values
 
     @field_validator("*", mode="before")
     @classmethod
@@ -176,13 +215,36 @@ class RunConfig(BaseModel):
     def _possible(self) -> RunConfig:
         problems = []
         for name, (engine, _) in sorted(_ENGINE_OF.items()):
-            default = type(self).model_fields[name].get_default(call_default_factory=True)
-            if self.engine != engine and getattr(self, name) != default:
+            if self.engine != engine and getattr(self, name) != _default(name):
                 problems.append(
                     f"{name} is a setting of the {engine} engine: set engine to {engine} too"
                 )
         if self.engine == "ray" and self.device not in (None, "cpu"):
             problems.append(f"device: the ray engine has none: got {self.device}; leave it out")
+        if self.server_optimizer is not None and self.local_steps is None:
+            problems.append("server_optimizer is for rounds of local steps: set local_steps too")
+        if self.worker_momentum and self.local_steps is not None:
+            problems.append(
+                "worker_momentum is for workers that send gradients: with local_steps set"
+                " optimizer_options to { momentum = ... }"
+            )
+        if self.clients is not None and self.clients < self.workers:
+            problems.append(
+                f"clients: workers are drawn from them, so there must be at least {self.workers}:"
+                f" got {self.clients}"
+            )
+        if self.record_matrix is not None and (self.clients or self.asynchronous):
+            problems.append(
+                "record_matrix is for rounds in which every worker has its row: leave it out with"
+                " clients or asynchronous"
+            )
+        if self.clients is not None and self.worker_momentum:
+            problems.append("worker_momentum is for workers that take part in every round")
+        problems += [
+            f"{name}: runs on the local engine only, so far"
+            for name in ("local_steps", "clients")
+            if self.engine != "local" and getattr(self, name) is not None
+        ]
         try:
             FaultScript.parse(self.faults).check(self.workers, self.servers)
         except ValueError as error:
@@ -191,12 +253,16 @@ class RunConfig(BaseModel):
         attack = None if self.attack is None else ATTACKS.read(self.attack)
         try:
             if isinstance(rule, Rule):
-                rule.check(self.workers)
+                policy = None if self.asynchronous is None else read_policy(self.asynchronous)
+                if isinstance(policy, Policy):
+                    policy.check(self.workers, rule)
+                else:
+                    rule.check(self.workers)
         except ValueError as error:
             problems.append(f"rule: {error}")
         try:
             if isinstance(attack, Attack):
-                attack.check(self.workers, servers=self.servers)
+                check_among(attack, self.clients, self.workers, self.servers)
         except ValueError as error:
             problems.append(f"attack: {error}")
         if problems:
@@ -206,9 +272,8 @@ class RunConfig(BaseModel):
     def identity(self) -> str:
         """Return a digest of all that the result depends on: not of names, places and threads."""
         foreign = {key for key, (engine, _) in _ENGINE_OF.items() if engine != self.engine}
-        if self.device is None:  # runs are older than the setting
-            foreign.add("device")
-        content = self.model_dump(exclude=_PLACES | foreign)
+        unset = {key for key in _LATER if getattr(self, key) == _default(key)}
+        content = self.model_dump(exclude=_PLACES | foreign | unset)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def task_settings(self) -> dict[str, Any]:
@@ -223,7 +288,12 @@ class RunConfig(BaseModel):
 
     def title(self) -> str:
         """Return the run's name, or its rule and attack."""
-        return self.name or (f"{self.rule} under {self.attack}" if self.attack else self.rule)
+        rule = self.rule if self.asynchronous is None else f"{self.asynchronous}, {self.rule}"
+        return self.name or (f"{rule} under {self.attack}" if self.attack else rule)
+
+
+def _default(key: str) -> Any:
+    return RunConfig.model_fields[key].get_default(call_default_factory=True)
 
 
 def make_config(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:

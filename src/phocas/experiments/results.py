@@ -7,6 +7,7 @@ any of them being killed. Every write is one transaction.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import time
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
 Status = Literal["running", "complete", "interrupted", "stopped", "failed"]
 ENDED = ("complete", "stopped")
 """The statuses of runs that have come to their end: there is nothing left to do."""
-TABLES = ("rounds", "evaluations", "dropped", "dropped_by_server", "implausible")
+TABLES = ("rounds", "evaluations", "dropped", "dropped_by_server", "implausible", "virtual")
 """What is kept of each run, beside the table of runs."""
 NUMBERED = ("suspects", "unusual", "suspect_servers")
 """What is known against workers and servers, by their numbers, as of the last round."""
@@ -105,6 +106,17 @@ CREATE TABLE dropped_by_server (          -- in the round of the last evaluation
     PRIMARY KEY (run, server, worker)
 ) STRICT, WITHOUT ROWID;
 PRAGMA user_version = {SCHEMA_VERSION};
+"""
+# Only runs with a virtual clock have rows here, and files of earlier versions have no such table.
+_VIRTUAL = """
+CREATE TABLE IF NOT EXISTS virtual (
+    run INTEGER NOT NULL REFERENCES runs (id),
+    round INTEGER NOT NULL,
+    seconds REAL NOT NULL,                -- what the virtual clock shows after the round
+    staleness INTEGER,                    -- how many steps behind the last row was
+    refused INTEGER NOT NULL,             -- rows that came too late since the round before
+    PRIMARY KEY (run, round)
+) STRICT, WITHOUT ROWID
 """
 _FROM_1_TO_2 = (
     "ALTER TABLE runs ADD COLUMN origin TEXT",
@@ -229,7 +241,7 @@ class Results:
                 self._connection.execute(statement)
             version = self._version()
             if version == SCHEMA_VERSION:  # and not a file of someone else
-                for statement in blame.SCHEMA.split(";"):
+                for statement in (*blame.SCHEMA.split(";"), _VIRTUAL):
                     self._connection.execute(statement)
             return version
 
@@ -309,7 +321,8 @@ class Results:
     def rewind(self, run: int, rounds_done: int) -> None:
         """Forget what a run wrote after its checkpoint; it will be written again."""
         with self.transaction():
-            for table in ("rounds", "evaluations", "dropped", "implausible", *blame.BY_ROUND):
+            kept = ("rounds", "evaluations", "dropped", "implausible", "virtual", *blame.BY_ROUND)
+            for table in kept:
                 self._connection.execute(
                     f"DELETE FROM {table} WHERE run = ? AND round > ?",  # noqa: S608
                     (run, rounds_done),
@@ -333,18 +346,13 @@ class Results:
                 " WHERE run = ?1 AND round <= ?3",
                 (origin, run, rounds_done, evaluate_every),
             )
-            self._connection.execute(
-                "INSERT INTO implausible SELECT ?2, round, reach, most, rows, share"
-                " FROM implausible WHERE run = ?1 AND round <= ?3",
-                (origin, run, rounds_done),
-            )
             for table in ("evaluations", "dropped", "dropped_by_server"):
                 self._connection.execute(
                     f"INSERT INTO {table} SELECT ?2, {', '.join(self._columns(table))}"  # noqa: S608
                     f" FROM {table} WHERE run = ?1 AND {regular}",
                     (origin, run, rounds_done, evaluate_every),
                 )
-            for table in blame.BY_ROUND:
+            for table in ("implausible", "virtual", *blame.BY_ROUND):
                 self._connection.execute(
                     f"INSERT INTO {table} SELECT ?2, {', '.join(self._columns(table))}"  # noqa: S608
                     f" FROM {table} WHERE run = ?1 AND round <= ?3",
@@ -394,12 +402,25 @@ class Results:
                 ],
             )
             self._connection.executemany(
+                "INSERT INTO virtual VALUES (?, ?, ?, ?, ?)",
+                [
+                    (run, done.number, done.virtual_seconds, done.staleness, done.refused)
+                    for done in rounds
+                    if done.virtual_seconds is not None
+                ],
+            )
+            self._connection.executemany(
                 "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?)",
                 [(run, at, e.loss, e.top1, e.top3, e.seconds) for at, e in evaluations],
             )
             self._connection.executemany(
                 "INSERT INTO dropped VALUES (?, ?, ?, ?)",
-                [(run, at, i, share) for at, shares in dropped for i, share in enumerate(shares)],
+                [
+                    (run, at, i, share)
+                    for at, shares in dropped
+                    for i, share in enumerate(shares)
+                    if not math.isnan(share)  # who took no part
+                ],
             )
             self._connection.executemany(
                 "INSERT INTO implausible VALUES (?, ?, ?, ?, ?, ?)",

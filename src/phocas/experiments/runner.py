@@ -21,6 +21,7 @@ from phocas.experiments.locks import checkpoint_path, claim, previous_path, stat
 from phocas.experiments.results import ENDED, Results, RunRecord, Status
 from phocas.files import check_writable
 from phocas.machine import available_cores
+from phocas.training.attendance import Attendance
 from phocas.training.checkpoints import (
     DamagedCheckpointError,
     discard_checkpoint,
@@ -165,9 +166,7 @@ class _Run:
         self._rounds: list[Round] = []
         self._evaluations: list[tuple[int, Metrics]] = []
         self._dropped: list[tuple[int, list[float]]] = []
-        self._window = np.zeros(
-            config.workers + 1
-        )  # sums of dropped shares, and of how many rounds
+        self._window = Attendance(config.clients or config.workers)  # since the last evaluation
         self._flushed = self._saved = time.monotonic()
 
     def begin_beside(self, earlier: RunRecord | None) -> None:
@@ -232,7 +231,7 @@ class _Run:
 
     def _load(self, path: Path, identity: str) -> None:
         extra = load_checkpoint(path, self.trainer, identity)
-        self._window[:] = extra["window"].numpy()
+        np.copyto(self._window.sums, extra["window"].numpy())
 
     def loop(self, should_stop: Callable[[], bool]) -> tuple[Status, str | None]:
         """Run the rounds that are left."""
@@ -241,8 +240,7 @@ class _Run:
             number = self.trainer.rounds_done + 1
             due = number % config.evaluate_every == 0 or number == config.rounds
             done = self.trainer.step(detailed=due, picture=self._picture(number))
-            self._window[:-1] += done.dropped
-            self._window[-1] += 1
+            self._window.update(done.participants, done.dropped)
             evaluation = self.trainer.evaluate() if due or done.action == "stopped" else None
             self._keep(done, evaluation)
             if self.watch is not None:
@@ -271,9 +269,9 @@ class _Run:
         self._rounds.append(done)
         if evaluation is not None:
             self._evaluations.append((done.number, evaluation))
-            self._dropped.append((done.number, (self._window[:-1] / self._window[-1]).tolist()))
+            self._dropped.append((done.number, self._window.means().tolist()))
             if done.number % self.config.evaluate_every == 0:
-                self._window[:] = 0  # not at an end between two evaluations: see extend
+                self._window.clear()  # not at an end between two evaluations: see extend
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self._flush()
 
@@ -308,7 +306,7 @@ class _Run:
             self._save(state_path(self.config.results, self.id))
 
     def _save(self, path: Path, keep: Path | None = None) -> None:
-        window = {"window": torch.from_numpy(self._window)}
+        window = {"window": torch.from_numpy(self._window.sums)}
         save_checkpoint(path, self.trainer, self.config.identity(), window, keep=keep)
 
     def discard(self) -> None:

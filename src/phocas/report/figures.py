@@ -26,10 +26,10 @@ BELOW, ABOVE = 0.13, 0.03  # the best accuracy at the end: what is shown zoomed
 
 @dataclass(frozen=True)
 class Curve:
-    """The accuracy of one run by round."""
+    """The accuracy of one run by round, or by the time it took."""
 
     label: str
-    rounds: Sequence[int]
+    rounds: Sequence[float]
     accuracy: Sequence[float]
     style: Style
 

@@ -229,7 +229,9 @@ class Suspicion:
         self.absurd[found] = 1
 
     def evidence(self) -> tuple[Evidence, ...]:
-        """Return what is known against each worker."""
+        """Return what is known against each worker, once anything is."""
+        if not self.rounds:
+            return ()
         return tuple(
             Evidence(
                 worker, float(odds), int(self.since[worker]) or None, float(dropped), float(changed)

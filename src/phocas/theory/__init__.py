@@ -24,12 +24,14 @@ from phocas.theory.convergence import (
     printed_error_floor,
 )
 from phocas.theory.counterexamples import against_krum, against_mean, against_selection
+from phocas.theory.participation import Participation
 from phocas.theory.survival import Chance, Exposure, Survival
 
 __all__ = [
     "Bound",
     "Chance",
     "Exposure",
+    "Participation",
     "Survival",
     "adaptive_heraclius",
     "adaptive_krum",

@@ -43,7 +43,7 @@ class Chance:
         log_survives = times * self.log_survives if times else 0.0
         if union < _TINY:
             return Chance(log_survives, union)
-        return Chance(log_survives, _log_complement(log_survives))
+        return Chance(log_survives, log_complement(log_survives))
 
     def union(self, times: int) -> float:
         """Bound the probability to fail once in that many trials, independent or not."""
@@ -64,12 +64,12 @@ def at_most(m: int, b: int, bad: Chance) -> Chance:
         return Chance(0.0, -math.inf)
     if bad.log_survives == -math.inf:
         return Chance(-math.inf, 0.0)
-    above = _log_sum([_log_binomial(m, k, bad) for k in range(b + 1, m + 1)])
+    above = log_sum([_log_binomial(m, k, bad) for k in range(b + 1, m + 1)])
     # The smaller side is summed, the other follows: a sum close to 1 has lost the difference.
     if above < math.log(0.5):
-        return Chance(_log_complement(above), above)
-    below = _log_sum([_log_binomial(m, k, bad) for k in range(b + 1)])
-    return Chance(below, _log_complement(below))
+        return Chance(log_complement(above), above)
+    below = log_sum([_log_binomial(m, k, bad) for k in range(b + 1)])
+    return Chance(below, log_complement(below))
 
 
 def every(rate: float) -> Chance:
@@ -161,12 +161,13 @@ def _log_binomial(m: int, k: int, bad: Chance) -> float:
     return ways + k * bad.log_fails + (m - k) * bad.log_survives
 
 
-def _log_sum(logs: list[float]) -> float:
+def log_sum(logs: list[float]) -> float:
+    """Return the logarithm of a sum of probabilities, from theirs."""
     top = max(logs)
     return min(0.0, top + math.log(math.fsum(math.exp(value - top) for value in logs)))
 
 
-def _log_complement(log_p: float) -> float:
+def log_complement(log_p: float) -> float:
     """Return log(1 - p) from log p, exact on both ends."""
     if log_p == 0.0:
         return -math.inf

@@ -11,6 +11,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from phocas.training.trainer import Trainer
 
-FORMAT = 3
+FORMAT = 4
 Tensors = dict[str, torch.Tensor]
 
 _NO_DIGEST = "0" * 64
@@ -104,6 +105,7 @@ def _capture(trainer: Trainer) -> tuple[dict[str, Any], Tensors]:
             tensors[f"model.{name}"] = tensor.clone()  # tied tensors must not share memory here
     for name, tensor in trainer.cluster.state().items():
         tensors[f"cluster.{name}"] = tensor
+    tensors["attendance"] = torch.from_numpy(trainer.attendance.sums)
     for name, array in trainer.suspicion.state().items():
         tensors[f"suspicion.{name}"] = torch.from_numpy(array)
     tensors |= {f"course.{name}": tensor for name, tensor in trainer.course.state().items()}
@@ -141,6 +143,7 @@ def _restore(trainer: Trainer, tensors: Tensors, header: Mapping[str, Any]) -> N
     suspicion = _part(tensors, "suspicion")
     trainer.suspicion.load_state({key: value.numpy() for key, value in suspicion.items()})
     trainer.course.load_state(_part(tensors, "course"))
+    np.copyto(trainer.attendance.sums, tensors["attendance"].numpy())
     state = {int(index): dict(rest) for index, rest in header["optimizer"].items()}
     for name, tensor in _part(tensors, "optimizer").items():
         index, _, key = name.partition(".")

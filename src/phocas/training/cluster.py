@@ -40,6 +40,14 @@ class Gathered:
     """What went wrong with processes and messages, in words."""
     sampled: tuple[npt.NDArray[np.float64], ...] = ()
     """The values of the columns that were asked for, as the servers received them."""
+    participants: npt.NDArray[np.int64] | None = None
+    """Which client each entry of ``aggregate.dropped`` is of, where not all take part."""
+    virtual_seconds: float | None = None
+    """What a virtual clock shows, where there is one."""
+    staleness: int | None = None
+    """How many steps behind the last row was, where nobody waits."""
+    refused: int = 0
+    """Rows that were too stale to be used."""
 
 
 class Cluster(Protocol):
@@ -49,6 +57,10 @@ class Cluster(Protocol):
     """The parameters as they are published, and the policy for what is not finite."""
     gradients: WorkerGradients
     """How a worker differentiates the model, with the threads of this process."""
+    kind: str
+    """What a checkpoint must agree with besides the task."""
+    same_rows: bool
+    """Whether row i is worker i's in every round, so that workers can be compared over rounds."""
 
     def gather(
         self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
@@ -85,8 +97,8 @@ ENGINES = {
 def find_engine(engine: Engine | str) -> Engine:
     """Return an engine, or the one of a name with its default settings.
 
-    >>> find_engine("local")
-    LocalSettings()
+    >>> type(find_engine("local")).__name__
+    'LocalSettings'
     """
     if not isinstance(engine, str):
         if not hasattr(engine, "build"):

@@ -9,11 +9,13 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
 
 from phocas.attacks import Attack, attack_rng, parse_attack
+from phocas.attacks.participation import among, check_among
 from phocas.data import SPLITS, Assignment, DataSpec, Split, batch_indices, load
 from phocas.rules import RULES, Rule
 from phocas.seeds import Stream, generator
@@ -23,8 +25,9 @@ from phocas.training.devices import find_device
 from phocas.training.gradients import worker_gradients
 from phocas.training.gradients.base import Loss, Reduction, WorkerGradients
 from phocas.training.lanes import Lanes
+from phocas.training.local_steps import LocalOptimizer
 from phocas.training.models import Builder, build_model
-from phocas.training.optimizers import Optimizers, parse_optimizer
+from phocas.training.optimizers import Optimizers, parse_optimizer, parse_server_optimizer
 from phocas.training.parameters import FlatParameters
 from phocas.training.samples import Samples
 from phocas.training.schedules import SCHEDULES, Constant
@@ -50,6 +53,9 @@ class TaskSettings(Settings):
 
     rule: Rule | str = setting(MISSING, "the aggregation rule: phocas:b=8, median, krum:b=6, ...")
     num_workers: int = setting(20, "m, the number of workers", at_least(1))
+    clients: int | None = setting(
+        None, "N, of whom so many as there are workers are drawn in every round", at_least(1)
+    )
     num_servers: int = setting(
         1, "s, the servers that share the columns; changes no bit", at_least(1)
     )
@@ -59,13 +65,21 @@ class TaskSettings(Settings):
     seed: int = setting(0, "the seed of everything random", _seed)
     split: Split | str = setting("iid", "who holds which samples: iid, dirichlet:alpha=0.5, ...")
     optimizer: Optimizers | str = setting(
-        "sgd", "the servers' optimiser: a name in torch.optim, or module:callable"
+        "sgd", "the optimiser: a name in torch.optim, or module:callable"
     )
     optimizer_options: Mapping[str, Any] = setting({}, "more arguments of the optimiser")
     schedule: Callable[[int], float] | str = setting(
         "constant", "a factor of the learning rate by the round: cosine:rounds=500, ..."
     )
     weight_decay: float = setting(0.0, "the weight decay of the optimiser", nonnegative)
+    local_steps: int | None = setting(
+        None,
+        "H, the steps of each worker with the optimiser in a round; then the servers step",
+        at_least(1),
+    )
+    server_optimizer: str | None = setting(
+        None, "what servers step with after local steps: sgd, nesterov:lr=0.7,momentum=0.9, ..."
+    )
     worker_momentum: float = setting(
         0.0, "beta, where workers send v = beta v + (1 - beta) g", below_one
     )
@@ -140,6 +154,7 @@ class Task(ServerTask):
     loss: Loss
     samples: Samples
     assignment: Assignment
+    clients: int | None
     batch_size: int
     schedule: Callable[[int], float]
     worker_momentum: float
@@ -147,6 +162,8 @@ class Task(ServerTask):
     device: torch.device
     threads: int | None
     gradient_path: str | None
+    local: LocalOptimizer | None
+    """What workers step with before they send; ``optimizer`` and ``lr`` are then the servers'."""
 
     @classmethod
     def make(
@@ -170,18 +187,17 @@ class Task(ServerTask):
         asked = _asked(settings)
         rule = RULES.of(asked.rule, "Trainer")
         rule.check(asked.num_workers)
+        _check_clients(asked)
         attack = asked.attack
         if isinstance(attack, str):
             attack = parse_attack(attack, asked.num_servers)
         split = SPLITS.of(asked.split, "Trainer")
-        decay = {"weight_decay": asked.weight_decay} if asked.weight_decay else {}
         made: dict[str, Any] = {
             "loss": loss,
             "rule": rule,
             "attack": attack,
-            "optimizer": _value(parse_optimizer, asked.optimizer),
-            "optimizer_options": {**asked.optimizer_options, **decay},
             "schedule": _value(SCHEDULES.parse, asked.schedule),
+            **_optimizers(asked),
         }
         samples = Samples(  # after all that can be refused without it: a download takes long
             load(data) if isinstance(data, str | DataSpec) else data,
@@ -197,12 +213,12 @@ class Task(ServerTask):
         if attack is not None:
             d = sum(tensor.numel() for tensor in module.parameters() if tensor.requires_grad)
             dtype = str(_dtype(module)).removeprefix("torch.")
-            attack.check(asked.num_workers, d, dtype, asked.num_servers)
+            check_among(attack, asked.clients, asked.num_workers, asked.num_servers, d, dtype)
         if asked.device is not None:
             module.to(asked.device)
         made["device"] = next(module.parameters(), torch.empty(0)).device
         rng = generator(Stream.SPLIT, asked.seed)
-        assignment = samples.assign(split, asked.num_workers, rng)
+        assignment = samples.assign(split, asked.clients or asked.num_workers, rng)
         made |= {"model": module, "samples": samples, "assignment": assignment}
         left = {declared.name for declared in fields(cls)} - made.keys()
         return cls(**made, **{name: getattr(asked, name) for name in left})
@@ -235,21 +251,41 @@ class Task(ServerTask):
             path=self.gradient_path,
         )
 
+    def participants(self, round: int) -> npt.NDArray[np.int64] | None:
+        """Return which client each row of a round is of, in ascending order, if there are any."""
+        if self.clients is None:
+            return None
+        rng = generator(Stream.CLIENTS, self.seed, round)
+        return np.sort(rng.choice(self.clients, self.num_workers, replace=False))
+
+    def attack_of(self, round: int) -> Attack | None:
+        """Return what the attack is in a round: of clients, the liars who take part strike."""
+        who = self.participants(round)
+        if self.attack is None or self.clients is None or who is None:
+            return self.attack
+        rng = generator(Stream.CLIENTS, self.seed, round, 1)
+        return among(self.attack, who, self.clients, rng)
+
     def batches(
-        self, round: int, first: int = 0, last: int | None = None
+        self, round: int, first: int = 0, last: int | None = None, *, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw what the workers first to last - 1 see in a round, as the attack leaves it."""
+        """Draw what the workers first to last - 1 see in a round, as the attack leaves it.
+
+        ``step`` is that of workers who take several in a round.
+        """
         workers = slice(first, last)
-        indices = batch_indices(
-            self.assignment, self.num_workers, self.batch_size, self.seed, round
-        )
+        number = round if self.local is None else round * self.local.steps + step
+        holders = len(self.assignment)
+        indices = batch_indices(self.assignment, holders, self.batch_size, self.seed, number)
+        who = self.participants(round)
+        if who is not None:
+            indices = indices[who]
         classes = self.samples.num_classes
-        if self.attack is None or not (classes or self.attack.acts_on_data):
+        attack = self.attack_of(round)
+        if attack is None or not (classes or attack.acts_on_data):
             return self._there(*self.samples.draw(indices[workers]))
         inputs, targets = self.samples.draw(indices)  # labels are corrupted for all workers at once
-        self.attack.corrupt_labels(
-            targets.numpy(), classes, rng=self.attack_rng(round), round=round
-        )
+        attack.corrupt_labels(targets.numpy(), classes, rng=self.attack_rng(number), round=round)
         return self._there(inputs[workers], targets[workers])
 
     def _there(
@@ -266,6 +302,10 @@ class Task(ServerTask):
         }
         if self.device.type != "cpu":  # whose digests are older than the setting
             said["device"] = self.device.type
+        if self.local is None:
+            del said["local"]
+        if self.clients is None:
+            del said["clients"]
         said["model"] = [
             (name, str(tensor.dtype), *tensor.shape)
             for name, tensor in self.model.state_dict().items()
@@ -287,6 +327,48 @@ def _asked(settings: Mapping[str, Any]) -> TaskSettings:
     return TaskSettings(**given)
 
 
+def _check_clients(asked: TaskSettings) -> None:
+    if asked.clients is None:
+        return
+    if asked.clients < asked.num_workers:
+        raise ValueError(
+            "Trainer needs clients >= num_workers, who are drawn from them: got"
+            f" clients={asked.clients} with num_workers={asked.num_workers}"
+        )
+    if asked.worker_momentum:
+        raise ValueError(
+            "worker_momentum is for workers that take part in every round: leave it out, or clients"
+        )
+
+
+def _optimizers(asked: TaskSettings) -> dict[str, Any]:
+    """Say what servers step with, and what workers do before they send, if they do."""
+    decay = {"weight_decay": asked.weight_decay} if asked.weight_decay else {}
+    kind = _value(parse_optimizer, asked.optimizer)
+    options = {**asked.optimizer_options, **decay}
+    if asked.local_steps is None:
+        if asked.server_optimizer is not None:
+            raise ValueError(
+                f"server_optimizer={asked.server_optimizer} is for rounds of local steps: give"
+                " local_steps too, or say optimizer for the servers' own"
+            )
+        said = {"optimizer": kind, "optimizer_options": options, "lr": asked.lr}
+        return {**said, "local": None}
+    if asked.worker_momentum:
+        raise ValueError(
+            "worker_momentum is for workers that send gradients: with local_steps give the"
+            " optimiser a momentum, optimizer_options={'momentum': 0.9}"
+        )
+    server = parse_server_optimizer(asked.server_optimizer or "sgd")
+    of_server, more = server.make()
+    return {
+        "optimizer": of_server,
+        "optimizer_options": more,
+        "lr": server.lr * asked.lr if server.linear else server.lr,
+        "local": LocalOptimizer(asked.local_steps, kind, options, asked.lr, server.linear),
+    }
+
+
 def _value(parse: Callable[[str], T], given: T | str) -> T:
     return parse(given) if isinstance(given, str) else given
 
@@ -304,6 +386,8 @@ def _written(value: object) -> Any:
         return {str(key): _written(content) for key, content in value.items()}
     if value is None or isinstance(value, int | float | str):
         return value
+    if isinstance(value, LocalOptimizer):
+        return _written(vars(value))
     if isinstance(value, tuple | list):
         return [_written(content) for content in value]
     named = value if hasattr(value, "__qualname__") else type(value)

@@ -19,6 +19,7 @@ from phocas.rules.sampling import Sample
 from phocas.rules.suspicion import Suspicion
 from phocas.seeds import Stream, generator
 from phocas.specs import count
+from phocas.training.attendance import Attendance
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
 from phocas.training.cluster import find_engine
 from phocas.training.course import Course
@@ -90,6 +91,14 @@ class Round:
     """How many values of some columns were implausible, in one round of four."""
     picture: Picture | None = None
     """Some columns of the matrix, where they were asked for."""
+    participants: npt.NDArray[np.int64] | None = None
+    """Which client or worker each entry of ``dropped`` is of, where not all took part."""
+    virtual_seconds: float | None = None
+    """What a virtual clock shows, where there is one."""
+    staleness: int | None = None
+    """How many steps behind the last row was, where nobody waits."""
+    refused: int = 0
+    """Rows that were too stale to be used."""
 
 
 class Trainer:
@@ -153,6 +162,7 @@ class Trainer:
             course=True,
         )
         self.course = Course(self.server.vector)
+        self.attendance = Attendance(task.clients or task.num_workers)
         self.rounds_done = 0
 
     @property
@@ -191,12 +201,15 @@ class Trainer:
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             norm = float(torch.linalg.vector_norm(aggregate.value))
-            if samples:
-                now, *following = seen.sampled[: len(samples)]
-                self.suspicion.observe(now, samples[0], following[0] if following else None, course)
-            else:
-                self.suspicion.rest()
-            self.suspicion.update(aggregate.dropped)
+            self.attendance.update(seen.participants, aggregate.dropped)
+            if seen.participants is None:
+                if samples:
+                    now, *following = seen.sampled[: len(samples)]
+                    later = following[0] if following else None
+                    self.suspicion.observe(now, samples[0], later, course)
+                else:
+                    self.suspicion.rest()
+                self.suspicion.update(aggregate.dropped)
             counted = samples and round_ % _CENSUS_EVERY == 0
             counts = census(seen.sampled[0]) if counted else ()
             self.rounds_done += 1
@@ -217,16 +230,20 @@ class Trainer:
             honest_distance=seen.honest_distance,
             dropped=aggregate.dropped,
             expected_dropped=aggregate.expected,
-            by_server=aggregate.by_server if detailed else None,
+            by_server=aggregate.by_server if detailed and seen.participants is None else None,
             touched=seen.touched,
-            suspects=self.suspicion.suspects(),
-            unusual=self.suspicion.unusual(),
-            suspect_servers=self.suspicion.servers(),
+            suspects=self.suspicion.suspects() if self.cluster.same_rows else (),
+            unusual=self.suspicion.unusual() if self.cluster.same_rows else (),
+            suspect_servers=self.suspicion.servers() if self.cluster.same_rows else (),
             census=counts,
             seconds=seconds,
             missing=seen.missing,
             news=seen.news,
             picture=None if picture is None else self._picture(picture, seen),
+            participants=seen.participants,
+            virtual_seconds=seen.virtual_seconds,
+            staleness=seen.staleness,
+            refused=seen.refused,
         )
 
     def _picture(self, sample: Sample, seen: Gathered) -> Picture:
@@ -238,7 +255,7 @@ class Trainer:
 
         What is new in a row with momentum shows beside its last values in the same columns.
         """
-        if not self.suspicion.wants():
+        if not self.cluster.same_rows or not self.suspicion.wants():
             return []
         d = self.server.parameters.size
         rounds = range(round_, round_ + 1 + bool(self.task.worker_momentum))
@@ -266,7 +283,7 @@ class Trainer:
 
     def _identity(self) -> str:
         # What is kept of workers and servers differs between engines.
-        return f"{type(self.cluster).__name__}-{self.task.identity()}"
+        return f"{self.cluster.kind}-{self.task.identity()}"
 
     def close(self) -> None:
         """End the threads and processes."""

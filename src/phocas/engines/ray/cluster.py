@@ -49,6 +49,8 @@ class RayCluster:
 
     def __init__(self, task: Task, settings: RaySettings) -> None:
         self.task = task
+        self.kind = type(self).__name__
+        self.same_rows = True
         self.server = task.serve(task.model)
         self.gradients = task.differentiate(self.server.parameters, Lanes(task.threads))
         self.allowed = _check(task, self.server, settings)
@@ -398,6 +400,10 @@ def _check(task: Task, server: ParameterServer, settings: RaySettings) -> int:
     """Refuse what cannot be before any process is started; return how many rows may be missing."""
     m, s = task.num_workers, task.num_servers
     FaultScript.of(settings.faults).check(m, s)
+    if task.local is not None or task.clients is not None:
+        raise ValueError(
+            "local_steps and clients run on the local engine only, so far: leave engine out"
+        )
     if s > 1 and task.attack is not None and not task.attack.sharded:
         raise ValueError(
             f"{task.attack} looks at all columns, and a server holds only its own: run it on"

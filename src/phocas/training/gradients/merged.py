@@ -42,6 +42,13 @@ class Merged(WorkerGradients):
             self._starts[id(tensor)] = offset
             offset += tensor.numel()
 
+    def by_tensor(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the part of rows (k, d) that belongs to each tensor, in its shape, by its id."""
+        return {
+            id(tensor): rows[:, start : start + tensor.numel()].view(-1, *tensor.shape)
+            for tensor, start in zip(self.flat.tensors, self._starts.values(), strict=True)
+        }
+
     def __call__(
         self,
         inputs: torch.Tensor,
@@ -106,7 +113,7 @@ class Merged(WorkerGradients):
                     rows.bernoulli_(1 - layer.p, generator=generator)
                 values = values * mask.div_(1 - layer.p)
                 tape.append((layer, mask))
-        delta = self._loss(values, targets, losses)
+        delta = self.slope(values, targets, losses)
         lowest = next(
             place
             for place, (layer, _) in enumerate(tape)
@@ -145,7 +152,7 @@ class Merged(WorkerGradients):
             if layer.padding_idx is not None:
                 row[layer.padding_idx] = 0
 
-    def _loss(
+    def slope(
         self, outputs: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
     ) -> torch.Tensor:
         """Store the losses and return the gradient at the outputs."""

@@ -1,0 +1,253 @@
+"""Local steps: each worker goes H steps of its own, and sends how far it has come.
+
+A row is the change of the parameters, :math:`x - x_i` after H steps of worker i's own optimiser,
+which begins anew in every round. The server steps along the aggregate with an optimiser of its own
+(FedAvg, McMahan et al. 2017; FedOpt, Reddi et al. 2021; DiLoCo, Douillard et al. 2023, whose
+workers however keep their optimisers' state from round to round).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from phocas.training.dropout import worker_generator
+from phocas.training.gradients.base import WorkerGradients, empty_losses
+from phocas.training.gradients.merged import Merged
+from phocas.training.optimizers import Optimizers
+
+Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+"""What the workers see in a step (from 0) of a round: inputs (m, n, ...) and targets (m, n)."""
+
+_SAMPLES_A_BLOCK = 128  # of workers whose own weights stay in a cache over many steps
+_BYTES_AT_ONCE = 1 << 26  # of inputs that are drawn before workers step over them
+
+
+@dataclass(frozen=True, eq=False)
+class LocalOptimizer:
+    """What each worker steps with, and how many times a round."""
+
+    steps: int
+    kind: Optimizers
+    options: Mapping[str, Any]
+    lr: float
+    linear: bool
+    """Whether the server steps by plain SGD or momentum, where a factor may move to its rate.
+
+    Rows are then the changes divided by the learning rate: sums of gradients, so that one step of
+    SGD is a round of synchronous training to the bit, and what thresholds mean stays.
+    """
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is x - lr g and nothing else."""
+        return self.kind is torch.optim.SGD and not self.options
+
+    def make(self, tensors: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+        """Begin anew, for tensors whose ``grad`` somebody fills."""
+        return self.kind(tensors, lr=lr, **self.options)
+
+
+class LocalSteps(ABC):
+    """Let workers take H steps each from the server's parameters, and write how far they came."""
+
+    def __init__(self, gradients: WorkerGradients, local: LocalOptimizer) -> None:
+        self.gradients = gradients
+        self.local = local
+
+    def __call__(
+        self, batches: Batches, out: torch.Tensor, seed: int, round: int, factor: float
+    ) -> torch.Tensor:
+        """Write the rows into out (m, d), and return the workers' mean losses over their steps.
+
+        ``factor`` scales the learning rate in this round.
+        """
+        lr = self.local.lr * factor
+        flat = self.gradients.flat
+        first = round * self.local.steps
+        if self.local.steps == 1 and self.local.plain and self.local.linear:
+            return self.gradients(*batches(0), out, seed, first)
+        start = flat.vector.clone()
+        losses = self._walk(batches, out, seed, first, lr)
+        torch.sub(start, out, out=out)
+        if self.local.linear:
+            out.div_(lr)
+        return losses
+
+    @abstractmethod
+    def _walk(
+        self, batches: Batches, out: torch.Tensor, seed: int, first: int, lr: float
+    ) -> torch.Tensor:
+        """Write the parameters that workers come to into out, and return their mean losses.
+
+        ``first`` is the number of the first step of the round, counted from the start of the run.
+        """
+
+
+class MergedSteps(LocalSteps):
+    """Step many workers of a dense model at once: their weights are the rows of one matrix.
+
+    With A the inputs of a linear layer and D the gradient at its outputs, a step of SGD is
+    ``W_i -= lr D_i^T A_i``: one batched product that changes the weights where they are.
+    """
+
+    gradients: Merged
+
+    def _walk(
+        self, batches: Batches, out: torch.Tensor, seed: int, first: int, lr: float
+    ) -> torch.Tensor:
+        out.copy_(self.gradients.flat.vector.expand_as(out))
+        inputs, targets = batches(0)
+        m, n = targets.shape[:2]
+        size = math.ceil(_SAMPLES_A_BLOCK / n)
+        starts = range(0, m, size)
+        total = torch.zeros_like(empty_losses(m, out))
+        blocks = {
+            start: _Block(self.gradients, self.local, out[start : start + size], lr)
+            for start in starts
+        }
+        random = any(isinstance(layer, nn.Dropout) and layer.p for layer in self.gradients.layers)
+        at_once = max(1, _BYTES_AT_ONCE // (inputs.numel() * inputs.element_size()))
+        for chunk in range(0, self.local.steps, at_once):
+            steps = range(chunk, min(chunk + at_once, self.local.steps))
+            # Drawn samples are good until the next draw.
+            drawn = [tuple(part.clone() for part in batches(step)) for step in steps]
+
+            def walk(start: int, drawn: Any = drawn, steps: range = steps) -> None:
+                rows = slice(start, start + size)
+                for step, (inputs, targets) in zip(steps, drawn, strict=True):
+                    workers = range(start, min(start + size, m)) if random else ()
+                    generators = [worker_generator(seed, first + step, i) for i in workers]
+                    total[rows] += blocks[start].step(inputs[rows], targets[rows], generators)
+
+            self.gradients.lanes.map(walk, starts)
+        return total.div_(self.local.steps)
+
+
+class _Block:
+    """Some workers' weights, and what steps over them."""
+
+    def __init__(
+        self, merged: Merged, local: LocalOptimizer, weights: torch.Tensor, lr: float
+    ) -> None:
+        self.merged = merged
+        self.lr = lr
+        self.weights = merged.by_tensor(weights)
+        self.optimizer: torch.optim.Optimizer | None = None
+        if not local.plain:
+            gradients = torch.empty_like(weights)
+            self.slopes = merged.by_tensor(gradients)
+            flat = merged.flat
+            tensors = [view for row in weights for view in flat.views(row)]
+            slopes = [view for row in gradients for view in flat.views(row)]
+            for tensor, slope in zip(tensors, slopes, strict=True):
+                tensor.grad = slope
+            self.optimizer = local.make(tensors, lr)
+
+    @torch.no_grad()
+    def step(
+        self, inputs: torch.Tensor, targets: torch.Tensor, generators: list[torch.Generator]
+    ) -> torch.Tensor:
+        """Take one step of all workers of the block, and return their losses."""
+        k, n = targets.shape[:2]
+        values = inputs.reshape(k, n, -1)
+        tape: list[tuple[nn.Module, torch.Tensor]] = []
+        for layer in self.merged.layers:
+            if isinstance(layer, nn.Linear):
+                tape.append((layer, values))
+                weight = self.weights[id(layer.weight)].transpose(1, 2)
+                values = torch.bmm(values, weight)
+                if layer.bias is not None:
+                    values += self.weights[id(layer.bias)].unsqueeze(1)
+            elif isinstance(layer, nn.ReLU):
+                values = values.relu()
+                tape.append((layer, values))
+            elif isinstance(layer, nn.Dropout) and layer.p:
+                mask = torch.empty_like(values)
+                for rows, generator in zip(mask, generators, strict=True):
+                    rows.bernoulli_(1 - layer.p, generator=generator)
+                values = values * mask.div_(1 - layer.p)
+                tape.append((layer, mask))
+        losses = empty_losses(k, values)
+        delta = self.merged.slope(values.view(k * n, -1), targets, losses).view(k, n, -1)
+        lowest = next(i for i, (layer, _) in enumerate(tape) if isinstance(layer, nn.Linear))
+        for place in range(len(tape) - 1, lowest - 1, -1):
+            layer, saved = tape[place]
+            if isinstance(layer, nn.ReLU):
+                delta = torch.ops.aten.threshold_backward(delta, saved, 0)
+            elif isinstance(layer, nn.Linear):
+                below = torch.bmm(delta, self.weights[id(layer.weight)]) if place > lowest else None
+                self._descend(layer, delta, saved)
+                delta = delta if below is None else below
+            else:
+                delta = delta * saved
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return losses
+
+    def _descend(self, layer: nn.Linear, delta: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Step along the slope of one layer, or leave it to the optimiser."""
+        across = delta.transpose(1, 2)
+        if self.optimizer is None:
+            self.weights[id(layer.weight)].baddbmm_(across, inputs, alpha=-self.lr)
+            if layer.bias is not None:
+                self.weights[id(layer.bias)].sub_(delta.sum(1), alpha=self.lr)
+            return
+        torch.bmm(across, inputs, out=self.slopes[id(layer.weight)])
+        if layer.bias is not None:
+            torch.sum(delta, 1, out=self.slopes[id(layer.bias)])
+
+
+class OneByOne(LocalSteps):
+    """Step one worker after another, each in the model itself: for any model and optimiser."""
+
+    def _walk(
+        self, batches: Batches, out: torch.Tensor, seed: int, first: int, lr: float
+    ) -> torch.Tensor:
+        flat = self.gradients.flat
+        start = flat.vector.clone()
+        buffers = dict(self.gradients.model.named_buffers())
+        begun = {name: buffer.clone() for name, buffer in buffers.items()}
+        m = len(out)
+        # One step of all workers at a time, so that samples are drawn once a step.
+        out.copy_(start.expand_as(out))
+        gradient = torch.empty_like(out[:1])
+        optimizers = []
+        for row in out:
+            tensors = list(flat.views(row))
+            for tensor, slope in zip(tensors, flat.views(gradient[0]), strict=True):
+                tensor.grad = slope
+            optimizers.append(self.local.make(tensors, lr))
+        kept = [{name: tensor.clone() for name, tensor in begun.items()} for _ in range(m)]
+        total = torch.zeros_like(empty_losses(m, out))
+        for step in range(self.local.steps):
+            inputs, targets = batches(step)
+            for worker in range(m):
+                one = slice(worker, worker + 1)
+                flat.vector.copy_(out[worker])
+                for name, buffer in buffers.items():
+                    buffer.copy_(kept[worker][name])
+                total[one] += self.gradients(
+                    inputs[one], targets[one], gradient, seed, first + step, worker
+                )
+                for name, buffer in buffers.items():
+                    kept[worker][name].copy_(buffer)
+                optimizers[worker].step()
+        flat.vector.copy_(start)
+        for name, buffer in buffers.items():  # a worker may lie there too
+            buffer.copy_(torch.stack([each[name] for each in kept]).median(0).values)
+        return total.div_(self.local.steps)
+
+
+def local_steps(gradients: WorkerGradients, local: LocalOptimizer) -> LocalSteps:
+    """Choose how workers step, by how their gradients are computed."""
+    dense = isinstance(gradients, Merged) and not any(
+        isinstance(layer, nn.Embedding) for layer in gradients.layers
+    )
+    return (MergedSteps if dense else OneByOne)(gradients, local)
