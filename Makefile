@@ -74,10 +74,12 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tools.prose
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+	$(BIN)/python -m tools.prose --fix
 
 clean:
 	rm -rf $(VENV) $(FLOWER) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

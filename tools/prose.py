@@ -17,6 +17,8 @@ WIDTH = 100
 
 _VERBATIM = re.compile(r"\||#|<|!\[|    |\[\^|---")
 _ITEM = re.compile(r"(\s*)([-*]|\d+\.)\s+")
+_CODE = re.compile(r"`[^`\n]{1,60}`")
+_TOGETHER = "\0"
 
 
 def pages() -> Iterator[Path]:
@@ -47,11 +49,11 @@ def paragraphs(text: str) -> Iterator[tuple[bool, list[str]]]:
 
 
 def wrapped(text: str) -> str:
-    """Wrap the paragraphs that have a line which is too long.
+    """Wrap the paragraphs that have a line which is too long, and leave code in one piece.
 
-    >>> print(wrapped("- " + 12 * "a dozen " + "words"))
-    - a dozen a dozen a dozen a dozen a dozen a dozen a dozen a dozen a dozen a dozen a dozen a dozen
-      words
+    >>> print(wrapped("1. " + 18 * "word " + "`two words` more"))
+    1. word word word word word word word word word word word word word word word word word word
+       `two words` more
     """
     lines = []
     for prose, part in paragraphs(text):
@@ -59,16 +61,17 @@ def wrapped(text: str) -> str:
             lines += part
             continue
         item = _ITEM.match(part[0])
-        first = item[0] if item else ""
+        first = item[0] if item else part[0][: len(part[0]) - len(part[0].lstrip())]
         words = " ".join([part[0][len(first) :], *(line.strip() for line in part[1:])])
-        lines += textwrap.wrap(
-            words,
+        kept = textwrap.wrap(
+            _CODE.sub(lambda code: code[0].replace(" ", _TOGETHER), words),
             WIDTH,
             initial_indent=first,
             subsequent_indent=" " * len(first),
             break_long_words=False,
             break_on_hyphens=False,
         )
+        lines += [line.replace(_TOGETHER, " ") for line in kept]
     return "\n".join(lines)
 
 
