@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WIDTH = 100
 
-_VERBATIM = re.compile(r"\||#|<|!\[|    |\[\^|---")
+_VERBATIM = re.compile(r"\s*\||#|<|!\[|    |\[\^|---")
 _ITEM = re.compile(r"(\s*)([-*]|\d+\.)\s+")
 _CODE = re.compile(r"`[^`\n]{1,60}`")
 _TOGETHER = "\0"
