@@ -560,6 +560,7 @@ def test_killed_in_mid_write_nothing_half_appears(tmp_path: Path, before: bytes 
     assert process.returncode == -signal.SIGKILL
     assert ((tmp_path / "out").read_bytes() if before else None) == before
     assert before or not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:

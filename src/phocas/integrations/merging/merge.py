@@ -97,7 +97,7 @@ def merge_files(
     merge.plan()
     shares = Shares(len(files)) if explain else None
     with written_atomically(output) as file, closing(merge.stream(shares)) as stream:
-        write(file, opened[0], merge.metadata(), partial(_taken, stream))
+        write(file, opened[0], merge.metadata(), partial(_taken, stream), output.parent)
         found = _digest(file) if digest else None
     return Merged(
         files,
