@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from phocas.engines.asynchronous.cluster import AsynchronousCluster
-from phocas.engines.asynchronous.policies import Policy, parse_policy
+from phocas.engines.asynchronous.settings import AsynchronousSettings
 from phocas.engines.asynchronous.speeds import SPEEDS, Even, Speeds, VirtualRounds
-from phocas.settings import Settings, at_least, setting
+from phocas.settings import setting
 from phocas.specs import positive
 from phocas.training.cluster import Clock, Gathered
 from phocas.training.lanes import Lanes, kernel_threads
@@ -25,28 +25,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LocalSettings(Settings):
+class LocalSettings(AsynchronousSettings):
     """The local engine: rounds, or no waiting, and if asked for a virtual clock."""
 
     owner = "the local engine"
 
-    asynchronous: Policy | str | None = setting(
-        None, "nobody waits: buffers=15, zeno:validation=128, kardam:b=6 or mean"
-    )
     speeds: Speeds | str | None = setting(
         None, "how long workers take on a virtual clock: lognormal:sigma=1, slow:workers=4, even"
     )
     virtual_deadline: float | None = setting(
         None, "virtual seconds after which a round does not wait any more", positive
     )
-    max_staleness: int = setting(
-        1000, "steps after which a row comes too late, where nobody waits", at_least(0)
-    )
 
     def build(self, task: Task) -> LocalCluster | AsynchronousCluster:
         """Put all workers and servers of a task into this process."""
         speeds = None if self.speeds is None else SPEEDS.of(self.speeds, self.owner)
-        if self.asynchronous is None:
+        policy = self.policy()
+        if policy is None:
             if speeds is None and self.virtual_deadline is not None:
                 raise ValueError("virtual_deadline needs a virtual clock: set speeds too")
             return LocalCluster(task, speeds, self.virtual_deadline)
@@ -54,9 +49,6 @@ class LocalSettings(Settings):
             raise ValueError(
                 "virtual_deadline is for rounds: with asynchronous training nobody waits"
             )
-        policy = self.asynchronous
-        if isinstance(policy, str):
-            policy = parse_policy(policy)
         return AsynchronousCluster(task, policy, speeds or Even(), self.max_staleness)
 
 
@@ -109,7 +101,8 @@ class LocalCluster:
         with kernel_threads(task.threads):
             touched = self._corrupt(rows, round)
             late = () if self._clock is None else self._clock.play(round)
-            rows[list(late)] = float("nan")
+            if late:
+                rows[list(late)] = float("nan")
             clock.stop("attack")
 
             aggregate = self.server.aggregate(rng=task.rule_rng(round), by_server=by_server)

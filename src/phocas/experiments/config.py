@@ -241,6 +241,11 @@ class RunConfig(BaseModel):
                 f"clients: workers are drawn from them, so there must be at least {self.workers}:"
                 f" got {self.clients}"
             )
+        if self.record_matrix is not None and (self.clients or self.asynchronous):
+            problems.append(
+                "record_matrix is for rounds in which every worker has its row: leave it out with"
+                " clients or asynchronous"
+            )
         if self.clients is not None and self.worker_momentum:
             problems.append("worker_momentum is for workers that take part in every round")
         problems += [

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.floats import FORMATS, to_bfloat16
-from phocas.kernels import Rows, SparseMix
+from phocas.kernels import Rows, SparseMix, Window
 from phocas.rules import measures
 from phocas.rules.algebra import (
     UNMIXED,
@@ -57,7 +57,7 @@ class Piece:
 
     def blocks(self) -> Iterator[tuple[int, Rows]]:
         """Yield the columns as rows that kernels can read, with where they begin in the piece."""
-        rows = self._in_place()
+        rows = self.in_place()
         if rows is not None:
             yield 0, rows
             return
@@ -65,7 +65,8 @@ class Piece:
             end = min(self.columns, begin + COPIED_COLUMNS)
             yield begin, self._copied(begin, end)
 
-    def _in_place(self) -> Rows | None:
+    def in_place(self) -> Rows | None:
+        """Return all columns as rows where they are, if kernels can read them there."""
         if not kernels.half_supported(self.element):
             return None
         arrays = self.arrays
@@ -94,6 +95,21 @@ def _adjacent(array: NDArray[Any]) -> bool:
         and array.dtype.isnative
         and array.flags.aligned
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standing:
+    """Rows that stay where they are while their values change, and where their window goes."""
+
+    rows: Rows
+    window: Window
+    out: NDArray[Any]
+    answer: Any
+
+    def apply(self, counts: NDArray[np.int64] | None) -> Any:
+        """Reduce the rows as they are now, over what was the answer before."""
+        kernels.reduce(self.rows, self.window, kernels.address(self.out), counts)
+        return self.answer
 
 
 class HostMatrix:
@@ -148,7 +164,7 @@ class HostMatrix:
         clean, spreads = decision.clean, decision.spreads
         origin = start
         if spreads is None:
-            radii = Radii(decision.window, decision.mix.weights, clean)
+            radii = decision.radii()
             origin, spreads = 0, self._cut_spreads(radii)
         answers = []
         for piece in self.pieces:
@@ -164,6 +180,20 @@ class HostMatrix:
                 out = np.empty(0, piece.arrays[0].dtype)
             answers.append(_stored(out, piece.element))
         return self.rebuild(answers)
+
+    def standing(self, decision: Decision) -> Standing | None:
+        """Return what :meth:`apply` does if it is one call of a kernel, for rows that stay."""
+        other = (decision.function, decision.spreads, decision.clean, decision.weighing)
+        if len(self.pieces) != 1 or any(
+            part is not None for part in (decision.mix.weights, *other)
+        ):
+            return None
+        (piece,) = self.pieces
+        rows = piece.in_place()
+        if rows is None:
+            return None
+        out = np.empty(piece.columns, piece.arrays[0].dtype.newbyteorder("="))
+        return Standing(rows, decision.window, out, self.rebuild([_stored(out, piece.element)]))
 
     def _by_function(self, decision: Decision, function: Function, start: int) -> Any:
         """Give all mixed rows to a function at once, in a copy that it may change."""

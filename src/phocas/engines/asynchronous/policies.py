@@ -4,8 +4,10 @@ Four ways, from their papers; what those leave open is said at each.
 
 - :class:`Buffered`: BASGD, Yang and Li, *Buffered Asynchronous SGD for Byzantine Learning*, JMLR 24
   (2023).
-- :class:`Zeno`: Zeno++, Xie, Koyejo and Gupta, *Robust Fully Asynchronous SGD*, ICML 2020.
-- :class:`Kardam`: Damaskinos et al., *Asynchronous Byzantine Machine Learning*, ICML 2018.
+- :class:`Zeno`: Zeno++, Xie, Koyejo and Gupta, *Robust Fully Asynchronous SGD*, ICML 2020; and its
+  authors' program, github.com/xcgoner/iclr2020_zeno_async.
+- :class:`Kardam`: Damaskinos et al., *Asynchronous Byzantine Machine Learning*, ICML 2018; and its
+  authors' template, github.com/LPD-EPFL/kardam.
 - :class:`AsynchronousMean`: every row is a step, as in plain asynchronous SGD. Survives nothing.
 
 How stale a row is the server knows by itself: it remembers which parameters it gave to whom. What a
@@ -231,16 +233,20 @@ class Zeno(Policy):
     with :math:`\gamma` the learning rate. With epsilon = 0 this asks for an angle: a cosine of at
     least rho / gamma. Survives any number of liars, since nobody else is asked.
 
-    The paper leaves open where the samples come from: here they are drawn from the training
-    samples, once, and all are used. v is computed anew after ``every`` accepted rows. The defaults
-    are ours.
+    rho = 0.001, epsilon = 0 and a gradient that is renewed every 10 rows are those of the authors'
+    program. It renews after rows that came, and each time over other samples, of a set that no
+    worker has; here v is computed anew after ``every`` accepted rows, without which nothing has
+    moved, over all of the server's samples, which are drawn once from the training samples.
+
+    rho is weighed against gamma, so a smaller step asks for a better angle. The rows of stale
+    parameters want a small one: see docs/asynchronous.md.
     """
 
     name = "zeno"
     aliases = ("zeno++",)
 
     validation: int = 128
-    rho: float = 0.002
+    rho: float = 0.001
     epsilon: float = 0.0
     every: int = 10
 
@@ -308,10 +314,14 @@ class Kardam(Policy):
     sent more than b (the frequency filter). Needs m > 3b. Steps are damped by
     exp(-damping staleness).
 
-    The paper leaves open what is done with a worker's first row, which has none to be compared to:
-    here it is only remembered. Nor does it say what K is of parameters that have not moved: here
-    such rows are judged by how much they changed, among each other. A sign that is always flipped
-    changes as fast as an honest row, and is accepted.
+    Left open is what is done with a worker's first row, which has none to be compared to: here it
+    is only remembered. Nor is it said what K is of parameters that have not moved: here such rows
+    are judged by how much they changed, among each other. A sign that is always flipped changes as
+    fast as an honest row, and is accepted.
+
+    The authors' template is another filter: it compares a row with the last one accepted from
+    anybody, against two thirds of the workers' largest of 25 coefficients, accepts any row after m
+    were refused, has no frequency filter, and damps with 0.2.
     """
 
     name = "kardam"
