@@ -40,6 +40,8 @@ TRAIN = (
     " --rounds 3 --results runs.sqlite --quiet"
 )
 
+_TRACKED = "from phocas.experiments.trackers import open_tracker; open_tracker('{}')"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -58,6 +60,9 @@ ENVIRONMENTS: dict[str, list[Trial]] = {
         Trial("ray", "import ray, phocas.engines.ray.cluster"),
         Trial("adapters", "import phocas.integrations.lightning, phocas.integrations.transformers"),
         Trial("gpu", "import phocas.kernels.triton"),
+        Trial("tensorboard", _TRACKED.format("tensorboard"), (f"{TRAIN} --track tensorboard:tb",)),
+        Trial("wandb", _TRACKED.format("wandb")),
+        Trial("mlflow", _TRACKED.format("mlflow")),
     ],
     "constraints-flower.txt": [
         Trial("flower", "from phocas.integrations.flower import RobustStrategy"),
