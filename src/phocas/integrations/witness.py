@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from phocas.rules import Median
 from phocas.rules.bets import Bets
-from phocas.rules.places import GROSS, WILD, Finding, Memory, absurd, middle
+from phocas.rules.places import GROSS, WILD, Finding, Memory, absurd, middle, plausible
 from phocas.rules.sampling import Sample, products, views
 from phocas.seeds import Stream, generator
 
@@ -110,6 +110,9 @@ class Witness:
     def look(self, rows: torch.Tensor, segments: Sequence[Segment]) -> None:
         """Find who is absurd in which parameter, and have a glance at who is under suspicion."""
         if not self.awake:
+            return
+        if not self.attention and plausible(_sizes(rows)):
+            self.seen += len(segments)
             return
         sizes = np.array([_sizes(rows[:, part.begin : part.end]) for part in segments])
         with np.errstate(over="ignore"):

@@ -59,6 +59,18 @@ def absurd(sizes: Floats, usual: float, b: int) -> npt.NDArray[np.bool_]:
     return found if found.sum() <= b else np.zeros(len(sizes), bool)
 
 
+def plausible(lengths: Floats) -> bool:
+    """Say whether rows are so short that nobody can be absurd in any parameter of theirs.
+
+    A row of a parameter is no longer than all of the row. (What is between 15 and 16 times the
+    usual is left to :func:`absurd`: lengths are rounded.)
+
+    >>> plausible(np.array([1.0, 2.0, 14.0])), plausible(np.array([1.0, np.nan, 1.0]))
+    (True, False)
+    """
+    return bool((lengths <= 15 / 16 * ABSURD * middle(lengths)).all())
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What one holder saw of one worker in its columns of one parameter, in one round."""
