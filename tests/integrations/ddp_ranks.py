@@ -3,6 +3,7 @@
 Results are as scenes.py says.
 """
 
+import copy
 import itertools
 import os
 import sys
@@ -168,6 +169,29 @@ def centre(rank: int) -> Any:
 @scene
 def drawing(rank: int) -> Any:
     return trained("bucketing:size=3|mean", rank, poison=3.0)
+
+
+@scene
+def resumed(rank: int) -> Any:
+    """Save what the guard knows after three steps, and go on from there twice."""
+    path = Path(sys.argv[2]) / f"guard.{rank}.saved"
+    found = []
+    for again in (False, True):
+        recorded = record(network(), "bucketing:size=3|mean", bucket_cap_mb=0.004)
+        if again:
+            recorded.guard.load_state_dict(torch.load(path))
+        else:
+            train(recorded, rank, 3, poison=3.0)
+            torch.save(recorded.guard.state_dict(), path)
+            weights = copy.deepcopy(recorded.model.module.state_dict())
+        recorded.model.module.load_state_dict(weights)
+        train(recorded, rank, 3, poison=3.0)
+        found.append((weights_of(recorded), recorded.guard.report()))
+    return found
+
+
+def weights_of(recorded: Recorded) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in recorded.model.module.state_dict().items()}
 
 
 @scene

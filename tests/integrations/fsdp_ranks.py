@@ -12,10 +12,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.fake_device import THERE, FakeDevice
 from tests.integrations.scenes import (
     HANG_TIMEOUT,
     LIAR,
@@ -37,11 +39,16 @@ from torch.distributed.tensor import Shard
 
 import phocas
 from phocas.integrations.fsdp import Guard, Suspect, protect, watch
+from phocas.integrations.fsdp.exchange import Sharded
 from phocas.integrations.fsdp.protect import RobustReduceScatter
-from phocas.integrations.witness import Witness
+from phocas.integrations.fsdp.step import Aggregator, Unit
+from phocas.integrations.guard import Ledger, Reactions
+from phocas.integrations.wire import Wire
+from phocas.integrations.witness import Segment, Witness
 
 NAN = float("nan")
 SCENES: dict[str, Play] = {}
+DEVICE_RULES = ("phocas:b=1", "heraclius:b=1", "median")
 SEEDS = {"corrupted": range(3), "corrupted_long": range(20)}
 
 
@@ -310,26 +317,31 @@ def resumed(rank: int) -> Any:
     folder = Path(sys.argv[2]) / "checkpoint"
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    protect(model, "heraclius:b=1")
+    guard = protect(model, "heraclius:b=1")
     train(model, rank, 3, NAN)
-    parts = get_state_dict(model, optimizer)
-    state_dict_saver.save(
-        dict(zip(("model", "optimizer"), parts, strict=True)), checkpoint_id=folder
-    )
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    state_dict_saver.save({**parts, "guard": guard}, checkpoint_id=folder)
     train(model, rank, 3, NAN, seed=200)
     fresh = network()
     other = torch.optim.SGD(fresh.parameters(), 0.05)
     saved: Any = dict(zip(("model", "optimizer"), get_state_dict(fresh, other), strict=True))
-    state_dict_loader.load(saved, checkpoint_id=folder)
+    told: list[Suspect] = []
+    again = protect(fresh, "heraclius:b=1", on_suspect=told.append)
+    state_dict_loader.load({**saved, "guard": again}, checkpoint_id=folder)
+    at_once = [one.rank for one in again.suspects()]
     set_state_dict(
         fresh,
         other,
         model_state_dict=saved["model"],
         optim_state_dict=saved["optimizer"],
     )
-    protect(fresh, "heraclius:b=1")
     train(fresh, rank, 3, NAN, seed=200)
-    return whole(model), whole(fresh)
+    return {
+        "weights": (whole(model), whole(fresh)),
+        "reports": (guard.report(), again.report()),
+        "at once": at_once,
+        "told": told,
+    }
 
 
 class Branches(nn.Module):
@@ -497,6 +509,50 @@ def refused(rank: int) -> Any:
         train(together, rank, 2)
     said["together"] = f"{guard.steps} steps"
     return said
+
+
+class _Reduced(torch.autograd.Function):
+    """A step whose backward pass reduces a unit's gradients, wherever they are."""
+
+    @staticmethod
+    def forward(ctx: Any, scalar: torch.Tensor, reduce: Callable[[], None]) -> torch.Tensor:
+        ctx.reduce = reduce
+        return scalar.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.reduce()
+        return grad, None
+
+
+@scene
+def on_a_device(rank: int) -> Any:
+    """Reduce units that lie on a device in a backward pass, and count what leaves it."""
+    wire = Wire(dist.new_group(), THERE)
+    width = 75_000
+    unit = Unit("unit", 0, (Segment(0, 0, width // 3), Segment(1, width // 3, width)), width)
+    found = {}
+    with FakeDevice() as device:
+        for text in DEVICE_RULES:
+            names = ["a", "b"]
+            ledger = Ledger(phocas.parse_rule(text), names, ["here"] * WORLD, rank, Reactions())
+            aggregator = Aggregator(wire, ledger, shards=WORLD, seed=0)
+            nothing_twice = SimpleNamespace(fsdp_params=[])
+            comm = RobustReduceScatter(unit, nothing_twice, aggregator, Sharded(wire))
+            generator = torch.Generator().manual_seed(rank)
+            sent = torch.randn(WORLD * width, generator=generator)
+            sent[: width // 9] *= NAN if rank == LIAR else 1.0
+            there, kept = sent.to(THERE), torch.empty(width, device=THERE)
+            device.sent.clear()
+            device.fetched.clear()
+            reduce = partial(comm, kept, there, wire.group, dist.ReduceOp.AVG)
+            scalar = torch.ones((), requires_grad=True)
+            _Reduced.apply(scalar, reduce).backward()  # type: ignore[no-untyped-call]  # torch has it so
+            aggregator.catch_up()
+            moved = sum(device.sent), sum(device.fetched)
+            steps = ledger.suspicion.rounds
+            found[text] = {"sent": sent, "got": kept.cpu(), "moved": moved, "steps": steps}
+    return found
 
 
 def sharded_on(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:

@@ -124,6 +124,15 @@ def test_random_rules_draw_anew_in_each_step(ranks: Scene) -> None:
     )
 
 
+def test_a_resumed_guard_draws_and_knows_as_one_that_went_on(ranks: Scene) -> None:
+    """Buckets are those of a new model at first, whose rule is the same on any of them."""
+    for (weights, report), (weights_again, again) in ranks("resumed"):
+        assert report == again
+        assert report["steps"] == 6
+        for name, value in weights.items():
+            torch.testing.assert_close(value, weights_again[name])
+
+
 def test_gradients_are_accumulated_before_they_are_exchanged(ranks: Scene) -> None:
     """Six batches were added up, and two exchanges made."""
     assert [len(result) for result in ranks("accumulated")] == [2] * WORLD

@@ -151,9 +151,20 @@ def test_gradients_are_accumulated_before_they_are_reduced(ranks: Scene) -> None
 
 
 def test_a_resumed_job_has_the_bits_of_one_that_went_on(ranks: Scene) -> None:
-    for on, again in ranks("resumed"):
+    for result in ranks("resumed"):
+        on, again = result["weights"]
         assert bits(on) == bits(again)
         assert all(bool(weights.isfinite().all()) for weights in on.values())
+
+
+def test_a_resumed_job_knows_what_one_that_went_on_does(ranks: Scene) -> None:
+    for result in ranks("resumed"):
+        on, again = result["reports"]
+        assert on == again
+        assert on["steps"] == 6
+        assert [(one["rank"], one["since"]) for one in again["suspects"]] == [(LIAR, 3)]
+        assert result["at once"] == [LIAR]
+        assert result["told"] == []
 
 
 def test_unused_parameters(ranks: Scene) -> None:
@@ -234,6 +245,21 @@ def test_who_is_named_is_told_and_logged_once_and_a_closed_guard_is_gone(ranks: 
         assert entry["host"]
         assert result["steps"] == 8
         assert result["after"] == [True] * len(result["after"])
+
+
+def test_rows_on_a_device_stay_there(ranks: Scene) -> None:
+    """What leaves it are samples, lengths of rows, and addresses where a rank sent NaN."""
+    results = ranks("on_a_device")
+    for text in results[0]:
+        rows = torch.stack([each[text]["sent"].view(WORLD, -1) for each in results])
+        for shard, each in enumerate(results):
+            wanted = phocas.parse_rule(text)(rows[:, shard].contiguous())
+            assert bool(wanted.isfinite().all())
+            torch.testing.assert_close(each[text]["got"], wanted, rtol=1e-5, atol=1e-6)
+            assert each[text]["steps"] == 1
+            sent, fetched = each[text]["moved"]
+            assert sent < rows.nbytes / WORLD / 8
+            assert fetched < rows.nbytes / WORLD / 8
 
 
 def test_what_cannot_hold_is_refused(ranks: Scene) -> None:

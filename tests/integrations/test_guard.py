@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.integrations.scenes import environment
 
-from phocas.integrations.guard import Ledger, Reactions, Suspect
+from phocas.integrations.guard import Guard, Ledger, Reactions, Suspect
 from phocas.integrations.reports import as_text
 from phocas.integrations.witness import Segment, Witness, within
 from phocas.rules import Heraclius
@@ -25,7 +28,13 @@ def ledger(reactions: Reactions | None = None, rank: int = 0) -> Ledger:
     return Ledger(Heraclius(b=1), NAMES, ["host"] * M, rank, reactions or Reactions())
 
 
-def step(book: Ledger, witnesses: list[Witness], seed: int, wrong: slice | None) -> None:
+def step(
+    book: Ledger,
+    witnesses: list[Witness],
+    seed: int,
+    wrong: slice | None,
+    others: Sequence[Ledger] = (),
+) -> None:
     """Let every witness see its columns, in which worker 2 is wrong somewhere."""
     told = []
     for number, witness in enumerate(witnesses):
@@ -39,9 +48,37 @@ def step(book: Ledger, witnesses: list[Witness], seed: int, wrong: slice | None)
         told.append(witness.testimony().view(torch.float64).clone().numpy())
         witness.end()
     lost = np.tile([0.0, 0.0, 0.0 if wrong is None else 0.1 * WIDTH, 0.0], (M, 1))
-    book.hear(np.array(told), lost, M * WIDTH)
+    for each in (book, *others):
+        each.hear(np.array(told), lost, M * WIDTH)
     for witness in witnesses:
         book.instruct(witness)
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def guards(books: list[Ledger]) -> list[Guard]:
+    return [Guard(book, book.witness(0), nothing, nothing) for book in books]
+
+
+def resumed(state: list[dict[str, Any]], hosts: list[str]) -> list[Guard]:
+    """Return the guards of all ranks of a new job, which have gone through a file."""
+    fresh = guards([Ledger(Heraclius(b=1), NAMES, hosts, rank, Reactions()) for rank in range(M)])
+    for guard, own in zip(fresh, state, strict=True):
+        file = io.BytesIO()
+        torch.save(own, file)
+        guard.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    return fresh
+
+
+def go_on(each: list[Guard], steps: range, begin: int) -> None:
+    """Take steps in the view of the guards of all ranks, which have witnesses of their own."""
+    witnesses = [guard._witness for guard in each]
+    for number in steps:
+        wrong = slice(5, 3000, 32) if number >= begin else None
+        books = [guard._ledger for guard in each]
+        step(books[0], witnesses, number, wrong, others=books[1:])
 
 
 def played(book: Ledger, begin: int, steps: int) -> Ledger:
@@ -109,6 +146,47 @@ def test_what_ranks_say_was_thrown_away_may_be_nonsense() -> None:
     np.testing.assert_allclose(book.suspicion.shares(), [0.0, 0.2, 1.0, 0.1])
     book.hear(told, lost, 100)
     assert (book.suspicion.shares() <= 1.0).all()
+
+
+@pytest.mark.parametrize(("saved", "begin"), [(4, 6), (8, 6), (30, 6), (70, 72), (75, 72)])
+def test_what_is_known_survives_a_checkpoint(saved: int, begin: int) -> None:
+    whole = guards([ledger(rank=rank) for rank in range(M)])
+    go_on(whole, range(saved), begin)
+    again = resumed([guard.state_dict() for guard in whole], ["host"] * M)
+    assert [guard.report() for guard in again] == [guard.report() for guard in whole]
+    for each in (whole, again):
+        go_on(each, range(saved, saved + 20), begin)
+    for one, other in zip(whole, again, strict=True):
+        assert one.report() == other.report()
+        (suspect,) = other.suspects()
+        assert suspect.rank == 2
+        assert suspect.places["a.weight"]["stride"] == 32
+
+
+def test_a_rank_on_another_host_is_new() -> None:
+    whole = guards([ledger(rank=rank) for rank in range(M)])
+    go_on(whole, range(12), begin=6)
+    states = [guard.state_dict() for guard in whole]
+    stays = resumed(states, ["host", "other", "host", "host"])
+    assert [suspect.rank for suspect in stays[0].suspects()] == [2]
+    moved = resumed(states, ["host", "host", "other", "host"])
+    assert moved[0].suspects() == ()
+    go_on(moved, range(12, 40), begin=100)
+    assert moved[0].suspects() == ()
+    go_on(moved, range(40, 46), begin=40)
+    assert [(suspect.rank, suspect.since) for suspect in moved[0].suspects()] == [(2, 43)]
+
+
+def test_evidence_of_another_job_is_refused() -> None:
+    guard, other = guards([ledger(), ledger(rank=1)])
+    with pytest.raises(ValueError, match="must have 'rank1': got ledger, rank0"):
+        other.load_state_dict(guard.state_dict())
+    model = Ledger(Heraclius(b=1), ["b.weight"], ["host"] * M, 0, Reactions())
+    with pytest.raises(ValueError, match="of the same parameters: got 2 of them, which are not"):
+        guards([model])[0].load_state_dict(guard.state_dict())
+    five = Ledger(Heraclius(b=1), NAMES, ["host"] * 5, 0, Reactions())
+    with pytest.raises(ValueError, match="of as many ranks, with the same b"):
+        guards([five])[0].load_state_dict(guard.state_dict())
 
 
 def test_reactions_come_once_and_in_order(tmp_path: Path) -> None:

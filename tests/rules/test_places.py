@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phocas.rules.places import (
-    TIMES,
-    Finding,
-    Memory,
-    Traces,
-    absurd,
-    middle,
-)
+from phocas.rules.places import TIMES, Finding, Memory, Traces, absurd, middle, plausible
 
 NAN, INF = np.nan, np.inf
 
@@ -83,6 +76,25 @@ def test_addresses_that_come_again_are_told_from_those_that_do_not() -> None:
     assert memory.compare(2, 1, everything, 100) == (1.0, 1, True)
     assert not memory.compare(3, 1, np.empty(0, np.int64), 100)[2]
     assert memory.compare(3, 1, np.empty(0, np.int64), 100) == (0.0, 0, False)
+
+
+def test_rows_that_are_plausible_are_absurd_nowhere() -> None:
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(2000):
+        m, parts = int(rng.integers(3, 9)), int(rng.integers(1, 6))
+        sizes = np.exp(rng.normal(size=(parts, m)))
+        for _ in range(int(rng.integers(3))):
+            where = rng.integers(parts), rng.integers(m)
+            sizes[where] *= rng.choice([15.0, 16.0, 1e3, np.inf, np.nan])
+        sizes[rng.random(parts) < 0.1] = 0.0
+        lengths = np.sqrt(np.square(sizes).sum(axis=0))
+        easy = plausible(lengths)
+        wrong = [absurd(row, middle(lengths), b=m) for row in sizes]
+        if easy:
+            assert not np.any(wrong)
+        seen.add((easy, bool(np.any(wrong))))
+    assert seen == {(True, False), (False, True), (False, False)}
 
 
 def test_memory_is_bounded() -> None:

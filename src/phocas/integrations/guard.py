@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from phocas.integrations.reports import (
     SuspectReport,
     as_text,
 )
-from phocas.integrations.witness import Witness, heard
+from phocas.integrations.witness import Witness, as_arrays, as_tensors, heard
 from phocas.rules import Rule
 from phocas.rules.places import Finding, Trace, Traces
 from phocas.rules.suspicion import Suspicion
@@ -198,6 +198,36 @@ class Ledger:
         witness.attention = self.attention
         witness.awake = self.suspicion.wants() or self.suspicion.rounds < self.alert
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep of what all ranks know."""
+        told = {
+            "hosts": list(self.hosts),
+            "names": list(self.names),
+            "alert": self.alert,
+            "attention": self.attention,
+            "traces": self.traces.state(),
+        }
+        return {**as_tensors(self.suspicion.state()), "told": json.dumps(told)}
+
+    def load_state(self, state: Mapping[str, Any]) -> list[int]:
+        """Go on from a checkpoint, and return the ranks whose host has changed, which are new."""
+        told = json.loads(state["told"])
+        if told["names"] != list(self.names):
+            raise ValueError(
+                f"evidence must be of the same parameters: got {len(told['names'])} of them, which"
+                f" are not the {len(self.names)} of this model; leave it out to begin anew"
+            )
+        self.suspicion.load_state(as_arrays(state, self.suspicion.state()))
+        self.traces.load_state(told["traces"])
+        self.alert, self.attention = told["alert"], tuple(told["attention"])
+        self.said = b""
+        hosts = zip(told["hosts"], self.hosts, strict=True)
+        moved = [rank for rank, (before, now) in enumerate(hosts) if before != now]
+        for rank in moved:
+            self.suspicion.forget(rank)
+            self.traces.forget(rank)
+        return moved
+
     def named(self) -> tuple[int, ...]:
         """Return who is suspect, on whatever grounds."""
         return tuple(np.flatnonzero((self.suspicion.since > 0) | (self.traces.since > 0)).tolist())
@@ -301,9 +331,14 @@ class Guard:
     """
 
     def __init__(
-        self, ledger: Ledger, catch_up: Callable[[], None], close: Callable[[], None]
+        self,
+        ledger: Ledger,
+        witness: Witness,
+        catch_up: Callable[[], None],
+        close: Callable[[], None],
     ) -> None:
-        self._ledger, self._catch_up, self._close = ledger, catch_up, close
+        self._ledger, self._witness = ledger, witness
+        self._catch_up, self._close = catch_up, close
         self.closed = False
 
     @property
@@ -352,6 +387,35 @@ class Guard:
     def report_text(self) -> str:
         """Return what is known, for people."""
         return as_text(self.report())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known, for a checkpoint; to be called on all ranks, between two steps.
+
+        What all ranks know is under ``ledger``, what this one has seen under ``rank3``, so that
+        states of all ranks may go into one checkpoint (``torch.distributed.checkpoint``).
+        """
+        self._catch_up()
+        return {"ledger": self._ledger.state(), self._own: self._witness.state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned on the same rank of a job alike.
+
+        Who was named stays named, and is not told again. Ranks whose host has changed are new.
+        """
+        self._catch_up()
+        for name in ("ledger", self._own):
+            if name not in state_dict:
+                found = ", ".join(map(str, state_dict)) or "nothing"
+                raise ValueError(f"a guard's state must have {name!r}: got {found}")
+        moved = self._ledger.load_state(state_dict["ledger"])
+        self._witness.load_state(state_dict[self._own])
+        for rank in moved:
+            self._witness.forget(rank)
+        self._ledger.instruct(self._witness)
+
+    @property
+    def _own(self) -> str:
+        return f"rank{self._ledger.rank}"
 
     def close(self) -> None:
         """Reduce by the mean again from now on; what is known stays."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from phocas.rules import Median
 from phocas.rules.bets import Bets
-from phocas.rules.places import GROSS, WILD, Finding, Memory, absurd, middle
+from phocas.rules.places import GROSS, WILD, Finding, Memory, absurd, middle, plausible
 from phocas.rules.sampling import Sample, products, views
 from phocas.seeds import Stream, generator
 
@@ -109,6 +111,9 @@ class Witness:
         """Find who is absurd in which parameter, and have a glance at who is under suspicion."""
         if not self.awake:
             return
+        if not self.attention and plausible(_sizes(rows)):
+            self.seen += len(segments)
+            return
         sizes = np.array([_sizes(rows[:, part.begin : part.end]) for part in segments])
         with np.errstate(over="ignore"):
             usual = middle(np.sqrt(np.square(sizes).sum(axis=0))) if len(sizes) else 0.0
@@ -137,14 +142,13 @@ class Witness:
         ][: FINDINGS - len(self.findings)]
         if not asked:
             return
-        host = rows.cpu()
-        exact = host.double() if host.dtype == torch.float64 else host.float()
+        exact = rows if rows.dtype == torch.float64 else rows.float()
         away = (exact - Median()(exact)).abs_()
         width = away.shape[1]
         spread = middle(_sizes(away)) / math.sqrt(width)
-        near = (away <= WILD * spread).sum(dim=1).numpy()
+        near = (away <= WILD * spread).sum(dim=1).cpu().numpy()
         for rank in asked:
-            gross = (~(away[rank] <= GROSS * spread)).nonzero().flatten().numpy()
+            gross = (~(away[rank] <= GROSS * spread)).nonzero().flatten().cpu().numpy()
             found = part.address(gross)
             share, stride, again = self.memory.compare(part.parameter, rank, found, width)
             key = (part.parameter, rank)
@@ -176,6 +180,36 @@ class Witness:
         """Return the bytes of what is told to all: the odds against each, and what was found."""
         return self._spoken
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint of this rank must keep."""
+        numbers = np.array([self.step, self.turn, self.bets.rounds], np.float64)
+        arrays = {"odds": self.told[: self.m], "numbers": numbers, **self._bets()}
+        looks = [[*key, times] for key, times in self.looks.items()]
+        places = json.dumps({"looks": looks, "memory": self.memory.state()})
+        return {**as_tensors(arrays), "places": places}
+
+    def _bets(self) -> dict[str, Floats]:
+        return {"money": self.bets.money, "usual": self.bets.usual}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, between two steps."""
+        arrays = {"odds": self.told[: self.m], **self._bets()}
+        for name, array in as_arrays(state, arrays).items():
+            np.copyto(arrays[name], array)
+        self.step, self.turn, self.bets.rounds = state["numbers"].long().tolist()
+        places = json.loads(state["places"])
+        self.looks = {(parameter, rank): times for parameter, rank, times in places["looks"]}
+        self.memory.load_state(places["memory"])
+        self._begin()
+
+    def forget(self, rank: int) -> None:
+        """Begin anew with a rank."""
+        self.bets.forget(rank)
+        self.told[rank] = 0.0
+        for known in (self.looks, self.memory.known):
+            for key in [key for key in known if key[1] == rank]:
+                del known[key]
+
     def end(self) -> None:
         """Go on to the next step."""
         self.step += 1
@@ -195,6 +229,23 @@ def heard(told: Floats) -> tuple[Floats, list[tuple[int, Finding]]]:
         (int(h), Finding.read(rows[h, place])) for h, place in zip(holders, places, strict=True)
     ]
     return told[:, :m], [(holder, finding) for holder, finding in found if finding is not None]
+
+
+def as_tensors(arrays: Mapping[str, Floats]) -> dict[str, torch.Tensor]:
+    """Return copies for a checkpoint; those without values are left out, as many formats do."""
+    return {name: torch.tensor(array) for name, array in arrays.items() if array.size}
+
+
+def as_arrays(state: Mapping[str, Any], own: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Return the arrays of a checkpoint, which must have the shapes of one's own."""
+    found = {name: state[name].numpy() if own[name].size else own[name] for name in own}
+    for name, array in found.items():
+        if array.shape != own[name].shape:
+            raise ValueError(
+                f"evidence must be of as many ranks, with the same b: {name} is of shape"
+                f" {array.shape} and must be {own[name].shape}; leave it out to begin anew"
+            )
+    return found
 
 
 def _most(shares: Floats, b: int) -> float:

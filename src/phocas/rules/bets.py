@@ -169,6 +169,11 @@ class Bets:
         money *= lose if staked.all() else np.where(staked[:, None, None, :, None], lose, 1.0)
         np.multiply(money, self._win[styles], out=money, where=wins)
 
+    def forget(self, worker: int) -> None:
+        """Give away what was won against a worker, and by it as the reference."""
+        self.money[..., worker] = 0.0
+        self.money[..., worker, :] = 0.0
+
     def evidence(self) -> Floats:
         """Return for each worker what the bets against it have won, trimmed over references."""
         won = self.money.sum(axis=(0, 1, 2))

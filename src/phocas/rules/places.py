@@ -11,8 +11,9 @@ again, while what is in the data moves about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,18 @@ def absurd(sizes: Floats, usual: float, b: int) -> npt.NDArray[np.bool_]:
     limit = ABSURD * max(middle(sizes), usual)
     found = ~(sizes <= limit) if limit else ~np.isfinite(sizes)
     return found if found.sum() <= b else np.zeros(len(sizes), bool)
+
+
+def plausible(lengths: Floats) -> bool:
+    """Say whether rows are so short that nobody can be absurd in any parameter of theirs.
+
+    A row of a parameter is no longer than all of the row. (What is between 15 and 16 times the
+    usual is left to :func:`absurd`: lengths are rounded.)
+
+    >>> plausible(np.array([1.0, 2.0, 14.0])), plausible(np.array([1.0, np.nan, 1.0]))
+    (True, False)
+    """
+    return bool((lengths <= 15 / 16 * ABSURD * middle(lengths)).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +139,14 @@ class Memory:
         self.known[key] = np.union1d(before, found)[:_REMEMBERED]
         return share, stride, share >= min(_SURELY, max(_AGAIN, _CHANCE * chance))
 
+    def state(self) -> list[Any]:
+        """Return what a checkpoint must keep, ready for ``json``."""
+        return [[*key, addresses.tolist()] for key, addresses in self.known.items()]
+
+    def load_state(self, state: Iterable[Any]) -> None:
+        """Go on from a checkpoint."""
+        self.known = {(key, worker): np.array(found, np.int64) for key, worker, found in state}
+
 
 @dataclass(slots=True)
 class Trace:
@@ -141,6 +162,15 @@ class Trace:
     repeats: float = -1.0
     times: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Trace:
+        """Return what was written as JSON, which has no numbers for keys."""
+        counts = {
+            name: {int(holder): number for holder, number in state[name].items()}
+            for name in ("times", "last")
+        }
+        return cls(**{**state, **counts})
 
     def hear(self, holder: int, finding: Finding, round: int) -> None:
         """Take what a holder found."""
@@ -204,6 +234,28 @@ class Traces:
                     continue
                 traces[finding.parameter] = Trace(since=round)
             traces[finding.parameter].hear(holder, finding, round)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep, ready for ``json``."""
+        return {
+            "since": self.since.tolist(),
+            "workers": [
+                [[parameter, asdict(trace)] for parameter, trace in traces.items()]
+                for traces in self.workers
+            ],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.since[:] = state["since"]
+        self.workers = [
+            {parameter: Trace.read(trace) for parameter, trace in traces}
+            for traces in state["workers"]
+        ]
+
+    def forget(self, worker: int) -> None:
+        """Begin anew with a worker."""
+        self.workers[worker], self.since[worker] = {}, 0
 
     def judge(self, round: int) -> None:
         """Name who is now known by enough holders."""

@@ -286,6 +286,11 @@ class Suspicion:
         if self.on_course is not None:
             self.on_course.rounds = self.bets.rounds
 
+    def forget(self, worker: int) -> None:
+        """Begin anew with a worker, where holders of columns have forgotten it as well."""
+        for known in (self.odds, self.since, self.total, self.recent):
+            known[worker] = 0.0
+
 
 class Past:
     r"""Bet that a worker is no farther from the others than it used to be.

@@ -90,7 +90,8 @@ class _State:
         self, ledger: Ledger, worker: _Worker, group: dist.ProcessGroup, numbers: dict[int, int]
     ) -> None:
         self.worker, self.group, self.numbers = worker, group, numbers
-        self.guard = Guard(ledger, catch_up=_nothing, close=_nothing)
+        witness = worker.aggregator.witness
+        self.guard = Guard(ledger, witness, catch_up=_nothing, close=_nothing)
         # The worker knows nothing of the guard, and ends with it.
         weakref.finalize(self.guard, worker.stop)
 

@@ -37,18 +37,15 @@ class Aggregator:
         self.shifts = (0, 1) if verify else (0,)
         self.seed = seed
         self.forms: dict[tuple[int, torch.dtype, int], _Form] = {}
-        self.step = 0
         self.evaluation = self._evaluation()
         self._begin()
 
     def _evaluation(self) -> Evaluation:
-        rng = generator(Stream.RULE, self.seed, self.step)
+        rng = generator(Stream.RULE, self.seed, self.witness.step)
         # Blocks of columns are those of a shard, unless rows are cleaned: nothing is exchanged.
         return Evaluation(self.rule, self.wire.m, rng, whole_blocks=False)
 
     def _begin(self) -> None:
-        if not self.rule.columnwise:  # a column rule asks nothing and draws nothing
-            self.evaluation = self._evaluation()
         self.waiting: list[Bucket] = []
         self.measured: dict[int, list[Partial]] = {}
         self.columns = 0
@@ -58,6 +55,8 @@ class Aggregator:
         self, flat: torch.Tensor, segments: Sequence[Segment], *, last: bool
     ) -> list[torch.Tensor]:
         """Take a bucket; return the buckets that now hold the aggregate, in the order taken."""
+        if not self.columns and not self.rule.columnwise:  # which ask nothing and draw nothing
+            self.evaluation = self._evaluation()
         bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
         if self.witness.awake:
             self._see(bucket, segments)
@@ -73,7 +72,6 @@ class Aggregator:
                 self.measured.setdefault(shard, []).append(self._measure(shard, bucket, columns))
             done = self._decide() if last else []
         if last:
-            self.step += 1
             self._begin()
         return done
 

@@ -144,7 +144,7 @@ def protect(
         for module, comm in before:
             module.set_custom_reduce_scatter(comm)
 
-    return Guard(ledger, catch_up=aggregator.catch_up, close=close)
+    return Guard(ledger, aggregator.witness, catch_up=aggregator.catch_up, close=close)
 
 
 def watch(model: torch.nn.Module, b: int, **options: Unpack[Options]) -> Guard:

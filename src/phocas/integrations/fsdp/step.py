@@ -41,10 +41,14 @@ class Aggregator:
         self.wire, self.ledger, self.shards, self.seed = wire, ledger, shards, seed
         self.rule = ledger.rule
         self.witness = ledger.witness(seed)
-        self.step = 0
         self.told: _Told | None = None
         self.said_twice = False
         self._begin()
+
+    @property
+    def step(self) -> int:
+        """Return how many steps were taken."""
+        return self.witness.step
 
     def _begin(self) -> None:
         self.dropped = np.zeros(self.wire.m)
@@ -87,7 +91,6 @@ class Aggregator:
         told = [self.witness.testimony(), as_bytes(torch.from_numpy(self.dropped))]
         self.told = _Told.send(self.wire, told, self.columns * self.shards)
         self.witness.end()
-        self.step += 1
         self._begin()
 
     def catch_up(self) -> None:
