@@ -9,15 +9,7 @@ import numpy as np
 import torch
 
 from phocas.attacks import RowAttack
-from phocas.engines import EngineError
-from phocas.engines.asynchronous.policies import (
-    Arrival,
-    Policy,
-    SilenceError,
-    State,
-    Verdict,
-    ZenoState,
-)
+from phocas.engines.asynchronous.policies import Arrival, Policy, State, Verdict, ZenoState
 from phocas.rules import Mean
 from phocas.seeds import Stream, generator
 from phocas.training.cluster import Clock, Gathered
@@ -86,7 +78,10 @@ class Reception:
             self._given[worker] = self.server.vector
 
     def take(self, worker: int) -> bool:
-        """Take the row of a worker, and say whether the policy has decided."""
+        """Take the row of a worker, and say whether the policy has decided.
+
+        A :class:`SilenceError` says that too few answer now; when more do, it may go on.
+        """
         self.staleness = self.version - int(self.taken[worker])
         self.arrivals += 1
         if self.staleness > self.max_staleness:
@@ -99,12 +94,7 @@ class Reception:
         self._renew()
         self.clock.stop("gradients")
         given = None if self._given is None else self._given[worker]
-        try:
-            self._verdict = self.state_of_policy.receive(
-                Arrival(worker, row, self.staleness, given)
-            )
-        except SilenceError as error:
-            raise EngineError(str(error)) from None
+        self._verdict = self.state_of_policy.receive(Arrival(worker, row, self.staleness, given))
         self.news += self.state_of_policy.news
         return self._verdict is not None
 
