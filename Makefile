@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 FLOWER := .venv-flower
 
-.PHONY: demo test test-slow test-ray test-gpu test-page test-integrations test-flower bench lint format clean
+.PHONY: demo test test-slow test-ray test-gpu test-page test-integrations test-flower bench docs dist lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -55,6 +55,17 @@ test-flower: $(FLOWER)/.installed
 	$(FLOWER)/bin/python -m pytest -W ignore::DeprecationWarning \
 		tests/integrations/flower src/phocas/integrations/flower
 
+# The site, in site/: pages made from the code, no broken link, no public name without words.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
+	$(BIN)/python -m pytest tools tests/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+# What would be released, in dist/, and installed with each extra where the sources are not.
+dist: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,dist]"
+	$(BIN)/python -m tools.release
+
 bench: $(VENV)/.installed
 	$(BIN)/phocas bench
 
@@ -63,10 +74,12 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tools.prose
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+	$(BIN)/python -m tools.prose --fix
 
 clean:
-	rm -rf $(VENV) $(FLOWER) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FLOWER) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,4 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 _FLOWER = ("src/phocas/integrations/flower/*.py", "tests/integrations/flower/*.py")
-collect_ignore_glob = [] if importlib.util.find_spec("flwr") else list(_FLOWER)
+_SITE = ("tools/site/hook.py", "tools/site/docstrings.py")
+collect_ignore_glob = [
+    *(() if importlib.util.find_spec("flwr") else _FLOWER),
+    *(() if importlib.util.find_spec("mkdocs") else _SITE),
+]

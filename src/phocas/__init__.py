@@ -52,7 +52,7 @@ from phocas.rules import (
     parse_rule,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CGE",

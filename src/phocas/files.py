@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from io import BufferedRandom
 from pathlib import Path
 
+_NUMBERED = Path("/proc/self/fd")
+"""The open files of this process, by their numbers."""
+
 
 def write_atomically(path: Path, content: bytes, *, keep: Path | None = None) -> None:
     """Put content at a path so that it survives a crash whole, or does not appear.
@@ -22,30 +25,55 @@ def write_atomically(path: Path, content: bytes, *, keep: Path | None = None) ->
 def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[BufferedRandom]:
     """Yield a file that appears at a path when all of it was written, or not at all.
 
-    An error of the disk that names no file names this one.
+    Until then it has no name where that can be had, so that whoever is killed leaves nothing. An
+    error of the disk that names no file names this one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with half.open("w+b") as file:
+        nameless = _nameless(path.parent)
+        with nameless or half.open("w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if nameless is not None:
+                half.unlink(missing_ok=True)
+                # A folder given by number makes this follow the link, as it must.
+                with _opened(path.parent) as folder:
+                    os.link(_NUMBERED / str(file.fileno()), half.name, dst_dir_fd=folder)
         if keep is not None and path.exists():
             path.replace(keep)
         half.replace(path)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.strerror:  # others would lose what they say
             error.filename = str(path)
         raise
     finally:
         half.unlink(missing_ok=True)
     if os.name == "posix":  # the rename itself lasts once the folder is on the disk
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
+        with _opened(path.parent) as folder:
             os.fsync(folder)
-        finally:
-            os.close(folder)
+
+
+def _nameless(folder: Path) -> BufferedRandom | None:
+    """Open a file that has no name and can be given one; not every system has such."""
+    kind = getattr(os, "O_TMPFILE", None)
+    if kind is None or not _NUMBERED.is_dir():
+        return None
+    try:
+        number = os.open(folder, kind | os.O_RDWR, 0o666)
+    except OSError:  # what is wrong with the folder itself, opening a file with a name will say
+        return None
+    return os.fdopen(number, "w+b")
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        yield number
+    finally:
+        os.close(number)
 
 
 def check_writable(path: Path, what: str) -> None:

@@ -131,6 +131,24 @@ def test_the_generalised_model_is_worse_for_rules_that_compare_rows(text: str) -
     assert not np.isfinite(result).all() or np.linalg.norm(result) > 1e9
 
 
+@pytest.mark.parametrize("follows", ["nnm:b=6|trimmed-mean:b=6", "multi-krum:b=6"])
+def test_lies_spread_over_all_rows_move_what_is_cleaned_but_do_not_break_it(follows: str) -> None:
+    rule = parse_rule(f"cleaning:b=8|{follows}")
+    honest, _ = rounds()
+    mean = honest[Q:].mean(axis=0)
+    length = np.sqrt(np.square(honest[Q:] - mean).sum(axis=1).mean())
+    moved = {}
+    for model in ("rows", "cells"):
+        G, _ = rounds()
+        attack = WorstCase(rule, Q, model=model, budget=30)
+        touched = attack.corrupt(G, rng=attack_rng(0, 1))
+        assert touched.most_per_column <= Q
+        assert touched.count == np.count_nonzero(honest - G)
+        moved[model] = np.linalg.norm(rule(G) - mean) / length
+    assert len(touched.rows) == M
+    assert moved["rows"] < moved["cells"] < 8  # where NNM and Multi-Krum alone are lost
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_the_computed_optimum_is_the_optimum_of_a_grid(seed: int) -> None:
     rng = np.random.default_rng(seed)

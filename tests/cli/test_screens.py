@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
-from phocas.cli import main
 from phocas.experiments.config import RunConfig, expand_grid, make_config
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
@@ -20,6 +18,8 @@ from phocas.report.tables import differing, labels
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.cli.conftest import Phocas
 
 COMMON = {
     "dataset": "synthetic:train=60,test=20,side=8",
@@ -72,30 +72,6 @@ FLAGS = [
 ]
 
 
-class Phocas(Protocol):
-    def __call__(self, *words: str) -> str: ...
-
-
-@pytest.fixture
-def phocas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Phocas:
-    """Run a command as if on a terminal of 80 columns, and return what it prints."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-
-    def run(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["phocas", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        output, errors = capsys.readouterr()
-        assert not ended.value.code, errors
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
-
-    return run
-
-
 def test_every_setting_is_an_option_of_train(phocas: Phocas) -> None:
     text = phocas("train", "-h")
     shown = set(re.findall(r"--[a-z-]+", text))
@@ -110,14 +86,6 @@ def test_help_and_versions(phocas: Phocas) -> None:
     assert phocas("--help") == phocas("-h")
     assert re.fullmatch(r"phocas \d+\.\d+\.\d+\S*\n", phocas("--version"))
     assert "[grid]" in phocas("sweep", "--help")
-
-
-def test_the_rules_are_listed(phocas: Phocas) -> None:
-    names = [entry["name"] for entry in json.loads(phocas("rules", "--json"))]
-    text = phocas("rules")
-    assert {"mean", "phocas", "nnm"} <= set(names)
-    assert all(name in text for name in names)
-    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_runs_are_told_apart_by_what_differs(tmp_path: Path, phocas: Phocas) -> None:

@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
 
-from phocas.cli import main
 from phocas.data import Dataset, load
 from phocas.engines import EngineError
 from phocas.engines.asynchronous.policies import (
@@ -35,7 +33,6 @@ from phocas.engines.local import LocalSettings
 from phocas.experiments.config import ConfigError, expand_grid, make_config, read_toml
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
-from phocas.report.virtual_time import draw_virtual_time
 from phocas.training import Trainer
 
 M, D = 7, 5
@@ -388,40 +385,6 @@ def test_a_policy_without_a_rule_needs_none_said_and_leaves_other_runs_their_ide
     assert on_ray.identity() != make_config({"engine": "ray", "asynchronous": "zeno"}).identity()
     assert str(parse_policy("zeno++:rho=0.01")) == "zeno:rho=0.01"
     assert SILENT * 20 > 10 * 20  # a worker ten times slower is not silent
-
-
-def test_accuracy_is_drawn_against_virtual_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "r.sqlite"
-    common = {
-        "dataset": SETS,
-        "model": "softmax",
-        "workers": M,
-        "servers": 1,
-        "evaluate_every": 3,
-        "rounds": 7,
-        "results": str(path),
-    }
-    for seed in (0, 1):
-        for options in (
-            {"rule": "phocas:b=2", "speeds": "slow:workers=1"},
-            {"rule": "phocas:b=2", "asynchronous": "buffers=5", "speeds": "slow:workers=1"},
-        ):
-            execute(make_config({**common, **options, "seed": seed}))
-    words = ["phocas", "export", "--results", str(path), "--figure", str(tmp_path / "a.png")]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code in (0, None)
-    assert matplotlib.image.imread(tmp_path / "a.png").std() > 0.01
-    assert "accuracy against virtual time in" in capsys.readouterr().out
-    execute(make_config({**common, "rule": "mean", "results": str(tmp_path / "plain.sqlite")}))
-    with (
-        Results(tmp_path / "plain.sqlite", read=True) as results,
-        pytest.raises(ValueError, match="no runs with a virtual clock"),
-    ):
-        draw_virtual_time(results, results.runs(), tmp_path / "b.png")
 
 
 def test_the_experiment_of_the_documentation_can_be_run() -> None:

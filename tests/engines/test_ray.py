@@ -348,6 +348,19 @@ def test_checkpoints_attacks_momentum_adam_and_batch_norm_are_those_of_the_local
         assert mine.honest_distance == pytest.approx(theirs.honest_distance, rel=precision)
 
 
+def test_cells_that_are_cleaned_on_one_server_are_cleaned_on_all(ray: Any, data: Dataset) -> None:
+    options = {
+        "rule": "cleaning:b=3|nnm:b=2|trimmed-mean:b=2",
+        "attack": "random-cells:rate=0.02",
+        "num_servers": 3,
+    }
+    whole = local_bits(data, 3, **options)
+    with make("ray", data, processes=2, **options) as trainer:
+        rounds = list(trainer.rounds(3))
+        assert np.array_equal(bits(trainer), whole)
+    assert all(done.dropped.sum() > 0 for done in rounds)
+
+
 def test_faults_strike_the_numbers_of_bfloat16_rows_and_not_their_words(
     ray: Any, data: Dataset
 ) -> None:

@@ -14,7 +14,7 @@ from tests.integrations.scenes import environment
 
 from phocas.integrations.guard import Ledger, Reactions, Suspect
 from phocas.integrations.reports import as_text
-from phocas.integrations.witness import Segment, Witness, heard, within
+from phocas.integrations.witness import Segment, Witness, within
 from phocas.rules import Heraclius
 
 NAMES = ["a.weight", "a.bias"]
@@ -36,12 +36,12 @@ def step(book: Ledger, witnesses: list[Witness], seed: int, wrong: slice | None)
         whole = (Segment(0, 0, WIDTH - 64, number * WIDTH), Segment(1, WIDTH - 64, WIDTH))
         witness.see(rows, whole, number)
         witness.bet()
-        told.append(heard(witness.testimony().numpy(), M))
+        told.append(witness.testimony().view(torch.float64).clone().numpy())
         witness.end()
-    dropped = np.array([0.0, 0.0, 0.1, 0.0])
-    book.hear(np.array([odds for odds, _ in told]), [found for _, found in told], dropped)
+    lost = np.tile([0.0, 0.0, 0.0 if wrong is None else 0.1 * WIDTH, 0.0], (M, 1))
+    book.hear(np.array(told), lost, M * WIDTH)
     for witness in witnesses:
-        witness.attention = book.attention()
+        book.instruct(witness)
 
 
 def played(book: Ledger, begin: int, steps: int) -> Ledger:
@@ -70,6 +70,45 @@ def test_a_report_has_layers_addresses_and_stride() -> None:
     assert "same addresses, stride 32: hardware" in text
     assert max(map(len, text.splitlines())) <= 80
     assert str(book.suspect(2)).startswith("rank 2: since step 9, a.weight, 2.3% of its values")
+
+
+@pytest.mark.parametrize("begin", range(80, 84))
+def test_most_quiet_steps_are_passed_over_and_a_late_fault_is_named_in_time(begin: int) -> None:
+    book = ledger()
+    witnesses = [book.witness(0) for _ in range(M)]
+    seen = []
+    for number in range(begin + 40):
+        seen.append({witness.awake for witness in witnesses})
+        step(book, witnesses, number, slice(5, 3000, 32) if number >= begin else None)
+    assert all(len(one) == 1 for one in seen)  # ranks look at the same steps
+    looked = [one == {True} for one in seen]
+    assert all(looked[:64])
+    assert sum(looked[64:80]) == 4
+    (suspect,) = book.report()["suspects"]
+    assert suspect["rank"] == 2
+    assert suspect["since"] <= begin + 1 + 3 + 2  # it is seen in the fourth, then in each
+    assert sum(looked[-16:]) == 4  # who is named is known
+
+
+def test_a_rank_that_is_wrong_in_steps_that_are_passed_over_is_looked_at() -> None:
+    """It knows which steps these are, but not that others notice what is thrown away."""
+    book = ledger()
+    witnesses = [book.witness(0) for _ in range(M)]
+    for number in range(120):
+        passed = number >= 70 and number % 4 != 0
+        step(book, witnesses, number, slice(5, 3000, 32) if passed else None)
+    assert [suspect["rank"] for suspect in book.report()["suspects"]] == [2]
+
+
+def test_what_ranks_say_was_thrown_away_may_be_nonsense() -> None:
+    book = ledger()
+    told = np.zeros((M, book.witness(0).told.size))
+    told[:, M:] = np.nan
+    lost = np.array([[np.nan] * M, [np.inf] * M, [-np.inf] * M, [0.0, 10.0, 1e300, 5.0]])
+    book.hear(told, lost[[0, 2, 3, 3]], 100)
+    np.testing.assert_allclose(book.suspicion.shares(), [0.0, 0.2, 1.0, 0.1])
+    book.hear(told, lost, 100)
+    assert (book.suspicion.shares() <= 1.0).all()
 
 
 def test_reactions_come_once_and_in_order(tmp_path: Path) -> None:

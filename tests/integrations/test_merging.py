@@ -519,6 +519,20 @@ def python(*words: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+def test_arrays_are_merged_where_nothing_but_the_package_is_installed(tmp_path: Path) -> None:
+    """Neither torch is loaded, which takes longer than gigabytes do, nor what trains with it."""
+    paths = written(tmp_path, [{"w": torch.full((5,), float(i))} for i in range(5)])
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(['torch', 'safetensors']);"
+        "from phocas.cli import main; main()"
+    )
+    words = ["aggregate", *map(str, paths), "--rule", "median", "-o", "out"]
+    with python("-c", code, *words, "--explain", "--receipt", "told", cwd=tmp_path) as process:
+        _, said = process.communicate()
+    assert (process.returncode, said) == (0, "")
+    assert load_file(tmp_path / "out")["w"].tolist() == [2.0] * 5
+
+
 WAITS = """
 import sys
 from pathlib import Path
@@ -546,6 +560,7 @@ def test_killed_in_mid_write_nothing_half_appears(tmp_path: Path, before: bytes 
     assert process.returncode == -signal.SIGKILL
     assert ((tmp_path / "out").read_bytes() if before else None) == before
     assert before or not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from tests.helpers import bits, examples, num_threads, pipelines, stored, strongest
+from tests.helpers import DTYPES, bits, examples, num_threads, pipelines, stored, strongest
 
 import phocas
 from phocas import Bucketing, Evaluation, Krum, Rule
@@ -56,6 +56,29 @@ def sharded(
     return np.concatenate(
         [server.finish(rows[:, a:b], a) for server, (a, b) in zip(servers, ranges, strict=True)]
     )
+
+
+@pytest.mark.parametrize("rule", examples(M), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_that_stay_where_they_are_get_the_bits_of_those_that_come(
+    rule: Rule, dtype: str
+) -> None:
+    for d in (0, 1, 3000):
+        rows = torch.empty(M, 2 * d, dtype=getattr(torch, dtype))
+        for held in (rows[:, :d], rows[:, ::2]):  # adjacent values, and others
+            evaluation = Evaluation(rule, M, whole_blocks=False)
+            first = torch.from_numpy(np.asarray(rows_of_shards(max(1, d))[:, :d]))
+            held.copy_(first)
+            while evaluation.request is not None:
+                evaluation.answer([evaluation.partial(held, 0)])
+            again = evaluation.standing(held, 0)
+            for values in (first, -3.0 * first.flip(0)):
+                held.copy_(values)
+                wanted, got = evaluation.explain(held, 0), again()
+                assert bits(got.value) == bits(wanted.value)
+                assert got.value.dtype == held.dtype
+                np.testing.assert_array_equal(got.dropped, wanted.dropped)
+                assert got.expected == wanted.expected
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=str)

@@ -15,7 +15,7 @@ from phocas.attacks.field import ConstantRows, InnerProduct, SignFlip
 from phocas.attacks.geometry import Cloud, Mimic, MinMax, MinSum, survey
 from phocas.attacks.paper import Gaussian, Omniscient
 from phocas.attacks.placement import edge_of_reach, highest_kept
-from phocas.attacks.search import Objective, Search, norm
+from phocas.attacks.search import Objective, Search, climb, norm
 from phocas.attacks.touched import Touched
 from phocas.kernels import Window
 from phocas.rules import RULES, Rule
@@ -119,7 +119,9 @@ class WorstCase(RowAttack):
     ``objective="distance"`` moves the result farthest from the honest mean; ``"descent"`` makes its
     inner product with the honest mean least. ``model="cells"`` is the paper's generalised model: at
     most q values a column, but not in the same rows. It makes no difference to a rule that reduces
-    each column on its own; others also face one infinite value in every worker's row.
+    each column on its own; others also face one infinite value in every worker's row, and the worst
+    lie, nearer and farther, spread over all rows: q values of every column, in other rows from
+    column to column.
     """
 
     name: ClassVar[str] = "worst-case"
@@ -175,8 +177,11 @@ class WorstCase(RowAttack):
         search = self._search(scene, rows)
         if self.model == "cells" and self._window(scene.matrix.m) is None:
             cells = self._one_in_every_row(search)
+            if cells is None:
+                cells = self._spread(search)
             if cells is not None:
                 return cells
+            search.commit()
         return scene.touched(rows)
 
     def _search(self, scene: Scene, rows: np.ndarray) -> Search:
@@ -211,7 +216,29 @@ class WorstCase(RowAttack):
             if search.measure() > search.best:
                 return scene.cells_here(workers, columns)
         matrix.put(workers, columns, own)
-        search.commit()
+        return None
+
+    def _spread(self, search: Search) -> Touched | None:
+        """Put the worst lie into q rows of every column, other rows each time, if that is worse."""
+        scene, matrix = search.scene, search.scene.matrix
+        lie = search.worst_row() - search.mean
+        search.honest_again()
+        columns = np.repeat(np.arange(matrix.d), self.q)
+        workers = np.arange(columns.size) % matrix.m
+        own = matrix.take(workers, columns)
+
+        def put(step: float) -> None:
+            values = (search.mean + step * lie).astype(matrix.kind.work)
+            matrix.put(workers, columns, np.repeat(values, self.q))
+
+        def measured(step: float) -> float:
+            put(step)
+            return search.measure()
+
+        step = climb(measured, 1.0, TRIES)
+        if measured(step) > search.best:
+            return scene.cells_here(workers, columns)
+        matrix.put(workers, columns, own)
         return None
 
     def _place(self, search: Search, honest: HonestRows, window: Window) -> None:

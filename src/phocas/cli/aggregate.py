@@ -51,7 +51,7 @@ def aggregate(
     """
     from phocas.files import check_writable
     from phocas.integrations import merging
-    from phocas.report.progress import byte_bar
+    from phocas.report.bytes import byte_bar
     from phocas.rules import parse_rule
 
     found = parse_rule(rule)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +30,9 @@ def bench(
     device: Annotated[str, typer.Option(help="Where the rows are, such as cuda.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="Time for each case.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    costs: Annotated[
+        Path | None, typer.Option(help="Time every rule, and write the file that rules reads.")
+    ] = None,
 ) -> None:
     """Time the rules as ratios to torch.mean in the same run; with --rule, just those.
 
@@ -36,11 +41,18 @@ def bench(
     from rich.console import Console
 
     from phocas.experiments import benchmark, doctor
+    from phocas.files import check_writable, write_atomically
     from phocas.training.devices import find_device
 
     where = find_device("bench", "device", device)
     console = Console(quiet=as_json)
-    if rule:
+    every = benchmark.cost_cases() if costs is not None else {}
+    if costs is not None:
+        check_writable(costs, "the costs")
+        if rule or device != "cpu":
+            raise ValueError("--costs times every rule on the CPU: leave --rule and --device out")
+        cases = list(every.values())
+    elif rule:
         cases = [benchmark.Case(name, workers, dims, dtype) for name in rule]
     elif device == "cpu":
         cases = benchmark.default_cases()
@@ -58,10 +70,20 @@ def bench(
     timings = []
     for case in cases:
         with console.status(str(case)):
-            timings.append(benchmark.measure(case, seconds=seconds, device=device))
+            timings.append(
+                benchmark.measure(case, seconds=seconds, device=device)
+                if costs is None
+                else benchmark.measure_cost(case, seconds)
+            )
     console.print(_table(timings))
+    if costs is not None:
+        measured = benchmark.measured_costs(dict(zip(every, timings, strict=True)))
+        content = json.dumps(dataclasses.asdict(measured), indent=2) + "\n"
+        write_atomically(costs, content.encode())
+        console.print(f"processor times of one thread, over the mean's: in {costs}", soft_wrap=True)
+    whole = not rule and costs is None and device == "cpu"
     first_uses = {}
-    if not rule and device == "cpu":
+    if whole:
         for name, m in (("phocas:b=8", 20), ("phocas:b=32", 128)):
             with console.status(f"first use of {name}"):
                 first_uses[f"{name}, m={m}"] = benchmark.first_use(name, m)
@@ -70,7 +92,7 @@ def bench(
                 f"First use of {name}: {result['cold']:.2f} s, in another process"
                 f" {result['remembered']:.2f} s (import phocas: {result['import']:.2f} s)"
             )
-    rivals = benchmark.peer_ratios(seconds) if device == "cpu" else []
+    rivals = benchmark.peer_ratios(seconds) if device == "cpu" and costs is None else []
     for rival in rivals:
         console.print(
             f"{rival['peer']} {rival['rule']}: {rival['ratio']:.1f} times the time of"

@@ -44,7 +44,7 @@ def demo(
     from phocas.files import check_writable
     from phocas.report.figures import Curve, accuracy_figure
     from phocas.report.page.writing import write_report
-    from phocas.report.palette import BASELINE, style_of
+    from phocas.report.palette import BASELINE, Palette
     from phocas.report.progress import SweepProgress, interruptible
     from phocas.report.tables import print_runs
 
@@ -71,6 +71,7 @@ def demo(
     if len(ended) < len(configs) or any(record.status != "complete" for record in ended):
         typer.echo(f"not all runs are done; the same command goes on. Results in {results}")
         raise typer.Exit(130 if stop.is_set() else 1)
+    palette = Palette()
     with Results(results) as file:
         curves = []
         for config, record in zip(configs, ended, strict=True):
@@ -81,7 +82,7 @@ def demo(
                     label if record.attack else f"{label}, no attack",
                     [point["round"] for point in points],
                     [point["top1"] for point in points],
-                    style_of(record.rule) if record.attack else BASELINE,
+                    palette.style(record.rule) if record.attack else BASELINE,
                 )
             )
     figure = output / "accuracy.png"

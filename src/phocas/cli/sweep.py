@@ -24,6 +24,10 @@ def sweep(
     processes: Annotated[
         int | None, typer.Option(help="Runs at a time.", show_default="one a core")
     ] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(help="Who is told of every run: tensorboard:DIR, wandb, mlflow, module:Name."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be run, and check it.")
     ] = False,
@@ -49,6 +53,8 @@ def sweep(
         )
     if results is not None:
         values["results"] = results
+    if track:
+        values["track"] = track
     configs = expand_grid(values, str(grid))
     place = configs[0].results
     if dry_run:

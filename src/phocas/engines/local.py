@@ -101,7 +101,8 @@ class LocalCluster:
         with kernel_threads(task.threads):
             touched = self._corrupt(rows, round)
             late = () if self._clock is None else self._clock.play(round)
-            rows[list(late)] = float("nan")
+            if late:
+                rows[list(late)] = float("nan")
             clock.stop("attack")
 
             aggregate = self.server.aggregate(rng=task.rule_rng(round), by_server=by_server)

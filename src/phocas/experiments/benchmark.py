@@ -14,19 +14,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import resources
 from typing import Any
 
 import numpy as np
 
 import phocas
 from phocas.floats import format_of
-from phocas.rules import Rule, parse_rule
+from phocas.rules import PRE_AGGREGATORS, RULES, Rule, parse_rule
+from phocas.rules.base import Stage, Told
 from phocas.specs import count, positive
 
 EXPLAIN = "explain "
+Clock = Callable[[], float]
 STEADY = 1.5  # the most that a baseline's turns may differ by on a quiet machine
 
 
@@ -148,6 +151,72 @@ def default_cases() -> list[Case]:
     ]
 
 
+_TOLD = {
+    "centered-clipping": "centered-clipping:radius=1000",
+    "watch": "watch:rule=(phocas:b=6)",
+    "bucketing": "bucketing:size=2",
+    "clipping": "clipping:radius=1000",
+}
+"""What steps are told in their costs, where b does not say it all."""
+
+
+def cost_cases(m: int = 20, d: int = 1_000_000, b: int = 6) -> dict[str, Case]:
+    """Return a case for every rule, and for every pre-aggregator before the median."""
+    rules = {name: Case(_example(cls, m, b), m, d) for name, cls in RULES.items()}
+    before = {
+        name: Case(f"{_example(cls, m, b)}|median", m, d) for name, cls in PRE_AGGREGATORS.items()
+    }
+    return rules | before
+
+
+def _example(cls: type[Stage], m: int, b: int) -> str:
+    if not issubclass(cls, Told):
+        return _TOLD.get(cls.name, cls.name)
+    return f"{cls.name}:b={min(b, cls.largest_b(m))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Processor times over that of ``torch.mean``, one thread, as measured once, and where."""
+
+    machine: dict[str, Any]
+    m: int
+    d: int
+    rules: dict[str, str]
+    """What was timed, by the name of a rule or pre-aggregator."""
+    ratios: dict[str, float]
+
+
+def published_costs() -> Costs:
+    """Return the costs that come with the package; ``phocas bench --costs`` measured them.
+
+    >>> published_costs().ratios["krum"] > published_costs().ratios["phocas"]
+    True
+    """
+    text = resources.files("phocas.experiments").joinpath("costs.json").read_text("utf-8")
+    return Costs(**json.loads(text))
+
+
+def measure_cost(case: Case, seconds: float) -> Timing:
+    """Time a case by the processor's clock with one thread: who else works here matters little."""
+    from phocas.training.lanes import kernel_threads, one_torch_thread  # noqa: PLC0415 - torch
+
+    with one_torch_thread(), kernel_threads(1):
+        return measure(case, seconds=seconds, rounds=7, clock=time.process_time)
+
+
+def measured_costs(timings: Mapping[str, Timing]) -> Costs:
+    """Keep of the timings of :func:`cost_cases` what :func:`published_costs` returns."""
+    first = next(iter(timings.values())).case
+    return Costs(
+        {key: value for key, value in machine().items() if not key.endswith("threads")},
+        first.m,
+        first.d,
+        {name: timing.case.rule for name, timing in timings.items()},
+        {name: round(timing.ratio, 2) for name, timing in timings.items()},
+    )
+
+
 def matrix(m: int, d: int, dtype: str, seed: int = 0) -> Any:
     """Return a random (m, d) tensor; a block of columns is drawn and repeated."""
     import torch  # noqa: PLC0415 - the baseline; everything else here runs without
@@ -157,7 +226,14 @@ def matrix(m: int, d: int, dtype: str, seed: int = 0) -> Any:
     return torch.from_numpy(np.ascontiguousarray(tiled)).to(getattr(torch, dtype))
 
 
-def measure(case: Case, *, seconds: float = 0.5, rounds: int = 5, device: str = "cpu") -> Timing:
+def measure(
+    case: Case,
+    *,
+    seconds: float = 0.5,
+    rounds: int = 5,
+    device: str = "cpu",
+    clock: Clock = time.perf_counter,
+) -> Timing:
     """Time one case against its baseline: the mean, or for explain the plain rule."""
     import torch  # noqa: PLC0415
 
@@ -167,7 +243,7 @@ def measure(case: Case, *, seconds: float = 0.5, rounds: int = 5, device: str = 
         work, baseline = (lambda: rule.explain(rows)), (lambda: rule(rows))
     else:
         work, baseline = (lambda: rule(rows)), (lambda: torch.mean(rows, 0))
-    turns = in_turns(completed(baseline, device), completed(work, device), seconds, rounds)
+    turns = in_turns(completed(baseline, device), completed(work, device), seconds, rounds, clock)
     lowest, highest = turns.ratios
     best = min(turns.work)
     return Timing(
@@ -202,24 +278,28 @@ def completed(function: Callable[[], object], device: str) -> Callable[[], objec
 
 
 def in_turns(
-    baseline: Callable[[], object], work: Callable[[], object], seconds: float, rounds: int
+    baseline: Callable[[], object],
+    work: Callable[[], object],
+    seconds: float,
+    rounds: int,
+    clock: Clock = time.perf_counter,
 ) -> Turns:
     """Return the best time of each in alternating batches."""
     positive("bench", "seconds", seconds)
     baseline(), work()
     share = seconds / (2 * rounds)
-    turns = [(_best(baseline, share), _best(work, share)) for _ in range(rounds)]
+    turns = [(_best(baseline, share, clock), _best(work, share, clock)) for _ in range(rounds)]
     return Turns(*zip(*turns, strict=True))
 
 
-def _best(function: Callable[[], object], seconds: float) -> float:
+def _best(function: Callable[[], object], seconds: float, clock: Clock) -> float:
     """Return the best time of a function that is called for so long, and at least once."""
     best = float("inf")
-    end = time.perf_counter() + seconds
+    end = clock() + seconds
     while True:
-        start = time.perf_counter()
+        start = clock()
         function()
-        stop = time.perf_counter()
+        stop = clock()
         best = min(best, stop - start)
         if stop >= end:
             return best

@@ -100,14 +100,17 @@ def write(
     evidence: Iterable[Evidence],
     absurd: npt.NDArray[np.floating] | None,
 ) -> None:
-    """Add what is kept of some rounds of a run of so many, and what is known by the last."""
+    """Add what is kept of some rounds of a run of so many, and what is known by the last.
+
+    Shares are kept of rounds in which all took part: those of clients are means, by evaluation.
+    """
     every = math.ceil(total / MOST_ROUNDS)
     connection.executemany(
         "INSERT INTO shares VALUES (?, ?, ?, ?)",
         [
             (run, done.number, _halves(done.dropped), _links(done.by_server))
             for done in rounds
-            if done.number % every == 0 or done.number == total
+            if done.participants is None and (done.number % every == 0 or done.number == total)
         ],
     )
     connection.executemany(

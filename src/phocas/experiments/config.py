@@ -26,6 +26,7 @@ from phocas.data import DATASETS, SPLITS
 from phocas.engines.asynchronous.policies import Policy, read_policy
 from phocas.engines.asynchronous.speeds import SPEEDS
 from phocas.engines.faults import FaultScript
+from phocas.experiments.trackers import check_tracker
 from phocas.rules import RULES, Rule
 from phocas.specs import Foreign, unknown
 from phocas.training.cluster import ENGINES, Engine, find_engine
@@ -62,6 +63,7 @@ _PLACES = {key for key, declared in _DECLARED.items() if declared.metadata["plac
     "checkpoint_rounds",
     "checkpoint_seconds",
     "record_matrix",
+    "track",
 }
 
 
@@ -166,6 +168,10 @@ class RunConfig(BaseModel):
         ge=1,
         description="rounds between pictures of the matrix for the report; the first 100 are kept",
     )
+    track: list[str] = Field(
+        default_factory=list,
+        description="who is told of the run: tensorboard:DIR, wandb, mlflow or module:Name",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -210,6 +216,8 @@ class RunConfig(BaseModel):
             )
         if key == "engine" and value not in ENGINES:
             raise ValueError(unknown("engine", value, ENGINES))
+        if key == "track":
+            return [check_tracker(text) for text in value]
         if key == "faults":
             return str(FaultScript.parse(value)).splitlines()
         check = _DECLARED[key].metadata["check"] if key in _DECLARED else None
@@ -237,6 +245,11 @@ class RunConfig(BaseModel):
             problems.append(
                 f"clients: workers are drawn from them, so there must be at least {self.workers}:"
                 f" got {self.clients}"
+            )
+        if self.record_matrix is not None and (self.clients or self.asynchronous):
+            problems.append(
+                "record_matrix is for rounds in which every worker has its row: leave it out with"
+                " clients or asynchronous"
             )
         if self.clients is not None and self.worker_momentum:
             problems.append("worker_momentum is for workers that take part in every round")
@@ -298,6 +311,13 @@ class RunConfig(BaseModel):
 
 def _default(key: str) -> Any:
     return RunConfig.model_fields[key].get_default(call_default_factory=True)
+
+
+def check_setting(key: str) -> str:
+    """Return the name of a setting of a run, or raise and list them."""
+    if key not in RunConfig.model_fields:
+        raise ValueError(unknown("setting", key, RunConfig.model_fields))
+    return key
 
 
 def make_config(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:

@@ -572,5 +572,14 @@ class Results:
                 raise error
 
 
+def latest(records: Iterable[RunRecord]) -> list[RunRecord]:
+    """Return the runs that have come to their end, of each configuration the last."""
+    found: dict[str, RunRecord] = {}
+    for record in records:
+        if record.status in ENDED:
+            found[record.identity] = record
+    return list(found.values())
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -19,6 +19,7 @@ from phocas.engines import EngineError
 from phocas.experiments.blame import MOST_PICTURES, picture_sample
 from phocas.experiments.locks import checkpoint_path, claim, previous_path, state_path
 from phocas.experiments.results import ENDED, Results, RunRecord, Status
+from phocas.experiments.trackers import TrackedRun, Tracking
 from phocas.files import check_writable
 from phocas.machine import available_cores
 from phocas.training.attendance import Attendance
@@ -86,14 +87,16 @@ def execute(
                 save_model(model_file, final_model(config.results, earlier.id))
             return earlier
         # What is impossible is found out before there is a results file.
+        tracking = Tracking(config.track, tell)
         with _build(config, data) as trainer, Results(Path(config.results)) as results:
-            run = _Run(config, results, trainer, watch, tell)
+            run = _Run(config, results, trainer, watch, tell, tracking)
             if restart:
                 run.begin_beside(earlier)
             elif earlier is not None:
                 run.go_on(earlier)
             else:
                 run.extend(known)
+            run.track()
             try:
                 status, message = run.loop(should_stop)
                 run.keep(status)
@@ -101,8 +104,10 @@ def execute(
                     save_model(model_file, trainer.model.state_dict())
             except BaseException as error:
                 results.end(run.id, "failed", f"{type(error).__name__}: {error}")
+                tracking.finish("failed")
                 raise
             results.end(run.id, status, message)
+            tracking.finish(status)
             if status in ENDED:
                 run.discard()
             return results.run(run.id)
@@ -154,7 +159,9 @@ class _Run:
         trainer: Trainer,
         watch: Callable[[RunConfig, Round, Metrics | None], None] | None,
         tell: Callable[[str], None],
+        tracking: Tracking,
     ) -> None:
+        self.tracking = tracking
         self.config = config
         self.results = results
         self.trainer = trainer
@@ -229,6 +236,15 @@ class _Run:
         layers = self.trainer.server.parameters.layers
         self.id = self.results.begin(self.config, versions(), host(), origin, layers)
 
+    def track(self) -> None:
+        """Tell trackers what runs, and of the evaluation before its first round."""
+        config, done = self.config, self.trainer.rounds_done
+        settings = config.model_dump()
+        run = TrackedRun(self.id, config.identity(), config.title(), settings, done)
+        self.tracking.start(run)
+        for number, evaluation in self._evaluations:
+            self.tracking.evaluated(number, evaluation)
+
     def _load(self, path: Path, identity: str) -> None:
         extra = load_checkpoint(path, self.trainer, identity)
         np.copyto(self._window.sums, extra["window"].numpy())
@@ -245,6 +261,7 @@ class _Run:
             self._keep(done, evaluation)
             if self.watch is not None:
                 self.watch(config, done, evaluation)
+            self.tracking.log(done, evaluation)
             if done.action == "stopped":
                 self._flush()
                 return "stopped", f"the aggregate of round {done.number} was not finite"

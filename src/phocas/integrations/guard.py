@@ -26,12 +26,13 @@ from phocas.integrations.reports import (
     SuspectReport,
     as_text,
 )
-from phocas.integrations.witness import Witness
+from phocas.integrations.witness import Witness, heard
 from phocas.rules import Rule
 from phocas.rules.places import Finding, Trace, Traces
 from phocas.rules.suspicion import Suspicion
 from phocas.specs import count
 
+_LATELY = 8  # steps after a finding in which none is passed over
 _NEARLY = 20.0  # odds at which a rank is looked at more closely, long before it is accused
 _HARDWARE = 0.5  # the share of addresses that come again where a machine is broken
 _DATA = 0.1
@@ -146,6 +147,9 @@ class Ledger:
         self.rule, self.m, self.names, self.hosts, self.rank = rule, m, names, hosts, rank
         self.suspicion = Suspicion(m, rule.liars(m) or None)
         self.traces = Traces(m, self.suspicion.b)
+        self.said = b""
+        self.attention: tuple[int, ...] = ()
+        self.alert = 0
         self.reactions = reactions
         self.failure: Exception | None = None
 
@@ -153,26 +157,46 @@ class Ledger:
         """Return eyes for the columns that this rank holds."""
         return Witness(self.m, self.suspicion.b, seed)
 
-    def hear(
-        self,
-        odds: NDArray[np.float64],
-        findings: Sequence[Sequence[Finding]],
-        dropped: NDArray[np.float64],
-    ) -> None:
-        """Take a step: what each rank has won and found, and whose values were thrown away."""
-        before = self.named()
+    def hear(self, told: NDArray[np.float64], lost: NDArray[np.float64], columns: int) -> None:
+        """Take a step of so many columns: the testimony of each rank, and what it threw away.
+
+        Row i is what rank i says; of ``lost`` it is how many values of each rank, in its columns.
+        """
+        # A rank may say anything, but it cannot have thrown away more than there is.
+        shares = np.fmin(np.fmax(lost, 0.0), columns).sum(axis=0) / max(1, columns)
+        self.suspicion.update(np.fmin(shares, 1.0))
+        said = told.tobytes()
+        if said == self.said:
+            self.suspicion.rest()
+            return
+        odds, findings = heard(told)
+        self.said = b"" if findings else said  # the same find again is news
+        self._judge(odds, findings)
+
+    def _judge(self, odds: NDArray[np.float64], findings: Sequence[tuple[int, Finding]]) -> None:
+        before, now = self.named(), self.suspicion.rounds
         self.suspicion.judge(odds, liars=self.suspicion.b)
-        self.suspicion.update(dropped)
-        for holder, found in enumerate(findings):
-            self.traces.hear(self.suspicion.rounds, holder, found)
-        self.traces.judge(self.suspicion.rounds)
-        if new := [rank for rank in self.named() if rank not in before]:
+        for holder, finding in findings:
+            self.traces.hear(now, holder, [finding])
+        self.traces.judge(now)
+        named = self.named()
+        if not {finding.worker for _, finding in findings} <= set(named):
+            self.alert = now + _LATELY
+        elif not set(self.suspicion.unusual()) <= set(named):
+            self.alert = max(self.alert, now + 1)
+        near = np.flatnonzero(self.suspicion.odds > _NEARLY)
+        self.attention = tuple(sorted({*near.tolist(), *named}))
+        if new := [rank for rank in named if rank not in before]:
             self._react([self.suspect(rank) for rank in new])
 
-    def attention(self) -> tuple[int, ...]:
-        """Return the ranks to be looked at more closely."""
-        near = np.flatnonzero(self.suspicion.odds > _NEARLY)
-        return tuple(sorted({*near.tolist(), *self.named()}))
+    def instruct(self, witness: Witness) -> None:
+        """Say whether the next step is looked at, and at whom more closely.
+
+        Every step is in the beginning, and while somebody who is not named is under suspicion, was
+        found to be wrong lately, or is dropped more than most; otherwise one in four.
+        """
+        witness.attention = self.attention
+        witness.awake = self.suspicion.wants() or self.suspicion.rounds < self.alert
 
     def named(self) -> tuple[int, ...]:
         """Return who is suspect, on whatever grounds."""

@@ -42,6 +42,28 @@ class Bucket:
         return end - begin
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Letters:
+    """Memory for messages of known lengths: the own one, and those of all ranks."""
+
+    own: torch.Tensor
+    everyone: torch.Tensor
+    messages: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """How a shard of all buckets of one size comes to this rank, and where it arrives."""
+
+    bounds: list[tuple[int, int]]
+    shard: int
+    order: list[tuple[int, int]]
+    leaving: list[int]
+    arriving: list[int]
+    columns: torch.Tensor
+    arrived: torch.Tensor
+
+
 class Wire:
     """The collectives of one process group, which belongs to one thread.
 
@@ -55,13 +77,31 @@ class Wire:
         self.rank = dist.get_rank(group)
         self.m = dist.get_world_size(group)
         self._rooms: dict[tuple[str, int, torch.device], torch.Tensor] = {}
+        self._letters: dict[tuple[int, ...], Letters] = {}
+        self._routes: dict[tuple[int, torch.dtype, torch.device, int, int], Route] = {}
 
     def _room(self, name: str, number: int, size: int, device: torch.device) -> torch.Tensor:
         """Return memory of a purpose, for so many bytes."""
         key = (name, number, device)
         if key not in self._rooms or self._rooms[key].numel() < size:
             self._rooms[key] = torch.empty(size, dtype=torch.uint8, device=device)
+            self._letters.clear()
+            self._routes.clear()
         return self._rooms[key][:size]
+
+    def _stationery(self, sizes: Sequence[int]) -> Letters:
+        # Whole words, so that what is inside can be read in place as numbers of any width.
+        longest = -(-max(sizes) // 8) * 8
+        own = self._room("padded", 0, longest, self.device)
+        everyone = self._room("arrived", 0, self.m * longest, self.device)
+        rows = zip(everyone.view(self.m, -1), sizes, strict=True)
+        return Letters(own, everyone, [row[:size] for row, size in rows])
+
+    def _known(self, sizes: Sequence[int]) -> Letters:
+        key = tuple(sizes)
+        if key not in self._letters:
+            self._letters[key] = self._stationery(sizes)
+        return self._letters[key]
 
     def scatter(
         self, flat: torch.Tensor, start: int, shifts: Sequence[int], place: int = 0
@@ -70,42 +110,55 @@ class Wire:
 
         Buckets that are wanted at the same time must have different places.
         """
-        item = flat.element_size()
-        bounds = shard_bounds(flat.numel(), self.m)
-        bucket = Bucket(flat, start, bounds, {})
+        columns = {}
         for shift in shifts:
-            shard = (self.rank - shift) % self.m
-            order = [bounds[(rank - shift) % self.m] for rank in range(self.m)]
+            route = self._route(flat, shift, place)
             sent = flat
             if shift:
-                sent = self._room("sent", 0, flat.numel() * item, flat.device).view(flat.dtype)
-                torch.cat([flat[begin:end] for begin, end in order], out=sent)
-            size = self.m * bucket.width(shard) * item
-            room = self._room("columns", place * self.m + shift, size, flat.device)
-            columns = room.view(flat.dtype).view(self.m, -1 if size else 0)
-            arriving = [bucket.width(shard)] * self.m
+                size = flat.numel() * flat.element_size()
+                sent = self._room("sent", 0, size, flat.device).view(flat.dtype)
+                torch.cat([flat[begin:end] for begin, end in route.order], out=sent)
+            dist.all_to_all_single(
+                route.arrived, sent, route.arriving, route.leaving, group=self.group
+            )
+            columns[route.shard] = route.columns
+        return Bucket(flat, start, route.bounds, columns)
+
+    def _route(self, flat: torch.Tensor, shift: int, place: int) -> Route:
+        key = (flat.numel(), flat.dtype, flat.device, shift, place)
+        if key not in self._routes:
+            m, bounds = self.m, shard_bounds(flat.numel(), self.m)
+            shard = (self.rank - shift) % m
+            order = [bounds[(rank - shift) % m] for rank in range(m)]
             leaving = [end - begin for begin, end in order]
-            dist.all_to_all_single(columns.view(-1), sent, arriving, leaving, group=self.group)
-            bucket.columns[shard] = columns
-        return bucket
+            width = leaving[self.rank]
+            room = self._room(
+                "columns", place * m + shift, m * width * flat.element_size(), flat.device
+            )
+            arrived = room.view(flat.dtype)
+            columns = arrived.view(m, width)
+            route = Route(bounds, shard, order, leaving, [width] * m, columns, arrived)
+            self._routes[key] = route
+        return self._routes[key]
 
     def gather(
         self, parts: Sequence[torch.Tensor], sizes: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
-        """Return every rank's bytes, in the order of ranks; sizes are asked for if not known."""
+        """Return every rank's bytes, in the order of ranks; sizes are asked for if not known.
+
+        If they are known, messages of the same sizes come in the same tensors again.
+        """
         length = sum(part.numel() for part in parts)
         if sizes is None:
             own = torch.tensor([length]).to(self.device)
             everyone = own.new_empty(self.m)
             all_gather(everyone, own, group=self.group)
-            sizes = everyone.tolist()
-        # Whole words, so that what is inside can be read in place as numbers of any width.
-        longest = -(-max(sizes) // 8) * 8
-        padded = self._room("padded", 0, longest, self.device)
-        torch.cat([part.to(self.device) for part in parts], out=padded[:length])
-        arrived = self._room("arrived", 0, self.m * longest, self.device)
-        all_gather(arrived, padded, group=self.group)
-        return [arrived[i * longest : i * longest + size] for i, size in enumerate(sizes)]
+            letters = self._stationery(everyone.tolist())
+        else:
+            letters = self._known(sizes)
+        torch.cat([part.to(self.device) for part in parts], out=letters.own[:length])
+        all_gather(letters.everyone, letters.own, group=self.group)
+        return letters.messages
 
     def gather_later(self, arrived: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Begin to gather messages of the same length into memory that the caller keeps."""

@@ -70,7 +70,11 @@ def testimony_bytes(m: int) -> int:
 
 
 class Witness:
-    """Bet on who is far from whom in the columns held here, and find where wrong values lie."""
+    """Bet on who is far from whom in the columns held here, and find where wrong values lie.
+
+    Only while ``awake``, which whoever hears all witnesses decides before a step. Steps that are
+    passed over are those that the past says nothing about, so that bets stay fair.
+    """
 
     def __init__(self, m: int, b: int, seed: int) -> None:
         self.m, self.b, self.seed = m, b, seed
@@ -78,7 +82,10 @@ class Witness:
         self.memory = Memory()
         self.looks: dict[tuple[int, int], int] = {}
         self.attention: tuple[int, ...] = ()
-        self.odds = np.zeros(m)
+        self.awake = True
+        self.told = np.full(m + FINDINGS * Finding.NUMBERS, np.nan)
+        self.told[:m] = 0.0
+        self._spoken = torch.from_numpy(self.told.view(np.uint8))
         self.step = 0
         self.turn = 0
         self._begin()
@@ -91,7 +98,7 @@ class Witness:
 
     def see(self, rows: torch.Tensor, segments: Sequence[Segment], place: int) -> None:
         """Look at the (m, width) rows of some columns, which begin at a place of the gradient."""
-        if not rows.shape[1]:
+        if not self.awake or not rows.shape[1]:
             return
         rng = generator(Stream.SAMPLE, self.seed, self.step, place)
         sample = Sample.draw(rows.shape[1], rng)
@@ -100,6 +107,8 @@ class Witness:
 
     def look(self, rows: torch.Tensor, segments: Sequence[Segment]) -> None:
         """Find who is absurd in which parameter, and have a glance at who is under suspicion."""
+        if not self.awake:
+            return
         sizes = np.array([_sizes(rows[:, part.begin : part.end]) for part in segments])
         with np.errstate(over="ignore"):
             usual = middle(np.sqrt(np.square(sizes).sum(axis=0))) if len(sizes) else 0.0
@@ -157,27 +166,35 @@ class Witness:
 
     def bet(self) -> None:
         """Bet on the columns of this step: all have been seen."""
-        self.odds = self.bets.observe(views(self.products))
+        if self.awake:
+            self.told[: self.m] = self.bets.observe(views(self.products))
+            told = self.told[self.m :].reshape(FINDINGS, Finding.NUMBERS)
+            for row, finding in zip(told, self.findings, strict=False):
+                row[:] = finding.numbers()
 
     def testimony(self) -> torch.Tensor:
-        """Return what is told to all ranks: the odds against each, and what was found."""
-        told = np.full((FINDINGS, Finding.NUMBERS), np.nan)
-        for row, finding in zip(told, self.findings, strict=False):
-            row[:] = finding.numbers()
-        return torch.from_numpy(np.concatenate([self.odds, told.ravel()]))
+        """Return the bytes of what is told to all: the odds against each, and what was found."""
+        return self._spoken
 
     def end(self) -> None:
         """Go on to the next step."""
-        if self.turn >= self.seen:
-            self.turn = 0
         self.step += 1
-        self._begin()
+        if self.awake:
+            if self.turn >= self.seen:
+                self.turn = 0
+            self.told[self.m :] = np.nan
+            self._begin()
 
 
-def heard(numbers: Floats, m: int) -> tuple[Floats, list[Finding]]:
-    """Read a testimony: the odds against each of m ranks, and the findings."""
-    findings = [Finding.read(row) for row in numbers[m:].reshape(FINDINGS, Finding.NUMBERS)]
-    return numbers[:m], [finding for finding in findings if finding is not None]
+def heard(told: Floats) -> tuple[Floats, list[tuple[int, Finding]]]:
+    """Read the testimonies of m ranks: the odds of each against each, and who found what."""
+    m = len(told)
+    rows = told[:, m:].reshape(m, FINDINGS, Finding.NUMBERS)
+    holders, places = np.nonzero(~np.isnan(rows[:, :, 0]))
+    found = [
+        (int(h), Finding.read(rows[h, place])) for h, place in zip(holders, places, strict=True)
+    ]
+    return told[:, :m], [(holder, finding) for holder, finding in found if finding is not None]
 
 
 def _most(shares: Floats, b: int) -> float:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from phocas.report.tables import listing, print_table
+from phocas.report.tables import WIDTH, listing, print_table
 from phocas.rules.census import GROSS
 
 if TYPE_CHECKING:
     from phocas.experiments.advice import Advice, Cost
-
-_WIDTH = 80
 
 
 def print_advice(advice: Advice) -> None:
@@ -87,4 +85,4 @@ def _bound(value: float | None) -> str:
 
 
 def _say(text: str) -> None:
-    print(textwrap.fill(text, _WIDTH, break_on_hyphens=False))
+    print(textwrap.fill(text, WIDTH, break_on_hyphens=False))

@@ -6,6 +6,9 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import matplotlib as mpl
+import numpy as np
+import numpy.typing as npt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
@@ -22,6 +25,20 @@ if TYPE_CHECKING:
 
 MARKS = 8  # along a line
 BELOW, ABOVE = 0.13, 0.03  # the best accuracy at the end: what is shown zoomed
+
+
+CRASH = 0.5  # of what was learnt, between the ends of two repeats: one of them has crashed
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Line:
+    """How repeats are drawn: the index moves the marks."""
+
+    label: str
+    style: Style
+    index: int
 
 
 @dataclass(frozen=True)
@@ -97,6 +114,38 @@ def draw_line(axes: Axes, curve: Curve, index: int, label: str) -> None:
         zorder=2.1 if curve.style == BASELINE else 2.0,
         label=label,
     )
+
+
+def draw_band(axes: Axes, x: Sequence[float], repeats: Floats, line: Line) -> None:
+    """Draw the mean of repeats, (repeats, points), over a band from the lowest to the highest.
+
+    Where some crash and others do not, no band describes that, and each is drawn thin.
+    """
+    if crashes(repeats):
+        axes.plot(x, repeats.T, color=line.style.colour, alpha=0.5, linewidth=0.6)
+    elif len(repeats) > 1:
+        low, high = repeats.min(axis=0), repeats.max(axis=0)
+        axes.fill_between(x, low, high, color=line.style.colour, alpha=0.18, linewidth=0)
+    curve = Curve(line.label, x, repeats.mean(axis=0), line.style)
+    draw_line(axes, curve, line.index, line.label)
+
+
+def crashes(accuracy: Floats) -> bool:
+    """Say whether some repeats end far below others, in shares of what was learnt."""
+    learnt = float(accuracy.max() - accuracy[:, 0].min())
+    return learnt > 0.1 and float(np.ptp(accuracy[:, -1])) > CRASH * learnt
+
+
+def save_figure(canvas: Figure, path: Path) -> None:
+    """Write a figure as PNG or SVG, as its name says; the same figure gives the same file."""
+    if path.suffix == ".png":
+        save_png(canvas, path)
+        return
+    if path.suffix != ".svg":
+        raise ValueError(f"a figure is written as .png or .svg: got {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "phocas"}):  # text stays text
+        canvas.savefig(path, metadata={"Date": None})
 
 
 def save_png(canvas: Figure, path: Path) -> None:

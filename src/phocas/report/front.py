@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Canvas
 
 from phocas.experiments.reproduction.tasks import BASELINE
 from phocas.report.figures import plain, save_png
-from phocas.report.palette import BLUE, GREEN, ORANGE
+from phocas.report.palette import STYLES, Palette
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from phocas.experiments.reproduction.front import Errors
     from phocas.experiments.reproduction.outcomes import Outcomes
+    from phocas.report.palette import Style
 
 FAMILY = "Heraclius"
 
@@ -61,7 +62,9 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
     edge = 1.6 * max(bounded.values(), default=1.0)
     places = {label: bounded.get(label, edge) for label in errors}
     shown = {label: (x, quiet[label]) for label, x in places.items() if label in quiet}
-    _points(left, shown, lambda x: x**2 < edge)
+    colours = Palette()
+    styles = {label: colours.style(each.rule) for label, each in errors.items()}
+    _points(left, shown, lambda x: x**2 < edge, styles)
     left.set_xscale("log")
     left.invert_xaxis()  # better is to the right, on both sides
     ticks = [tick for tick in (1, 2, 3, 5, 10, 20, 50, 100) if tick < edge]
@@ -73,6 +76,7 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
         right,
         {label: (low.accuracy, quiet[label]) for label, low in lowest.items()},
         lambda x: x > 0.5,
+        styles,
     )
     right.set_xlim(0, 1)
     right.set_xlabel("lowest accuracy under the attacks that were run")
@@ -90,17 +94,21 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
 
 
 def _points(
-    axes: Axes, places: Mapping[str, tuple[float, float]], is_right: Callable[[float], bool]
+    axes: Axes,
+    places: Mapping[str, tuple[float, float]],
+    is_right: Callable[[float], bool],
+    styles: Mapping[str, Style],
 ) -> None:
     """Draw named points; those of one family, by how far it reaches, are joined."""
     family = [place for label, place in places.items() if label.startswith(FAMILY)]
     if family:
         ordered = sorted(family, key=lambda place: place[1])
-        axes.plot(*zip(*ordered, strict=True), color=GREEN, linewidth=1, zorder=1)
+        colour = STYLES["heraclius"].colour
+        axes.plot(*zip(*ordered, strict=True), color=colour, linewidth=1, zorder=1)
     ordered_labels = sorted(places.items(), key=lambda item: -item[1][1])
     for number, (label, (x, y)) in enumerate(ordered_labels):
-        colour = GREEN if label.startswith(FAMILY) else ORANGE if "+" in label else BLUE
-        axes.plot([x], [y], "o", color=colour, markersize=6)
+        style = styles[label]
+        axes.plot([x], [y], style.marker, color=style.colour, markersize=6)
         side, across = ("right", -6) if is_right(x) else ("left", 6)
         up = 3 if number % 2 == 0 else -9  # neighbours by height are written on either side
         axes.annotate(label, (x, y), (across, up), textcoords="offset points", fontsize=8, ha=side)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
-import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
 from phocas.experiments.reproduction.tasks import BASELINE, label_of
 from phocas.report import palette
-from phocas.report.figures import Curve, draw_by_round, draw_legend, draw_line, plain, save_png
+from phocas.report.figures import (
+    Line,
+    crashes,
+    draw_band,
+    draw_by_round,
+    draw_legend,
+    plain,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
     from phocas.report.palette import Style
 
 AXES = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
-CRASH = 0.5  # of what was learnt, between the ends of two repeats: one of them has crashed
 DODGE = 0.05  # between the points of two rules with the same b, which may coincide
 
 
@@ -34,13 +39,14 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
     canvas = Canvas(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(canvas)
     metric = AXES[outcomes.reproduction.metric]
+    lines = _Lines(cases)
     if figure.axis == "b":
-        _by_b(canvas, figure, cases, metric)
+        _by_b(canvas, figure, lines, metric)
     elif figure.panel:
-        _by_panel(canvas, figure, cases, metric)
+        _by_panel(canvas, figure, lines, metric)
     else:
-        _by_round(canvas, figure, cases, metric)
-    thin = figure.axis == "rounds" and any(map(_crashes, cases))
+        _by_round(canvas, figure, lines, metric)
+    thin = figure.axis == "rounds" and any(crashes(case.accuracy) for case in cases)
     several = any(len(case.seeds) > 1 for case in cases)
     marks = "; line: mean, band: lowest to highest" if several else ""
     marks += "; thin: each repeat, where some crash" if thin else ""
@@ -51,10 +57,8 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
         fontsize=10.5,
     )
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    save_png(canvas, paths[0])
-    # Text stays text, and the same results give the same file.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.name}):
-        canvas.savefig(paths[1], metadata={"Date": None})
+    for path in paths:
+        save_figure(canvas, path)
     return paths
 
 
@@ -76,47 +80,48 @@ def _name(case: Repeats) -> str:
     return case.case.label + count
 
 
-def _line(axes: Axes, case: Repeats, index: int, label: str) -> None:
-    style = _style(case, index)
-    mean = case.accuracy.mean(axis=0)
-    if _crashes(case):
-        axes.plot(case.rounds, case.accuracy.T, color=style.colour, alpha=0.5, linewidth=0.6)
-    elif len(case.seeds) > 1:
-        low, high = case.accuracy.min(axis=0), case.accuracy.max(axis=0)
-        axes.fill_between(case.rounds, low, high, color=style.colour, alpha=0.18, linewidth=0)
-    draw_line(axes, Curve(label, case.rounds, mean, style), index, label)
+class _Lines:
+    """A figure's lines and their styles; those of one rule with names of their own must differ."""
+
+    def __init__(self, cases: Sequence[Repeats]) -> None:
+        self.cases = cases
+        colours = palette.Palette()
+        self._styles: dict[str, Style] = {}
+        for each in cases:
+            label, config = each.case.label, each.case.config
+            if label == BASELINE:
+                style = palette.BASELINE
+            elif label == label_of(config):
+                style = colours.style(config.rule)
+            else:
+                style = colours.named(label)
+            self._styles.setdefault(label, style)
+
+    def style(self, case: Repeats) -> Style:
+        """Return the style of a case."""
+        return self._styles[case.case.label]
+
+    def draw(self, axes: Axes, case: Repeats, index: int, label: str) -> None:
+        """Draw the repeats of a case by round."""
+        draw_band(axes, case.rounds, case.accuracy, Line(label, self.style(case), index))
 
 
-def _crashes(case: Repeats) -> bool:
-    """Say whether some repeats crash and others do not: no band describes that."""
-    learnt = float(case.best.max() - case.accuracy[:, 0].min())
-    return learnt > 0.1 and float(np.ptp(case.final)) > CRASH * learnt
+def _by_round(canvas: Canvas, figure: Figure, lines: _Lines, metric: str) -> None:
+    def draw_all(axes: Axes) -> None:
+        for index, case in enumerate(lines.cases):
+            lines.draw(axes, case, index, f"{_name(case)}  {case.final.mean():.3f}")
+
+    draw_by_round(canvas, draw_all, metric, figure.zoom)
 
 
-def _style(case: Repeats, index: int) -> Style:
-    """Return the style of a rule; lines of one rule with names of their own must differ."""
-    if case.case.label == BASELINE:
-        return palette.BASELINE
-    named = case.case.label != label_of(case.case.config)
-    return palette.style_of(None if named else case.case.config.rule, index)
-
-
-def _by_round(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
-    def lines(axes: Axes) -> None:
-        for index, case in enumerate(cases):
-            _line(axes, case, index, f"{_name(case)}  {case.final.mean():.3f}")
-
-    draw_by_round(canvas, lines, metric, figure.zoom)
-
-
-def _by_panel(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
-    values = sorted({case.case.config.batch_size for case in cases})
+def _by_panel(canvas: Canvas, figure: Figure, lines: _Lines, metric: str) -> None:
+    values = sorted({case.case.config.batch_size for case in lines.cases})
     canvas.set_size_inches(12, 3.8)
     panels = canvas.subplots(1, len(values), sharey=True, squeeze=False)[0]
     for axes, value in zip(panels, values, strict=True):
-        shown = [case for case in cases if case.case.config.batch_size == value]
+        shown = [case for case in lines.cases if case.case.config.batch_size == value]
         for index, case in enumerate(shown):
-            _line(axes, case, index, _name(case))
+            lines.draw(axes, case, index, _name(case))
         axes.set_title(
             f"batch {value}, learning rate {shown[0].case.config.lr:g}", fontsize=9, loc="left"
         )
@@ -128,14 +133,14 @@ def _by_panel(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: 
     draw_legend(canvas, panels[0])
 
 
-def _by_b(canvas: Canvas, figure: Figure, cases: Sequence[Repeats], metric: str) -> None:
+def _by_b(canvas: Canvas, figure: Figure, lines: _Lines, metric: str) -> None:
     canvas.set_size_inches(8, 4)
     axes = canvas.subplots()
     by_label: dict[str, list[Repeats]] = {}
-    for case in cases:
+    for case in lines.cases:
         by_label.setdefault(case.case.label, []).append(case)
     for index, (label, points) in enumerate(by_label.items()):
-        style = _style(points[0], index)
+        style = lines.style(points[0])
         values = [getattr(case, figure.value) for case in points]
         if points[0].case.b is None:
             name = f"{_name(points[0])}  {values[0].mean():.3f}"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     MofNCompleteColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -24,7 +23,7 @@ from phocas.experiments.sweep import Begun, Ended, Note
 from phocas.report.tables import labels, listing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.progress import TaskID
 
@@ -183,25 +182,6 @@ def _bars(console: Console, descriptions: Sequence[str], rounds: int) -> Bars:
         TextColumn("{task.fields[news]}", markup=False, table_column=_column(told)),
         console=console,
     )
-
-
-@contextmanager
-def byte_bar(description: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield what takes the bytes done and those in all; only a terminal shows a bar."""
-    console = Console(stderr=True, quiet=quiet)
-    if quiet or not console.is_terminal:
-        yield lambda _done, _size: None
-        return
-    with Bars(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=_BAR),
-        DownloadColumn(),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        transient=True,
-    ) as bars:
-        task = bars.add_task(description, total=None)
-        yield lambda done, size: bars.update(task, completed=done, total=size)
 
 
 def _column(width: int) -> Column:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import statistics
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -35,9 +37,13 @@ _UNTOLD = frozenset(
         "checkpoint_seconds",
         "record_matrix",
         "rounds",
+        "track",
     }
 )
+_AVERAGED = ("final_accuracy", "best_accuracy", "final_top3", "best_top3", "ms_per_round")
 _GAP = 2
+WIDTH = 80
+"""Columns of prose."""
 
 
 def outcome(record: RunRecord) -> dict[str, Any]:
@@ -90,6 +96,17 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def common(configs: Sequence[Mapping[str, Any]], but: Collection[str] = ()) -> str:
+    """Say which main settings are the same in all configurations.
+
+    >>> common([{"rule": "mean", "seed": 0}, {"rule": "mean", "seed": 1}])
+    'mean'
+    """
+    told = {*differing(configs), *but}
+    keys = [key for key in MAIN if key not in told and configs[0].get(key) is not None]
+    return ", ".join(said(configs[0], key) for key in keys)
+
+
 def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write of each configuration what tells it from the others; with names, no more than needed.
 
@@ -104,7 +121,7 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
             keys.append(rest.pop(0))
     else:
         keys = list(dict.fromkeys(["rule", *keys]))
-    return [", ".join(_said(config, key) for key in keys) for config in configs]
+    return [", ".join(said(config, key) for key in keys) for config in configs]
 
 
 def print_outcome(
@@ -208,6 +225,22 @@ def print_table(
         console.print(Text(f"not shown at this width: {', '.join(left_out)}", style="dim"))
 
 
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Print what there is of some facts, each wrapped beside its name, in 80 columns."""
+    told = {name: text for name, text in facts.items() if text}
+    margin = max(map(len, told), default=0) + _GAP
+    for name, text in told.items():
+        print(
+            textwrap.fill(
+                text,
+                WIDTH,
+                initial_indent=name.ljust(margin),
+                subsequent_indent=" " * margin,
+                break_on_hyphens=False,
+            )
+        )
+
+
 def show(table: Table) -> None:
     """Print a table; where there is no terminal, as wide as it likes."""
     console = Console()
@@ -220,20 +253,18 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
     """Print what runs have in common in a line, and what tells them apart in a table."""
     configs = [record.config for record in records]
     told = differing(configs)
-    common = [key for key in MAIN if key not in told and configs[0].get(key) is not None]
-    if common:
-        print(", ".join(_said(configs[0], key) for key in common))
+    shared = common(configs)
+    if shared:
+        print(shared)
     columns: dict[str, list[str]] = {"run": [str(record.id) for record in records]}
     columns |= {key: [_value(config, key) for config in configs] for key in told}
     columns["status"] = list(states or [record.status for record in records])
     if any(record.skipped_rounds for record in records):
         columns["skipped"] = [str(record.skipped_rounds) for record in records]
     columns["rounds"] = [f"{record.rounds_done}/{record.rounds}" for record in records]
-    columns["final"] = [_share(record.final_accuracy) for record in records]
-    columns["best"] = [_share(record.best_accuracy) for record in records]
-    columns["ms/round"] = [
-        "" if record.ms_per_round is None else f"{record.ms_per_round:.1f}" for record in records
-    ]
+    columns["final"] = [_number(record.final_accuracy, 3) for record in records]
+    columns["best"] = [_number(record.best_accuracy, 3) for record in records]
+    columns["ms/round"] = [_number(record.ms_per_round, 1) for record in records]
     for heading, numbers in {
         "suspects": [record.suspects for record in records],
         "unusual": [_besides(record.unusual, record.suspects) for record in records],
@@ -256,6 +287,73 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
             "suspects",
         ),
     )
+
+
+def grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return for all runs with the same settings under ``keys`` the mean and deviation over seeds.
+
+    The deviation is that of a sample, with n - 1; of one run there is none.
+    """
+    groups: dict[tuple[str, ...], list[RunRecord]] = {}
+    for record in records:
+        told = tuple(_value(record.config, key) for key in keys)
+        groups.setdefault(told, []).append(record)
+    return [
+        {
+            **{key: group[0].config.get(key) for key in keys},
+            "runs": [record.id for record in group],
+            "seeds": sorted({record.seed for record in group}),
+            **{name: _spread([getattr(each, name) for each in group]) for name in _AVERAGED},
+        }
+        for group in groups.values()
+    ]
+
+
+def print_grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> None:
+    """Print means over seeds, and say if runs that are averaged differ in more than their seed."""
+    shared = common([record.config for record in records], but=(*keys, "seed"))
+    if shared:
+        print(shared)
+    groups = grouped(records, keys)
+    columns = {key: [_value(group, key) for group in groups] for key in keys}
+    columns["seeds"] = [str(len(group["seeds"])) for group in groups]
+    for heading, name, digits in (
+        ("final", "final_accuracy", 3),
+        ("best", "best_accuracy", 3),
+        ("ms/round", "ms_per_round", 1),
+    ):
+        columns[heading] = [_number(group[name]["mean"], digits) for group in groups]
+        if heading != "ms/round":
+            columns[f"+- {heading}"] = [
+                _number(group[name]["deviation"], digits) for group in groups
+            ]
+    print_table(
+        columns,
+        right=[heading for heading in columns if heading not in keys],
+        optional=("ms/round", "+- best", "best"),
+    )
+    by_id = {record.id: record.config for record in records}
+    mixed = {
+        key: None
+        for group in groups
+        for key in differing([by_id[run] for run in group["runs"]])
+        if key not in ("seed", "name")
+    }
+    if mixed:
+        print("runs of one row differ in more than their seed; what tells them apart is")
+        print(f"  --by {','.join([*keys, *mixed])}")
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float | None]:
+    known = [value for value in values if value is not None]
+    return {
+        "mean": statistics.fmean(known) if known else None,
+        "deviation": statistics.stdev(known) if len(known) > 1 else None,
+    }
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def export_csv(results: Results, table: str, runs: Sequence[RunRecord], file: TextIO) -> int:
@@ -286,7 +384,7 @@ def _value(config: Mapping[str, Any], key: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _said(config: Mapping[str, Any], key: str) -> str:
+def said(config: Mapping[str, Any], key: str) -> str:
     """Write a setting so that it is clear which it is."""
     value = _value(config, key)
     if key == "attack":
@@ -297,7 +395,3 @@ def _said(config: Mapping[str, Any], key: str) -> str:
 
 def _besides(workers: tuple[int, ...], told: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(worker for worker in workers if worker not in told)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"

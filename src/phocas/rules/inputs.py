@@ -57,7 +57,7 @@ class Piece:
 
     def blocks(self) -> Iterator[tuple[int, Rows]]:
         """Yield the columns as rows that kernels can read, with where they begin in the piece."""
-        rows = self._in_place()
+        rows = self.in_place()
         if rows is not None:
             yield 0, rows
             return
@@ -65,7 +65,8 @@ class Piece:
             end = min(self.columns, begin + COPIED_COLUMNS)
             yield begin, self._copied(begin, end)
 
-    def _in_place(self) -> Rows | None:
+    def in_place(self) -> Rows | None:
+        """Return all columns as rows where they are, if kernels can read them there."""
         if not kernels.half_supported(self.element):
             return None
         arrays = self.arrays
@@ -94,6 +95,21 @@ def _adjacent(array: NDArray[Any]) -> bool:
         and array.dtype.isnative
         and array.flags.aligned
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standing:
+    """Rows that stay where they are while their values change, and where their window goes."""
+
+    rows: Rows
+    window: Window
+    out: NDArray[Any]
+    answer: Any
+
+    def apply(self, counts: NDArray[np.int64] | None) -> Any:
+        """Reduce the rows as they are now, over what was the answer before."""
+        kernels.reduce(self.rows, self.window, kernels.address(self.out), counts)
+        return self.answer
 
 
 class HostMatrix:
@@ -164,6 +180,18 @@ class HostMatrix:
                 out = np.empty(0, piece.arrays[0].dtype)
             answers.append(_stored(out, piece.element))
         return self.rebuild(answers)
+
+    def standing(self, decision: Decision) -> Standing | None:
+        """Return what :meth:`apply` does if it is one call of a kernel, for rows that stay."""
+        plain = (decision.mix.weights, decision.function, decision.spreads, decision.clean)
+        if len(self.pieces) != 1 or any(part is not None for part in plain):
+            return None
+        (piece,) = self.pieces
+        rows = piece.in_place()
+        if rows is None:
+            return None
+        out = np.empty(piece.columns, piece.arrays[0].dtype.newbyteorder("="))
+        return Standing(rows, decision.window, out, self.rebuild([_stored(out, piece.element)]))
 
     def _by_function(self, decision: Decision, function: Function, start: int) -> Any:
         """Give all mixed rows to a function at once, in a copy that it may change."""

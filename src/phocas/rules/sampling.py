@@ -65,7 +65,7 @@ class Sample:
             (row, self.stride * item, item),
             writeable=False,
         )
-        return seen.astype(np.float64)
+        return _doubles(seen)
 
     def columns(self, first: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the sampled columns of a range, counted from its first."""
@@ -75,7 +75,7 @@ class Sample:
 
     def joined(self, parts: Sequence[npt.NDArray[np.floating]]) -> Floats:
         """Put together what :meth:`take` would return from the sampled columns of all ranges."""
-        whole = np.concatenate(parts, axis=1).astype(np.float64)
+        whole = _doubles(np.concatenate(parts, axis=1))
         return whole.reshape(len(whole), self.runs, self.width)
 
     def owners(self, bounds: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
@@ -85,6 +85,11 @@ class Sample:
         first = np.searchsorted(stops, starts, side="right")
         last = np.searchsorted(stops, starts + self.width - 1, side="right")
         return np.where(first == last, first, -1)
+
+
+def _doubles(values: npt.NDArray[np.floating]) -> Floats:
+    with np.errstate(invalid="ignore"):  # random bits are signalling NaN at times
+        return values.astype(np.float64)
 
 
 def products(sample: Floats) -> Floats:

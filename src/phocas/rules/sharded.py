@@ -18,8 +18,9 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,26 @@ class Evaluation:
             cleaned = replace(decision.clean, shares=here).lost
         dropped = shares(decision, self.m, counts, matrix.d, cleaned)
         return Explanation(value, dropped, self.rule.expected(self.m))
+
+    def standing(self, columns: Any, start: int) -> Callable[[], Explanation]:
+        """Return :meth:`explain` for columns that stay where they are while their values change.
+
+        It is for who calls it time and again, and saves all that does not depend on the values. A
+        value that it returns may be overwritten by the next one.
+        """
+        decision = self._decided(start)
+        matrix = self._all(columns, start)
+        kept = matrix.standing(decision) if isinstance(matrix, HostMatrix) else None
+        if kept is None:
+            return partial(self.explain, columns, start)
+        expected = self.rule.expected(self.m)
+
+        def explain() -> Explanation:
+            counts = np.zeros(self.m, np.int64)
+            value = kept.apply(counts)
+            return Explanation(value, shares(decision, self.m, counts, matrix.d), expected)
+
+        return explain
 
     def _decided(self, start: int | None) -> Decision:
         if self._decision is None or self.request is not None:

@@ -163,7 +163,6 @@ class Suspicion:
             way = np.zeros(seen.shape[1:]) if course is None else np.asarray(course, np.float64)
             odds = odds + self.on_course.observe(astray(seen, way)[None, None])
         self.judge(odds[None])
-        self.stirred = bool((self.odds[self.since == 0] > _STIRRED).any())
         self.past.observe(apart[0])
         if sample is not None and self.bounds:
             self._blame_servers(seen, sample)
@@ -180,6 +179,7 @@ class Suspicion:
         if self.b:
             accused = (self.odds >= self.num_workers / FALSE_ALARM) & (self.since == 0)
             self.since[accused] = self.judged
+        self.stirred = bool((self.odds[self.since == 0] > _STIRRED).any())
 
     def update(self, dropped: npt.ArrayLike) -> None:
         """Take the shares that a rule dropped of each worker in one round."""
@@ -229,7 +229,9 @@ class Suspicion:
         self.absurd[found] = 1
 
     def evidence(self) -> tuple[Evidence, ...]:
-        """Return what is known against each worker."""
+        """Return what is known against each worker, once anything is."""
+        if not self.rounds:
+            return ()
         return tuple(
             Evidence(
                 worker, float(odds), int(self.since[worker]) or None, float(dropped), float(changed)

@@ -1,4 +1,4 @@
-"""The hook that DDP calls, and the thread behind it that aggregates."""
+"""The hook that DDP calls, and the thread that aggregates while backward goes on."""
 
 # No postponed annotations here: torch compares those of a hook with its own types.
 
@@ -35,26 +35,64 @@ class _Job:
     future: torch.futures.Future[Any]
 
 
+class _Worker:
+    """What does the jobs of all steps, one at a time and in the same order on all ranks."""
+
+    def __init__(self, aggregator: Aggregator, ledger: Ledger) -> None:
+        self.jobs: queue.Queue[_Job | None] = queue.Queue()
+        self.aggregator, self.ledger = aggregator, ledger
+        self.waiting: list[torch.futures.Future[Any]] = []
+        self.thread = threading.Thread(target=self._work, name="phocas-ddp", daemon=True)
+        self.thread.start()
+
+    def later(self, job: _Job) -> None:
+        """Leave a job to the thread."""
+        self.jobs.put(job)
+
+    def now(self, job: _Job) -> None:
+        """Do a job once all that were left to the thread are done."""
+        self.jobs.join()
+        self._do(job)
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            try:
+                self._do(job)
+            finally:
+                self.jobs.task_done()
+
+    def _do(self, job: _Job) -> None:
+        self.waiting.append(job.future)
+        try:
+            if self.ledger.failure is not None:
+                raise RuntimeError(f"aggregation ended in an earlier step: {self.ledger.failure}")  # noqa: TRY301
+            if job.ready is not None:
+                torch.cuda.current_stream(job.flat.device).wait_event(job.ready)
+            done: list[Any] = self.aggregator.take(job.flat, job.segments, last=job.last)
+        except Exception as error:  # noqa: BLE001 - it is raised where backward waits
+            self.ledger.failure = self.ledger.failure or error
+            done = [error] * len(self.waiting)
+        completed, self.waiting = self.waiting[: len(done)], self.waiting[len(done) :]
+        for future, result in zip(completed, done, strict=True):
+            future.set_result(result)
+
+    def stop(self) -> None:
+        """End the thread; at exit it must be gone before the interpreter, or torch aborts."""
+        self.jobs.put(None)
+        if self.thread is not threading.current_thread():
+            self.thread.join(timeout=1)  # a thread that waits for a hung rank is left behind
+
+
 class _State:
-    """What the hook is given: a queue, the guard (which lives as long), and the parameters."""
+    """What the hook is given: a worker, the guard (which lives as long), and the parameters."""
 
     def __init__(
-        self,
-        ledger: Ledger,
-        aggregator: Aggregator,
-        group: dist.ProcessGroup,
-        numbers: dict[int, int],
+        self, ledger: Ledger, worker: _Worker, group: dist.ProcessGroup, numbers: dict[int, int]
     ) -> None:
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.group = group
-        self.numbers = numbers
+        self.worker, self.group, self.numbers = worker, group, numbers
         self.guard = Guard(ledger, catch_up=_nothing, close=_nothing)
-        thread = threading.Thread(
-            target=_work, args=(self.jobs, aggregator, ledger), name="phocas-ddp", daemon=True
-        )
-        thread.start()
-        # The thread knows nothing of the guard, and ends with it.
-        weakref.finalize(self.guard, _stop, self.jobs, thread)
+        # The worker knows nothing of the guard, and ends with it.
+        weakref.finalize(self.guard, worker.stop)
 
 
 def protect(
@@ -77,7 +115,7 @@ def protect(
             name who is wrong. Costs a second all-to-all and a second aggregation.
         seed: For rules that draw at random (bucketing); the same on all ranks.
         timeout: How long to wait for a rank before raising; that of the model's group if not given.
-        on_suspect: Called with each new suspect, on every rank, in the guard's thread.
+        on_suspect: Called with each new suspect, on every rank, in backward or the guard's thread.
         log: A file to which a line of JSON is added for each new suspect, by one rank.
         exit_code: End the processes of all ranks with it when a rank is named.
     """
@@ -111,7 +149,7 @@ def protect(
     ledger = Ledger(rule, list(named), hosts, wire.rank, reactions)
     aggregator = Aggregator(wire, ledger, verify=verify, seed=seed)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    state = _State(ledger, aggregator, group, numbers)
+    state = _State(ledger, _Worker(aggregator, ledger), group, numbers)
     model.register_comm_hook(state, _hook)
     return state.guard
 
@@ -131,7 +169,7 @@ def _hook(
     state: _State,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Queue a bucket for the guard's thread, which completes the future."""
+    """Leave a bucket to the worker, which completes the future."""
     if state.guard.closed:
         return allreduce_hook(state.group, bucket)
     flat = bucket.buffer()
@@ -139,8 +177,13 @@ def _hook(
     ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
     future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
     result: _Result = future.then(_outcome)
-    segments = _segments(bucket.parameters(), state.numbers)
-    state.jobs.put(_Job(flat, segments, bucket.is_last(), ready, future))
+    looked_at = state.worker.aggregator.witness.awake
+    segments = _segments(bucket.parameters(), state.numbers) if looked_at else []
+    job = _Job(flat, segments, bucket.is_last(), ready, future)
+    if job.last and ready is None:
+        state.worker.now(job)  # nothing is left of backward that the thread would not hold up
+    else:
+        state.worker.later(job)
     return result
 
 
@@ -163,34 +206,8 @@ def _outcome(future: torch.futures.Future[Any]) -> torch.Tensor:
     return result  # type: ignore[no-any-return]
 
 
-def _work(jobs: "queue.SimpleQueue[_Job | None]", aggregator: Aggregator, ledger: Ledger) -> None:
-    """Aggregate buckets in the order of the queue, which is the same on all ranks."""
-    waiting: list[torch.futures.Future[Any]] = []
-    while (job := jobs.get()) is not None:
-        waiting.append(job.future)
-        try:
-            if ledger.failure is not None:
-                raise RuntimeError(f"aggregation ended in an earlier step: {ledger.failure}")  # noqa: TRY301
-            if job.ready is not None:
-                torch.cuda.current_stream(job.flat.device).wait_event(job.ready)
-            done: list[Any] = aggregator.take(job.flat, job.segments, last=job.last)
-        except Exception as error:  # noqa: BLE001 - it is raised where backward waits
-            ledger.failure = ledger.failure or error
-            done = [error] * len(waiting)
-        completed, waiting = waiting[: len(done)], waiting[len(done) :]
-        for future, result in zip(completed, done, strict=True):
-            future.set_result(result)
-
-
 def _nothing() -> None:
     """Do nothing: the thread has heard all that there is, and the hook asks whether to go on."""
-
-
-def _stop(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread) -> None:
-    """End the thread; at exit it must be gone before the interpreter, or torch aborts."""
-    jobs.put(None)
-    if thread is not threading.current_thread():
-        thread.join(timeout=1)  # a thread that waits for a hung rank is left behind
 
 
 def _check_gradients(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from phocas.integrations.ddp.verify import agree
 from phocas.integrations.guard import Ledger
 from phocas.integrations.wire import Bucket, Wire, as_bytes, pack, read
-from phocas.integrations.witness import Segment, heard, testimony_bytes, within
-from phocas.rules import Evaluation
+from phocas.integrations.witness import Segment, testimony_bytes, within
+from phocas.rules import Evaluation, Explanation
 from phocas.rules.measures import Partial
 from phocas.seeds import Stream, generator
 
@@ -22,7 +22,7 @@ class Aggregator:
 
     Every rank bets on who is far from whom in the columns that it aggregates, and looks where wrong
     values lie. It tells the others what these bets have won and what it has found, before the
-    result of every bucket. Up to b of them may lie about it.
+    result of the last bucket. Up to b of them may lie about it.
 
     A column rule finishes each bucket when it comes. A rule that measures whole rows measures each
     bucket when it comes, and finishes them all when the last one is in: a step's gradient is its
@@ -36,30 +36,36 @@ class Aggregator:
         self.witness = ledger.witness(seed)
         self.shifts = (0, 1) if verify else (0,)
         self.seed = seed
+        self.forms: dict[tuple[int, torch.dtype, int], _Form] = {}
         self.step = 0
+        self.evaluation = self._evaluation()
         self._begin()
 
-    def _begin(self) -> None:
+    def _evaluation(self) -> Evaluation:
         rng = generator(Stream.RULE, self.seed, self.step)
         # Blocks of columns are those of a shard, unless rows are cleaned: nothing is exchanged.
-        self.evaluation = Evaluation(self.rule, self.wire.m, rng, whole_blocks=False)
+        return Evaluation(self.rule, self.wire.m, rng, whole_blocks=False)
+
+    def _begin(self) -> None:
+        if not self.rule.columnwise:  # a column rule asks nothing and draws nothing
+            self.evaluation = self._evaluation()
         self.waiting: list[Bucket] = []
         self.measured: dict[int, list[Partial]] = {}
         self.columns = 0
-        self.dropped = np.zeros(self.wire.m)
-        self.said: list[NDArray[np.float64]] = []
+        self.lost = np.zeros((self.wire.m, self.wire.m))
 
     def take(
         self, flat: torch.Tensor, segments: Sequence[Segment], *, last: bool
     ) -> list[torch.Tensor]:
         """Take a bucket; return the buckets that now hold the aggregate, in the order taken."""
         bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
-        self._see(bucket, segments)
+        if self.witness.awake:
+            self._see(bucket, segments)
         if last:
             self.witness.bet()
         self.columns += flat.numel()
         if self.evaluation.request is None:
-            self._finish(bucket)
+            self._finish(bucket, last=last)
             done = [flat]
         else:
             self.waiting.append(bucket)
@@ -67,20 +73,9 @@ class Aggregator:
                 self.measured.setdefault(shard, []).append(self._measure(shard, bucket, columns))
             done = self._decide() if last else []
         if last:
-            self._hear()
             self.step += 1
             self._begin()
         return done
-
-    def _hear(self) -> None:
-        told = [heard(numbers, self.wire.m) for numbers in self.said]
-        self.ledger.hear(
-            np.array([odds for odds, _ in told]),
-            [findings for _, findings in told],
-            self.dropped / max(1, self.columns),
-        )
-        self.witness.attention = self.ledger.attention()
-        self.witness.end()
 
     def _see(self, bucket: Bucket, segments: Sequence[Segment]) -> None:
         """Let the witness look at the shards that are held here; only the own one is bet on."""
@@ -116,25 +111,69 @@ class Aggregator:
             messages = agree(self.wire, self.waiting, compute)
             self.evaluation.answer(read(rank, message) for rank, message in enumerate(messages))
         for bucket in self.waiting:
-            self._finish(bucket)
+            self._finish(bucket, last=bucket is self.waiting[-1])
         return [bucket.flat for bucket in self.waiting]
 
-    def _finish(self, bucket: Bucket) -> None:
+    def _finish(self, bucket: Bucket, *, last: bool) -> None:
         """Aggregate the own shard of a bucket, and put everyone's in the place of its values."""
+        m = self.wire.m
+        before = testimony_bytes(m) if last else 0
+        form = self._form(bucket, before + 8 * m)
 
         def compute(shard: int, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             start = bucket.start + bucket.bounds[shard][0]
-            result = self.evaluation.explain(self._held(columns[0]), start)
+            if self.rule.columnwise:
+                result = form.explain(self.evaluation, shard, columns[0])
+            else:
+                result = self.evaluation.explain(self._held(columns[0]), start)
             lost = torch.from_numpy(result.dropped * bucket.width(shard))
             return [as_bytes(lost), as_bytes(result.value)]
 
-        m = self.wire.m
-        item = bucket.flat.element_size()
-        before = testimony_bytes(m)
-        sizes = [before + 8 * m + item * bucket.width(shard) for shard in range(m)]
-        aside = [as_bytes(self.witness.testimony())]
-        messages = agree(self.wire, [bucket], compute, sizes, aside)
-        self.said = [message[:before].view(torch.float64).cpu().numpy() for message in messages]
-        for message, (begin, end) in zip(messages, bucket.bounds, strict=True):
-            self.dropped += message[before : before + 8 * m].view(torch.float64).cpu().numpy()
-            bucket.flat[begin:end] = message[before + 8 * m :].view(bucket.flat.dtype)
+        aside = [self.witness.testimony()] if last else []
+        form.read(agree(self.wire, [bucket], compute, form.sizes, aside), bucket.flat.dtype)
+        numbers = form.numbers()
+        torch.cat(form.values, out=bucket.flat)
+        self.lost += numbers[:, before // 8 :]
+        if last:
+            self.ledger.hear(numbers[:, : before // 8], self.lost, self.columns)
+            self.witness.end()
+            self.ledger.instruct(self.witness)
+
+    def _form(self, bucket: Bucket, head: int) -> _Form:
+        key = (bucket.flat.numel(), bucket.flat.dtype, head)
+        if key not in self.forms:
+            item = bucket.flat.element_size()
+            sizes = [head + item * bucket.width(shard) for shard in range(self.wire.m)]
+            self.forms[key] = _Form(head, sizes)
+        return self.forms[key]
+
+
+class _Form:
+    """Where in the messages of all ranks the numbers and the values of their shards are.
+
+    It is worked out once for buckets of one size: as long as messages come in the same tensors.
+    """
+
+    def __init__(self, head: int, sizes: Sequence[int]) -> None:
+        self.head, self.sizes = head, sizes
+        self.standing: dict[int, tuple[torch.Tensor, Callable[[], Explanation]]] = {}
+        self.messages: Sequence[torch.Tensor] = ()
+        self.heads: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def explain(self, evaluation: Evaluation, shard: int, columns: torch.Tensor) -> Explanation:
+        """Aggregate a shard by a column rule; the rows of a shard come in the same memory."""
+        if shard not in self.standing or self.standing[shard][0] is not columns:
+            self.standing[shard] = (columns, evaluation.standing(columns, 0))
+        return self.standing[shard][1]()
+
+    def read(self, messages: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        if messages is self.messages:
+            return
+        self.messages = messages
+        self.heads = [message[: self.head].view(torch.float64) for message in messages]
+        self.values = [message[self.head :].view(dtype) for message in messages]
+
+    def numbers(self) -> NDArray[np.float64]:
+        """Return the numbers before the values, a row for each rank."""
+        return np.asarray(torch.stack(self.heads).cpu().numpy())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phocas.integrations.fsdp.exchange import Arrived
 from phocas.integrations.guard import Ledger
 from phocas.integrations.wire import Wire, as_bytes, pack, read
-from phocas.integrations.witness import Segment, heard, testimony_bytes, within
+from phocas.integrations.witness import Segment, testimony_bytes, within
 from phocas.rules import Evaluation, Explanation
 from phocas.seeds import Stream, generator
 
@@ -84,7 +84,7 @@ class Aggregator:
         if step != self.step:
             return
         self.witness.bet()
-        told = [as_bytes(self.witness.testimony()), as_bytes(torch.from_numpy(self.dropped))]
+        told = [self.witness.testimony(), as_bytes(torch.from_numpy(self.dropped))]
         self.told = _Told.send(self.wire, told, self.columns * self.shards)
         self.witness.end()
         self.step += 1
@@ -97,15 +97,8 @@ class Aggregator:
         sent, self.told = self.told, None
         messages = sent.wait(self.wire.m)
         before = testimony_bytes(self.wire.m) // 8
-        told = [heard(message[:before], self.wire.m) for message in messages]
-        # A rank may say anything, but it cannot have thrown away more than there is.
-        lost = np.clip(np.nan_to_num(messages[:, before:]), 0, sent.columns).sum(axis=0)
-        self.ledger.hear(
-            np.array([odds for odds, _ in told]),
-            [findings for _, findings in told],
-            np.minimum(lost / max(1, sent.columns), 1.0),
-        )
-        self.witness.attention = self.ledger.attention()
+        self.ledger.hear(messages[:, :before], messages[:, before:], sent.columns)
+        self.ledger.instruct(self.witness)
 
 
 @dataclass(frozen=True, slots=True)

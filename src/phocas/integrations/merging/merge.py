@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
@@ -93,8 +96,8 @@ def merge_files(
     merge = Merge(opened, len(files), rule if base is None else Relative(rule), seed, progress)
     merge.plan()
     shares = Shares(len(files)) if explain else None
-    with written_atomically(output) as file:
-        write(file, opened[0], merge.metadata(), lambda tensor: merge.parts(tensor, shares))
+    with written_atomically(output) as file, closing(merge.stream(shares)) as stream:
+        write(file, opened[0], merge.metadata(), partial(_taken, stream), output.parent)
         found = _digest(file) if digest else None
     return Merged(
         files,
@@ -239,6 +242,17 @@ class Merge:
             self.not_finite += _not_finite(values, tensor.element)
             yield values
 
+    def stream(self, shares: Shares | None) -> Generator[NDArray[Any], None, None]:
+        """Make the values of all tensors, the next part while the last one is used."""
+        everything = (
+            part for tensor in self.files[0].tensors.values() for part in self.parts(tensor, shares)
+        )
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(next, everything, None)
+            while (part := coming.result()) is not None:
+                coming = pool.submit(next, everything, None)
+                yield part
+
     def _matrices(self, tensor: Tensor) -> Iterator[tuple[int, HostMatrix]]:
         """Yield parts of a tensor of all files, with the columns at which they begin."""
         arrays = [each.tensors[tensor.name].open() for each in self.files]
@@ -255,6 +269,15 @@ class Merge:
         self._done += read
         if self._progress is not None:
             self._progress(self._done, self._size)
+
+
+def _taken(stream: Iterator[NDArray[Any]], tensor: Tensor) -> Iterator[NDArray[Any]]:
+    """Take the parts of the next tensor from a stream of all."""
+    left = tensor.columns
+    while left:
+        part = next(stream)
+        left -= len(part)
+        yield part
 
 
 def _only(answers: list[NDArray[Any]]) -> NDArray[Any]:

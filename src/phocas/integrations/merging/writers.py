@@ -21,8 +21,17 @@ Parts: TypeAlias = Callable[[Tensor], Iterable[NDArray[Any]]]
 """Makes the values of a tensor, one part after the other."""
 
 
-def write(file: BinaryIO, example: TensorFile, metadata: Mapping[str, str], parts: Parts) -> None:
-    """Write the tensors of an example, with the values that ``parts`` makes for each."""
+def write(
+    file: BinaryIO,
+    example: TensorFile,
+    metadata: Mapping[str, str],
+    parts: Parts,
+    folder: Path,
+) -> None:
+    """Write the tensors of an example, with the values that ``parts`` makes for each.
+
+    What must be kept until all is known is kept in the folder.
+    """
     tensors = list(example.tensors.values())
     if example.format == "safetensors":
         _write_safetensors(file, tensors, metadata, parts)
@@ -37,7 +46,7 @@ def write(file: BinaryIO, example: TensorFile, metadata: Mapping[str, str], part
                     place.write(_npy_header(tensor))
                     _write_parts(place, tensor, parts)
     else:
-        _write_torch(file, example, parts)
+        _write_torch(file, example, parts, folder)
 
 
 def _write_parts(file: Any, tensor: Tensor, parts: Parts) -> None:
@@ -81,11 +90,10 @@ def _npy_header(tensor: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def _write_torch(file: BinaryIO, example: TensorFile, parts: Parts) -> None:
+def _write_torch(file: BinaryIO, example: TensorFile, parts: Parts, folder: Path) -> None:
     """Collect the values in a mapped file, so that memory need not hold them, and save that."""
     import torch  # noqa: PLC0415 - an extra, needed for this format alone
 
-    folder = Path(file.name).parent
     found = {}
     with tempfile.TemporaryFile(dir=folder) as scratch:
         place = 0

@@ -8,15 +8,16 @@ import shlex
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from phocas.experiments.blame import RecordedPicture, Shares
+from phocas.experiments.curves import columns, cost, elapsed
 from phocas.experiments.locks import actual_status
 from phocas.experiments.results import PHASES, Results, RunRecord
-from phocas.report.palette import BASELINE, STYLES, Style, style_of
+from phocas.report.palette import BASELINE, STYLES, Palette, Style
 from phocas.rules.suspicion import FALSE_ALARM
 from phocas.sharding import shard_bounds
 
@@ -43,7 +44,7 @@ class Contents:
         self._seen: dict[int, tuple[Any, ...]] = {}
         self._runs: dict[int, dict[str, Any]] = {}
         self._pictures = 0
-        self._rules: dict[str, int] = {}
+        self._palette = Palette()
 
     def read(self) -> dict[str, Any]:
         """Read the file and return what has changed since it was last read."""
@@ -58,7 +59,6 @@ class Contents:
                 if self._seen.get(number) == state:
                     continue
                 record = record or results.run(number)
-                self._rules.setdefault(record.rule, len(self._rules))
                 self._runs[number] = run = self._run(results, record, status)
                 self._seen[number] = state
                 changed.append(run)
@@ -75,8 +75,8 @@ class Contents:
         }
 
     def _run(self, results: Results, record: RunRecord, status: str) -> dict[str, Any]:
-        rounds = _columns(results, "rounds", record.id, _OF_ROUNDS)
-        evaluations = _columns(results, "evaluations", record.id, _OF_EVALUATIONS)
+        rounds = columns(results, "rounds", record.id, _OF_ROUNDS)
+        evaluations = columns(results, "evaluations", record.id, _OF_EVALUATIONS)
         layers = results.layers(record.id)
         shares = results.shares(record.id)
         absurd = results.absurd(record.id)
@@ -86,7 +86,7 @@ class Contents:
             "dataset": record.dataset,
             "model": record.model,
             "rule": record.rule,
-            "style": _drawn(style_of(record.rule, self._rules[record.rule])),
+            "style": _drawn(self._palette.style(record.rule)),
             "attack": record.attack,
             "seed": record.seed,
             "b": _b(record.rule),
@@ -109,7 +109,7 @@ class Contents:
             "config": record.config,
             "command": command(record.config),
             "curve": _curve(rounds, evaluations),
-            "cost": _cost(rounds, evaluations),
+            "cost": {key: _number(each) for key, each in cost(rounds, evaluations).items()},
             "blame": None if shares is None else _blame(shares, rounds),
             "evidence": [
                 [each.worker, _number(each.odds), each.since, _number(each.dropped)]
@@ -195,13 +195,6 @@ def _numbers(values: Iterable[float]) -> list[float | None]:
     return [_number(float(value)) for value in values]
 
 
-def _columns(
-    results: Results, table: Literal["rounds", "evaluations"], run: int, columns: Sequence[str]
-) -> dict[str, Any]:
-    values = np.array(results.numbers(table, run, columns), np.float64)
-    return dict(zip(columns, values.reshape(-1, len(columns)).T, strict=True))
-
-
 def _places(size: int, most: int) -> list[int]:
     """Return places evenly apart, the first and the last among them."""
     if size <= most:
@@ -210,28 +203,14 @@ def _places(size: int, most: int) -> list[int]:
 
 
 def _curve(rounds: dict[str, Any], evaluations: dict[str, Any]) -> dict[str, Any]:
-    spent = np.cumsum(sum(rounds[f"{phase}_ms"] for phase in PHASES)) / 1e3
-    at = np.searchsorted(rounds["round"], evaluations["round"], side="right")
-    seconds = np.concatenate([[0.0], spent])[at] + np.cumsum(evaluations["seconds"])
-    chosen = _places(len(at), MOST_POINTS)
+    seconds = elapsed(rounds, evaluations)
+    chosen = _places(len(seconds), MOST_POINTS)
     return {
-        "points": len(at),
+        "points": len(seconds),
         "round": [int(number) for number in evaluations["round"][chosen]],
         "seconds": _numbers(seconds[chosen]),
         **{key: _numbers(evaluations[key][chosen]) for key in ("top1", "top3", "loss")},
     }
-
-
-def _cost(rounds: dict[str, Any], evaluations: dict[str, Any]) -> dict[str, float | None]:
-    done = len(rounds["round"])
-    found = {
-        phase: _number(float(np.median(rounds[f"{phase}_ms"]))) if done else None
-        for phase in PHASES
-    }
-    found["evaluation"] = (
-        _number(1e3 * float(evaluations["seconds"].sum()) / done) if done else None
-    )
-    return found
 
 
 def _blame(shares: Shares, rounds: dict[str, Any]) -> dict[str, Any]:

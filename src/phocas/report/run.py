@@ -1,0 +1,165 @@
+"""All about one run, in a terminal."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from phocas.experiments.config import make_config
+from phocas.experiments.curves import read_cost, read_curve
+from phocas.experiments.locks import actual_status, state_path
+from phocas.report.tables import listing, outcome, print_facts, said
+from phocas.report.terminal import draw_curve
+
+if TYPE_CHECKING:
+    from phocas.experiments.results import Results, RunRecord
+
+_LITTLE = 0.005  # of a worker's values
+_PLACES = ("results", "data_dir", "name")
+
+
+def about_run(results: Results, record: RunRecord) -> dict[str, Any]:
+    """Return what there is to know of a run, for the screen or for JSON."""
+    curve = read_curve(results, record.id)
+    metrics = {name: getattr(curve, name) for name in ("round", "seconds", "top1", "top3", "loss")}
+    if curve.virtual is not None:
+        metrics["virtual"] = curve.virtual
+    state = state_path(results.path, record.id)
+    return {
+        **outcome(record),
+        "results": str(results.path),
+        "state": str(state) if state.exists() else None,
+        "status": actual_status(record, results.path),
+        "started": record.started,
+        "updated": record.updated,
+        "settings": changed(record.config),
+        "curve": {name: [_plain(each) for each in values] for name, values in metrics.items()},
+        "ms_by_phase": read_cost(results, record.id),
+        "dropped": [_plain(each.dropped) for each in results.evidence(record.id)],
+        "versions": record.versions,
+        "host": record.host,
+    }
+
+
+def changed(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that are not as they are by default, places left out.
+
+    >>> changed({"rule": "mean", "lr": 0.1, "results": "my.sqlite"})
+    {'rule': 'mean'}
+    """
+    defaults = make_config({}).model_dump()
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in _PLACES and value != defaults.get(key)
+    }
+
+
+def print_run(known: dict[str, Any]) -> None:
+    """Print what :func:`about_run` returns, in 80 columns."""
+    config = known["config"]
+    under = f" under {known['attack']}" if known["attack"] else ""
+    name = f"{known['name']}: " if known["name"] else ""
+    print_facts({f"run {known['id']}": f"{name}{known['rule']}{under}, seed {known['seed']}"})
+    print()
+    workers = f"{config['workers']} workers, {config['servers']} servers"
+    settings = [said(known["settings"], key) for key in known["settings"] if key != "faults"]
+    suspects = known["suspects"]
+    facts = {
+        "status": _status(known),
+        "trained": f"{known['model']} on {known['dataset']}, {workers}",
+        "settings": "; ".join(settings) or "all as they are by default",
+        "accuracy": _accuracies(known),
+        "time": _times(known),
+        "suspects": _suspects(known) if suspects else "none",
+        "unusual": listing(tuple(each for each in known["unusual"] if each not in suspects)),
+        "servers": (
+            f"{listing(tuple(known['suspect_servers']))} get wrong values"
+            if known["suspect_servers"]
+            else ""
+        ),
+        "dropped": _dropped(known),
+        "faults": "; ".join(config.get("faults") or []),
+        "not finite": (
+            f"{known['nonfinite_rounds']} aggregates; {known['skipped_rounds']} rounds took no step"
+            if known["nonfinite_rounds"] or known["skipped_rounds"]
+            else ""
+        ),
+        "versions": ", ".join(f"{name} {version}" for name, version in known["versions"].items()),
+        "host": ", ".join(str(value) for value in known["host"].values()),
+        "model": _model(known),
+    }
+    print_facts(facts)
+    points = known["curve"]
+    drawn = draw_curve(points["round"], [_number(each) for each in points["top1"]])
+    if len(points["round"]) > 1 and drawn:
+        print("\ntop-1 accuracy on the test set, by round")
+        print("\n".join(drawn))
+
+
+def _status(known: dict[str, Any]) -> str:
+    text = f"{known['status']}, {known['rounds_done']} of {known['rounds']} rounds"
+    if known["message"]:
+        text += f"; {known['message']}"
+    if known["origin"]:
+        text += f"; goes on from {known['origin']}"
+    return f"{text}; begun {known['started']}"
+
+
+def _accuracies(known: dict[str, Any]) -> str:
+    top1 = known["curve"]["top1"]
+    if known["final_accuracy"] is None or not top1:
+        return "not evaluated yet"
+    best = known["curve"]["round"][top1.index(max(each for each in top1 if each is not None))]
+    text = f"final {known['final_accuracy']:.3f}, best {known['best_accuracy']:.3f} in round {best}"
+    if known["final_top3"] is not None:
+        text += f"; top-3 {known['final_top3']:.3f}"
+    return text
+
+
+def _times(known: dict[str, Any]) -> str:
+    phases = {name: ms for name, ms in known["ms_by_phase"].items() if ms}
+    if known["ms_per_round"] is None or not phases:
+        return "no round is done"
+    parts = sorted(phases.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{name} {ms:.2g}" for name, ms in parts)
+    return f"{known['ms_per_round']:.1f} ms a round (median); by phase: {told}"
+
+
+def _suspects(known: dict[str, Any]) -> str:
+    text = listing(tuple(known["suspects"]))
+    if known["config"].get("split", "iid") == "iid":
+        return f"{text}: wrong beyond chance"
+    return f"{text}: they differ from the others, and hold different data"
+
+
+def _dropped(known: dict[str, Any]) -> str:
+    """Say whose values were left out most, beside the median of all."""
+    shares = [share or 0.0 for share in known["dropped"]]
+    if not shares or max(shares) < _LITTLE:
+        return ""
+    usual = sorted(shares)[len(shares) // 2]
+    most = sorted(range(len(shares)), key=lambda worker: -shares[worker])[:3]
+    told = ", ".join(f"worker {worker} {shares[worker]:.0%}" for worker in most)
+    return f"{told} of their values; the median worker {usual:.0%}"
+
+
+def _model(known: dict[str, Any]) -> str:
+    if known["state"] is None:
+        return ""
+    command = ["phocas", "export", "--model", str(known["id"])]
+    if known["results"] != "phocas.sqlite":
+        command += ["--results", known["results"]]
+    return shlex.join(command)
+
+
+def _plain(value: float) -> float | int | None:
+    """Return a value that JSON has: whole numbers as such, NaN and inf as null."""
+    found = float(value)
+    if found.is_integer():
+        return int(found)
+    return found if abs(found) < float("inf") else None
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value

@@ -1,0 +1,190 @@
+"""``phocas runs --by``, ``phocas show`` and ``phocas plot`` on a file of real runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phocas.experiments.config import expand_grid
+from phocas.experiments.results import Results
+from phocas.experiments.runner import execute, host
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Phocas
+
+GRID = {
+    "dataset": "synthetic:train=60,test=20,side=8",
+    "model": "softmax",
+    "workers": 7,
+    "servers": 2,
+    "rounds": 6,
+    "evaluate_every": 3,
+    "results": "phocas.sqlite",
+    "grid": [
+        {"rule": ["mean", "phocas:b=2"], "attack": "gaussian:q=2", "seed": [0, 1, 2]},
+        {"rule": "phocas:b=2", "lr": [0.1, 0.5]},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight runs, and one that has not come to its end."""
+    folder = tmp_path_factory.mktemp("swept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for config in expand_grid(GRID, "grid"):
+            execute(config)
+        unended = config.model_copy(update={"seed": 9})
+        with Results(folder / "phocas.sqlite") as results:
+            results.begin(unended, {}, host())
+    return folder
+
+
+@pytest.fixture
+def here(swept: Path, tmp_path: Path) -> Path:
+    """The same, in the folder that the command runs in."""
+    shutil.copytree(swept, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_mean_and_deviation_over_seeds(phocas: Phocas, here: Path) -> None:
+    groups = json.loads(phocas("runs", "--by", "rule,attack", "--json"))
+    every = json.loads(phocas("runs", "--json"))
+    assert [(group["rule"], group["attack"]) for group in groups] == [
+        ("mean", "gaussian:q=2"),
+        ("phocas:b=2", "gaussian:q=2"),
+        ("phocas:b=2", None),
+    ]
+    for group in groups:
+        found = [run for run in every if run["id"] in group["runs"]]
+        assert all(run["status"] == "complete" for run in found)
+        assert group["seeds"] == sorted({run["seed"] for run in found})
+        for name in ("final_accuracy", "best_accuracy", "ms_per_round"):
+            values = [run[name] for run in found]
+            assert group[name]["mean"] == pytest.approx(statistics.mean(values))
+            assert group[name]["deviation"] == pytest.approx(statistics.stdev(values))
+    lines = phocas("runs", "--by", "rule,attack").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[:4] == ["rule", "attack", "seeds", "final"]
+    mean = groups[0]["final_accuracy"]
+    cells = ["mean", "gaussian:q=2", "3", f"{mean['mean']:.3f}", f"{mean['deviation']:.3f}"]
+    assert lines[2].split()[:5] == cells
+
+
+def test_rows_that_mix_more_than_seeds_say_so(phocas: Phocas, here: Path) -> None:
+    assert phocas("runs", "--by", "rule").splitlines()[-1] == "  --by rule,attack,lr"
+    assert "--by" not in phocas("runs", "--by", "lr,rule,attack")
+    alone = json.loads(phocas("runs", "--by", "rule,attack,lr", "--json"))
+    assert [group["final_accuracy"]["deviation"] is None for group in alone] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_who_is_averaged_can_be_chosen(phocas: Phocas, here: Path) -> None:
+    assert phocas("runs", "--by", "rule", "--status", "running", "--json").strip() == "[]"
+    killed = json.loads(phocas("runs", "--by", "rule", "--status", "killed", "--json"))
+    assert [group["seeds"] for group in killed] == [[9]]
+    assert killed[0]["final_accuracy"] == {"mean": None, "deviation": None}
+    for words, message in (
+        (("--by", "rul"), "unknown setting 'rul'; did you mean 'rule'?"),
+        (("--by", "rule", "--status", "ended"), "unknown status 'ended'"),
+    ):
+        assert message in phocas("runs", *words, status=2)
+
+
+def test_one_run_is_shown(phocas: Phocas, here: Path) -> None:
+    known = json.loads(phocas("show", "4", "--json"))
+    (listed,) = [run for run in json.loads(phocas("runs", "--json")) if run["id"] == 4]
+    assert known.items() >= listed.items()
+    assert known["settings"] == {
+        **{key: GRID[key] for key in ("dataset", "model", "workers", "servers", "rounds")},
+        "rule": "phocas:b=2",
+        "attack": "gaussian:q=2",
+        "evaluate_every": 3,
+    }
+    with Results(here / "phocas.sqlite", read=True) as results:
+        points = results.table("evaluations", 4)
+        rounds = results.table("rounds", 4)
+    assert known["curve"]["round"] == [point["round"] for point in points] == [0, 3, 6]
+    assert known["curve"]["top1"] == pytest.approx([point["top1"] for point in points])
+    times = [row["aggregate_ms"] for row in rounds]
+    assert known["ms_by_phase"]["aggregate"] == pytest.approx(statistics.median(times))
+    assert len(known["dropped"]) == 7
+    text = phocas("show", "4")
+    assert max(map(len, text.splitlines())) <= 80
+    for told in (
+        "phocas:b=2 under gaussian:q=2, seed 0",
+        "complete, 6 of 6 rounds",
+        f"final {known['final_accuracy']:.3f}, best {known['best_accuracy']:.3f}",
+        f"torch {known['versions']['torch']}",
+        "phocas export --model 4",
+    ):
+        assert told in text
+
+
+def test_the_last_run_is_shown_even_if_it_has_done_nothing(phocas: Phocas, here: Path) -> None:
+    text = phocas("show")
+    assert text.startswith("run 9  phocas:b=2, seed 9")
+    assert "killed, 0 of 6 rounds" in text
+    assert "not evaluated yet" in text
+    assert "no round is done" in text
+    for words, message in (
+        (("77",), "there is no run 77 in phocas.sqlite"),
+        (("--results", "nowhere.sqlite"), "there is no results file nowhere.sqlite"),
+    ):
+        assert message in phocas("show", *words, status=2)
+
+
+def test_what_went_wrong_is_shown(phocas: Phocas, tmp_path: Path) -> None:
+    words = ("--dataset", "synthetic:train=300,test=60,side=8", "--model", "softmax")
+    lies = ("--attack", "sign-flip:q=2", "--rule", "krum:b=2", "--workers", "9")
+    phocas("train", *words, *lies, "--rounds", "40", "--name", "liars", "--quiet")
+    text = phocas("show")
+    assert text.startswith("run 1  liars: krum:b=2 under sign-flip:q=2, seed 0")
+    assert "0, 1: wrong beyond chance" in text
+    assert "of their values; the median worker" in " ".join(text.split())
+    huge = ("--attack", "gaussian:q=3,std=1e38", "--rule", "mean", "--workers", "9")
+    phocas("train", *words, *huge, "--rounds", "12", "--split", "dirichlet:alpha=0.3", "--quiet")
+    known = json.loads(phocas("show", "--json"))
+    assert known["skipped_rounds"] > 0
+    assert f"{known['skipped_rounds']} rounds took no step" in phocas("show")
+
+
+def test_a_figure_is_drawn(phocas: Phocas, here: Path) -> None:
+    assert phocas("plot") == "8 runs, 3 lines, 2 panels: curves.png\n"
+    assert (here / "curves.png").read_bytes().startswith(b"\x89PNG")
+    words = ("plot", "phocas.sqlite", "--by", "rule", "--lines", "attack,lr", "--y", "loss")
+    told = phocas(*words, "--x", "seconds", "-o", "a/one.svg", "-o", "a/one.png")
+    assert told == "8 runs, 3 lines, 2 panels: a/one.svg, a/one.png\n"
+    assert "loss on the test set" in (here / "a" / "one.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere.sqlite",), "there is no results file nowhere.sqlite"),
+        (("--x", "hours"), "unknown axis 'hours'"),
+        (("--by", "rule,attack"), "--by takes one setting"),
+        (("--lines", "rules"), "did you mean 'rule'"),
+        (("--run", "77"), "there is no run 77"),
+        (("--run", "9"), "no runs that were evaluated"),
+        (("-o", "curves.pdf"), "as .png or .svg: got curves.pdf"),
+        (("-o", "."), "must be a file"),
+    ],
+)
+def test_what_cannot_be_drawn(
+    phocas: Phocas, here: Path, words: tuple[str, ...], message: str
+) -> None:
+    line = phocas("plot", *words, status=2)
+    assert message in line
+    assert len(line.splitlines()) == 1

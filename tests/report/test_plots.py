@@ -1,0 +1,166 @@
+"""``phocas plot``: what is in the figures of a sweep, from real runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from phocas.experiments.config import expand_grid, make_config
+from phocas.experiments.curves import read_curve
+from phocas.experiments.results import Results, latest
+from phocas.experiments.runner import execute
+from phocas.report.palette import BASELINE, STYLES
+from phocas.report.plots import CLEAN, Choice, _arranged, plot
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMON: dict[str, Any] = {
+    "dataset": "synthetic:train=60,test=20,side=8",
+    "model": "softmax",
+    "workers": 7,
+    "servers": 2,
+    "rounds": 6,
+    "evaluate_every": 3,
+}
+GRID: list[dict[str, Any]] = [
+    {"rule": ["mean", "phocas:b=2", "nnm:b=2|median"], "attack": ["gaussian:q=2", "sign-flip:q=2"]},
+    {"rule": "mean"},
+]
+SEEDS = [0, 1]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fourteen runs: three rules under two attacks, and the mean under none, two seeds each."""
+    path = tmp_path_factory.mktemp("plots") / "swept.sqlite"
+    for config in expand_grid(
+        {**COMMON, "results": str(path), "grid": [{**each, "seed": SEEDS} for each in GRID]}, "grid"
+    ):
+        execute(config)
+    return path
+
+
+def drawn(path: Path, figure: Path, **choice: Any) -> str:
+    with Results(path, read=True) as results:
+        plot(results, latest(results.runs()), [figure], Choice(**choice))
+    return figure.read_text("utf-8")
+
+
+def words(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_a_panel_an_attack_and_a_line_a_rule(swept: Path, tmp_path: Path) -> None:
+    svg = drawn(swept, tmp_path / "curves.svg")
+    told = words(svg)
+    for word in ("sign-flip:q=2", "gaussian:q=2", "mean", "phocas:b=2", "nnm:b=2|median", CLEAN):
+        assert told.count(word) == 1, word
+    assert "no attack" not in told  # its only line is the baseline of the others
+    assert "2 seeds a line; line: mean, band: lowest to highest" in " ".join(told)
+    for style in (STYLES["mean"], STYLES["phocas"], BASELINE):
+        assert style.colour.lower() in svg.lower()
+    assert drawn(swept, tmp_path / "again.svg") == svg
+
+
+def test_every_axis_and_metric(swept: Path, tmp_path: Path) -> None:
+    for choice, told in (
+        ({"x": "seconds"}, "seconds of rounds and evaluations"),
+        ({"y": "loss"}, "loss on the test set"),
+        ({"y": "top3", "x": "round"}, "top-3 accuracy on the test set"),
+    ):
+        assert told in words(drawn(swept, tmp_path / "curves.svg", **choice))
+    with Results(swept, read=True) as results:
+        plot(results, latest(results.runs()), [tmp_path / "curves.png"], Choice(by="rule"))
+    assert matplotlib.image.imread(tmp_path / "curves.png").std() > 0.01
+
+
+def test_panels_and_lines_by_any_setting(swept: Path, tmp_path: Path) -> None:
+    told = words(drawn(swept, tmp_path / "curves.svg", by="rule", lines=("attack", "seed")))
+    for word in ("phocas:b=2", "nnm:b=2|median", "sign-flip:q=2, seed 1", "no attack, seed 0"):
+        assert word in told
+    assert "1 seed a line" in " ".join(told)
+
+
+def test_a_line_is_the_mean_of_its_seeds(swept: Path) -> None:
+    with Results(swept, read=True) as results:
+        runs = latest(results.runs())
+        curves = {run.id: read_curve(results, run.id) for run in runs}
+        panels, _ = _arranged(runs, curves, Choice())
+        for attack, lines in panels.items():
+            for line in lines:
+                wanted = [
+                    [row["top1"] for row in results.table("evaluations", run.id)]
+                    for run in runs
+                    if (run.rule, run.attack) == (line.label, attack)
+                    or (line.label == CLEAN and run.attack is None)
+                ]
+                assert line.x.tolist() == [0, 3, 6]
+                np.testing.assert_array_equal(line.repeats, wanted)
+
+
+def test_a_run_that_stopped_stands_and_shorter_ones_end_a_line(swept: Path) -> None:
+    with Results(swept, read=True) as results:
+        runs = [run for run in latest(results.runs()) if run.rule == "phocas:b=2"][:2]
+        first, second = (read_curve(results, run.id) for run in runs)
+    cut = {name: getattr(second, name)[:2] for name in ("round", "seconds", "top1", "top3", "loss")}
+    curves = {runs[0].id: first, runs[1].id: replace(second, **cut)}
+    runs = [replace(run, attack=None) for run in runs]
+    (lines,) = _arranged(runs, curves, Choice())[0].values()
+    assert lines[0].x.tolist() == [0, 3]
+    runs[1] = replace(runs[1], status="stopped")
+    (lines,) = _arranged(runs, curves, Choice())[0].values()
+    assert lines[0].x.tolist() == [0, 3, 6]
+    assert lines[0].repeats[1, 1] == lines[0].repeats[1, 2] == second.top1[1]
+
+
+def test_what_is_not_finite_leaves_a_gap(swept: Path, tmp_path: Path) -> None:
+    with Results(swept, read=True) as results:
+        runs = latest(results.runs())
+        curves = {run.id: read_curve(results, run.id) for run in runs}
+        curves = {
+            run: replace(curve, loss=np.array([2.0, np.inf, np.nan]))
+            for run, curve in curves.items()
+        }
+        panels, _ = _arranged(runs, curves, Choice(y="loss"))
+    for lines in panels.values():
+        for line in lines:
+            assert np.isnan(line.repeats[:, 1:]).all()
+
+
+def test_methods_are_drawn_against_virtual_time(tmp_path: Path) -> None:
+    path = tmp_path / "r.sqlite"
+    common = {**COMMON, "results": str(path), "speeds": "slow:workers=1"}
+    for seed in SEEDS:
+        for options in (
+            {"rule": "phocas:b=2"},
+            {"rule": "phocas:b=2", "asynchronous": "buffers=5"},
+            {"asynchronous": "kardam:b=1"},
+        ):
+            execute(make_config({**common, **options, "seed": seed}))
+    told = words(drawn(path, tmp_path / "curves.svg", x="virtual"))
+    assert "virtual seconds" in told
+    labels = " ".join(told)
+    assert re.search(r"phocas:b=2 {2}0\.\d", labels)
+    assert "phocas:b=2, asynchronous buffered:buffers=5" in labels
+    assert re.search(r"asynchronous kardam:b=1 {2}", labels)
+
+
+def test_what_cannot_be_drawn_is_refused(swept: Path, tmp_path: Path) -> None:
+    for choice, message in (
+        ({"x": "time"}, "unknown axis 'time'"),
+        ({"y": "top5"}, "unknown metric 'top5'"),
+        ({"by": "attac"}, "did you mean 'attack'"),
+        ({"lines": ("rul",)}, "did you mean 'rule'"),
+        ({"x": "virtual"}, "no runs with a virtual clock"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            drawn(swept, tmp_path / "curves.svg", **choice)
+    with pytest.raises(ValueError, match=r"written as \.png or \.svg: got .*curves.pdf"):
+        drawn(swept, tmp_path / "curves.pdf")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,108 @@
+"""Lines of prose in Markdown are at most 100 characters long.
+
+``python -m tools.prose`` says which are longer; with ``--fix``, their paragraphs are wrapped anew.
+Tables, code, headings and pages that a command writes are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WIDTH = 100
+
+_VERBATIM = re.compile(r"\s*\||#|<|!\[|    |\[\^|---")
+_ITEM = re.compile(r"(\s*)([-*]|\d+\.)\s+")
+_CODE = re.compile(r"`[^`\n]{1,60}`")
+_TOGETHER = "\0"
+
+
+def pages() -> Iterator[Path]:
+    """Yield the Markdown that people write."""
+    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", ".github/**/*.md"):
+        yield from sorted(ROOT.glob(pattern))
+
+
+def paragraphs(text: str) -> Iterator[tuple[bool, list[str]]]:
+    """Split a page into prose, one paragraph or item of a list each, and what is left as it is."""
+    fenced = False
+    held: list[str] = []
+    for line in text.split("\n"):
+        fence = line.lstrip().startswith("```")
+        apart = fenced or fence or not line.strip() or _VERBATIM.match(line)
+        inside = held and line.startswith("    ") and _ITEM.match(held[0]) and not fenced
+        if (apart and not inside) or _ITEM.match(line):
+            if held:
+                yield True, held
+            held = []
+        if apart and not inside:
+            yield False, [line]
+        else:
+            held.append(line)
+        fenced = fenced != fence
+    if held:
+        yield True, held
+
+
+def wrapped(text: str) -> str:
+    """Wrap the paragraphs that have a line which is too long, and leave code in one piece.
+
+    >>> print(wrapped("1. " + 18 * "word " + "`two words` more"))
+    1. word word word word word word word word word word word word word word word word word word
+       `two words` more
+    """
+    lines = []
+    for prose, part in paragraphs(text):
+        if not prose or max(map(len, part)) <= WIDTH:
+            lines += part
+            continue
+        item = _ITEM.match(part[0])
+        first = item[0] if item else part[0][: len(part[0]) - len(part[0].lstrip())]
+        words = " ".join([part[0][len(first) :], *(line.strip() for line in part[1:])])
+        kept = textwrap.wrap(
+            _CODE.sub(lambda code: code[0].replace(" ", _TOGETHER), words),
+            WIDTH,
+            initial_indent=first,
+            subsequent_indent=" " * len(first),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [line.replace(_TOGETHER, " ") for line in kept]
+    return "\n".join(lines)
+
+
+def too_long(text: str) -> list[str]:
+    """Return the lines of prose that are too long and have a place to break."""
+    return [
+        line
+        for prose, part in paragraphs(text)
+        if prose
+        for line in part
+        if len(line) > WIDTH and " " in line.strip()[2:]
+    ]
+
+
+def main() -> None:
+    """Say what is too long, or mend it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fix", action="store_true", help="wrap what is too long")
+    parser.add_argument("files", nargs="*", type=Path, help="pages; all if there are none")
+    given = parser.parse_args()
+    bad = 0
+    for page in given.files or pages():
+        text = page.read_text()
+        if given.fix:
+            page.write_text(wrapped(text))
+            continue
+        for line in too_long(text):
+            bad += 1
+            print(f"{page}: {len(line)} characters: {line[:60]}...")
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

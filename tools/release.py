@@ -1,0 +1,166 @@
+"""Build what would be released, and try it where the sources are not.
+
+``python -m tools.release`` builds the source distribution and the wheel into ``dist``, looks into
+both, installs the wheel into empty environments with its extras, and uses it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+BARE = """
+import sys
+import numpy as np
+import phocas
+
+assert "site-packages" in phocas.__file__, phocas.__file__
+rows = np.ones((5, 2000), np.float32)
+rows[0] = np.nan
+assert (phocas.Phocas(b=1)(rows) == 1).all()
+assert (phocas.NNM(b=1) | phocas.Heraclius(b=1)).explain(rows).dropped[0] == 1
+assert "torch" not in sys.modules
+"""
+
+TRAIN = (
+    "train --rule phocas:b=2 --dataset synthetic:train=500,test=100 --workers 6 --servers 2"
+    " --rounds 3 --results runs.sqlite --quiet"
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An extra, and what must work once it is installed: some Python, and some commands."""
+
+    extra: str
+    python: str
+    commands: tuple[str, ...] = ()
+
+
+ENVIRONMENTS: dict[str, list[Trial]] = {
+    "constraints.txt": [
+        Trial("", BARE, ("--version", "rules", "attacks", "bounds --workers 20 --byzantine 6")),
+        Trial("train", "import phocas.training.trainer", (TRAIN, "report runs.sqlite -o it.html")),
+        Trial("report", "import phocas.report.figures", ("reproduce mnist --dry-run",)),
+        Trial("ray", "import ray, phocas.engines.ray.cluster"),
+        Trial("adapters", "import phocas.integrations.lightning, phocas.integrations.transformers"),
+        Trial("gpu", "import phocas.kernels.triton"),
+    ],
+    "constraints-flower.txt": [
+        Trial("flower", "from phocas.integrations.flower import RobustStrategy"),
+    ],
+}
+"""Constraints of an environment that begins empty, and the extras that are then added to it.
+
+Those that share torch share an environment, each tried before the next is there.
+"""
+
+DEVELOPERS = {"dev", "docs", "dist", "browser", "all"}
+"""Extras that are for those who have the sources, and that which names others."""
+
+
+def untried() -> set[str]:
+    """Return the extras that nobody tries."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tried = {trial.extra for trials in ENVIRONMENTS.values() for trial in trials}
+    return set(project["optional-dependencies"]) - DEVELOPERS - tried
+
+
+def declared_version() -> str:
+    """Return the version from the one place where it stands."""
+    tree = ast.parse((ROOT / "src/phocas/__init__.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
+            return str(ast.literal_eval(node.value))
+    raise LookupError("src/phocas/__init__.py must say __version__")
+
+
+def missing_from(names: list[str]) -> list[str]:
+    """Return the files of the package that a distribution with these names leaves out."""
+    package = ROOT / "src"
+    files = [
+        path.relative_to(package).as_posix()
+        for path in sorted((package / "phocas").rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    return [file for file in files if not any(name.endswith(file) for name in names)]
+
+
+def build() -> Path:
+    """Build both distributions, look into them, and return the wheel."""
+    for old in (ROOT / "dist").glob("phocas-*"):
+        old.unlink()
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    version = declared_version()
+    wheel = ROOT / f"dist/phocas-{version}-py3-none-any.whl"
+    source = ROOT / f"dist/phocas-{version}.tar.gz"
+    with zipfile.ZipFile(wheel) as archive, tarfile.open(source) as sources:
+        for file, names in ((wheel, archive.namelist()), (source, sources.getnames())):
+            missing = missing_from(names)
+            if missing:
+                raise SystemExit(f"{file.name} must hold all of the package: it lacks {missing}")
+            print(f"{file.name}: {len(names)} files, {file.stat().st_size / 1e6:.2f} MB")
+    return wheel
+
+
+def try_out(wheel: Path, constraints: str, trials: list[Trial], folder: Path) -> None:
+    """Install the wheel with one extra after the other, and use it in a folder of its own."""
+    started = time.monotonic()
+    venv.create(folder / "venv", with_pip=True)
+    binaries = folder / "venv/bin"
+    for trial in trials:
+        wanted = f"{wheel}[{trial.extra}]" if trial.extra else str(wheel)
+        pip = [str(binaries / "pip"), "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "-c", str(ROOT / constraints), wanted], check=True)
+        runs = [[str(binaries / "python"), "-c", trial.python]]
+        runs += [[str(binaries / "phocas"), *command.split()] for command in trial.commands]
+        for run in runs:
+            done = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"{run} failed with {trial.extra!r}:\n{done.stdout}{done.stderr}")
+        seconds = time.monotonic() - started
+        print(f"installed with [{trial.extra}] and used, {len(runs)} ways: {seconds:.0f} s")
+
+
+def check_tag(tag: str) -> None:
+    """Refuse a tag that is not the version, or whose version has no date in the changelog."""
+    version = declared_version()
+    if tag != f"v{version}":
+        raise SystemExit(f"the tag must be v{version}, as in src/phocas/__init__.py: got {tag}")
+    heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
+    if not re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE):
+        raise SystemExit(f"CHANGELOG.md must have a heading ## [{version}] - and its date")
+
+
+def main() -> None:
+    """Build, and try every extra; or check a tag."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tag", help="only check that this is the tag of the version")
+    tag = parser.parse_args().tag
+    if tag is not None:
+        check_tag(tag)
+        return
+    if untried():
+        raise SystemExit(f"every extra must be tried: tools/release.py lacks {sorted(untried())}")
+    wheel = build()
+    for constraints, trials in ENVIRONMENTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            try_out(wheel, constraints, trials, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

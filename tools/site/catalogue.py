@@ -1,0 +1,272 @@
+"""The pages of rules, attacks, commands and public names, from the tables of the code."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import typer.main
+
+from phocas import PRE_AGGREGATORS, RULES, Mean, PreAggregator, Rule, parse_rule
+from phocas.attacks import ATTACKS, Attack, parse_attack
+from phocas.cli import application, train
+from phocas.rules.algebra import Distances, Norms, Plausible
+from phocas.specs import Spec
+from tools.site import pictures
+from tools.site.public import MODULES, public_names
+
+WORKERS = 20
+
+# What each is shown with: nine workers, two of whom lie, in the plane.
+RULE_EXAMPLES = {
+    "bulyan": "bulyan:b=1",
+    "centered-clipping": "centered-clipping:radius=80",
+    "watch": "watch:rule=(phocas:b=2)",
+    "bucketing": "bucketing:size=3",
+    "clipping": "clipping:radius=70",
+}
+ATTACK_EXAMPLES = {
+    "bit-flip": "bit-flip:columns=8",
+    "gambler": "gambler:servers=4,server=1,probability=0.2",
+    "a-little-is-enough": "a-little-is-enough:q=2,z=1.5",
+    "constant": "constant:q=2,value=nan",
+    "crash": "crash:worker=3",
+    "stuck": "stuck:worker=3,column=6",
+    "random-cells": "random-cells:rate=0.1",
+    "silent-corruption": "silent-corruption:worker=3,stride=4,first=1",
+    "worst-case": "worst-case:rule=(phocas:b=2),q=2",
+}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A docstring in its parts: the line, the paragraphs, and those with a heading of their own."""
+
+    line: str
+    body: tuple[str, ...]
+    sections: dict[str, str]
+
+    @property
+    def formulas(self) -> tuple[str, ...]:
+        """Return the paragraphs that are indented: formulas."""
+        return tuple(each for each in self.body if each.startswith("    "))
+
+
+def words(cls: type) -> Words:
+    """Read a docstring; examples and arguments are for the reference, and are left out.
+
+    >>> class Rule:
+    ...     '''Do something.
+    ...
+    ...         y = x
+    ...
+    ...     Breakdown: none.
+    ...     '''
+    >>> words(Rule).formulas, words(Rule).sections
+    (('    y = x',), {'Breakdown': 'none.'})
+    """
+    text = re.sub(r"^ *>>>.*?(\n\n|\Z)", "", _docstring(cls), flags=re.DOTALL | re.MULTILINE)
+    line, *rest = text.strip().split("\n\n")
+    body, sections = [], {}
+    for paragraph in rest:
+        heading = re.match(r"(Breakdown|Reference|Args|Attributes):\s+", paragraph)
+        if heading is None:
+            body.append(paragraph.strip("\n"))
+        else:
+            sections[heading[1]] = paragraph[heading.end() :].strip()
+    return Words(line, tuple(body), sections)
+
+
+def _docstring(cls: type) -> str:
+    first, _, rest = (cls.__doc__ or "").strip().partition("\n")
+    return f"{first}\n{textwrap.dedent(rest)}"
+
+
+@dataclass
+class Asking:
+    """A matrix that gives any answer and remembers what it was asked."""
+
+    m: int
+    d: int
+    asked: list[str]
+
+    def measure(self, request: Any) -> Any:
+        """Note the question, and answer with the numbers of rows that are alike."""
+        rows = self.m if getattr(request, "weights", None) is None else len(request.weights)
+        if isinstance(request, Plausible):
+            self.asked.append("marks")
+            return np.zeros(self.m)
+        if isinstance(request, Norms):
+            self.asked.append("norms")
+            return np.arange(1.0, rows + 1)
+        assert isinstance(request, Distances)
+        self.asked.append("distances")
+        return np.square(np.subtract.outer(np.arange(rows), np.arange(rows)))
+
+    def apply(self, decision: Any, counts: Any) -> Any:
+        """Compute nothing."""
+        del decision, counts
+
+
+def passes(rule: Rule) -> str:
+    """Say what a rule asks of the matrix before it reduces the columns, which is one more pass.
+
+    >>> passes(parse_rule("phocas:b=2")), passes(parse_rule("nnm:b=2|krum:b=2"))
+    ('one pass: O(m d)', 'distances, then one pass: O(m² d)')
+    """
+    matrix = Asking(9, 2, [])
+    rule.decide(matrix)
+    asked = " and ".join(dict.fromkeys(matrix.asked))
+    order = "m²" if "distances" in matrix.asked else "m"
+    return f"{asked}, then one pass: O({order} d)" if asked else f"one pass: O({order} d)"
+
+
+def rules_page() -> str:
+    """Write the page of rules."""
+    introduction = (
+        "Made from the table of rules in the code, when this page was built. m workers, b is what a"
+        " rule is told to survive. In the pictures, nine workers send two numbers each and the two"
+        " at the right lie; dots fade with what is dropped of them.\n"
+    )
+    parts = [
+        "# Rules\n",
+        introduction,
+        _legend("honest worker", "liar", "plain mean", "result of the rule"),
+        "## What each survives and costs\n",
+        f"| rule | what it survives among {WORKERS}, at most | cost |\n|---|---|---|",
+    ]
+    for name, cls in RULES.items():
+        rule = parse_rule(_example(cls, RULE_EXAMPLES))
+        parts.append(f"| [`{name}`](#{name}) | {_survives(cls, rule)} | {passes(rule)} |")
+    parts.append("\nMeasured times are on the page about [speed](../speed.md).\n")
+    for name, cls in RULES.items():
+        rule = parse_rule(_example(cls, RULE_EXAMPLES))
+        parts.append(_entry(name, cls, str(rule), pictures.of_rule(rule), passes(rule)))
+    parts.append("## Before a rule\n\nPre-aggregators change the rows that a rule then reduces: ")
+    parts.append("`nnm:b=6|phocas:b=6`. Faint dots are rows before, full ones after.\n")
+    for name, kind in PRE_AGGREGATORS.items():
+        stage = PRE_AGGREGATORS.parse(_example(kind, RULE_EXAMPLES))
+        cost = passes(stage | Mean())
+        parts.append(_entry(name, kind, str(stage), pictures.of_stage(stage), cost))
+    return "\n".join(parts)
+
+
+def attacks_page() -> str:
+    """Write the page of attacks."""
+    introduction = (
+        "Made from the table of attacks in the code, when this page was built. The pictures show a"
+        " round of eight workers and twenty columns after the attack: what it touched is framed,"
+        " colours are signs, and NaN is grey. How attacks are used is in"
+        " [the guide](../attacks.md).\n"
+    )
+    parts = ["# Attacks and faults\n", introduction]
+    for name, cls in ATTACKS.items():
+        attack = parse_attack(_example(cls, ATTACK_EXAMPLES))
+        parts.append(_entry(name, cls, str(attack), pictures.of_attack(attack), None))
+    return "\n".join(parts)
+
+
+def _legend(*names: str) -> str:
+    kinds = ("honest", "liar", "mean", "result")
+    keys = [
+        f'<span class="key {kind}"></span>{name}' for kind, name in zip(kinds, names, strict=True)
+    ]
+    return f'<p class="legend">{" ".join(keys)}</p>\n'
+
+
+def _example(cls: type[Spec], examples: dict[str, str]) -> str:
+    """Return a value of the class as text: q = b = 2 unless something else is needed."""
+    if cls.name in examples:
+        return examples[cls.name]
+    required = [part for part in cls.parameters().split(", ") if part and "=" not in part]
+    return cls.name + (":" + ",".join(f"{each}=2" for each in required) if required else "")
+
+
+def _survives(cls: type[Rule], example: Rule) -> str:
+    most = (cls.choices(WORKERS) or [example])[-1].tolerates(WORKERS)
+    if most.values:
+        return f"{most.values} wrong values in every column"
+    return f"{most.rows} wrong rows" if most.rows else "nothing"
+
+
+def _entry(name: str, cls: type[Spec], spec: str, picture: str, cost: str | None) -> str:
+    found = words(cls)
+    parts = [f"## {name}\n", f'<div class="entry">{picture}</div>\n', f"**{found.line}**\n"]
+    parts.append(f"Shown: `{spec}`. Parameters: `{cls.parameters() or 'none'}`.")
+    if cls.aliases:
+        parts.append("Also called " + ", ".join(f"`{alias}`" for alias in cls.aliases) + ".")
+    parts.append("")
+    parts += [f"{paragraph}\n" for paragraph in found.body]
+    for heading in ("Breakdown", "Reference"):
+        if heading in found.sections:
+            parts.append(f"**{heading}.** {_capital(found.sections[heading])}\n")
+    if cost is not None:
+        parts.append(f"**Cost.** {_capital(cost)}.\n")
+    parts.append(f"[{cls.__name__} in the reference]({_reference(cls)})\n")
+    return "\n".join(parts)
+
+
+def _reference(cls: type[Spec]) -> str:
+    module = "phocas.attacks" if issubclass(cls, Attack) else "phocas"
+    assert issubclass(cls, Attack | Rule | PreAggregator)
+    return f"{module}.md#{module}.{cls.__name__}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def commands_page() -> str:
+    """Write the page of commands, from what ``--help`` knows."""
+    group: Any = typer.main.get_command(application())
+    commands = {**group.commands, "train": train.complete()}
+    introduction = (
+        "What `phocas COMMAND --help` says, in one page. `phocas --version` says which it is, and"
+        " `python -m phocas` does the same as `phocas`.\n"
+    )
+    described = ["\n".join(_command(name, commands[name])) for name in sorted(commands)]
+    return "\n".join(["# Commands\n", introduction, *described])
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    yield f"## {name}\n"
+    yield f"{(command.help or '').strip()}\n"
+    context = command.make_context(name, [], resilient_parsing=True)
+    usage = " ".join(["phocas", name, *command.collect_usage_pieces(context)])
+    yield f"```text\n{usage}\n```\n"
+    options = [each for each in command.params if getattr(each, "help", None)]
+    if not options:
+        return
+    yield "| option | what it is |\n|---|---|"
+    for option in options:
+        spelt = ", ".join([*option.opts, *option.secondary_opts])
+        if option.param_type_name == "argument":
+            spelt = option.name.upper()
+        yield f"| `{spelt}` | {_cell(option.help)} |"
+    yield ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def reference_pages() -> dict[str, str]:
+    """Write one page a public module, which mkdocstrings fills from the docstrings."""
+    pages = {}
+    for module, title in MODULES.items():
+        parts = [f"# {title}: `{module}`\n"]
+        constants = []
+        for name in public_names(module):
+            if name.definition is None:
+                constants.append(name.name)
+            else:
+                parts.append(f"::: {name.path}\n")
+        if constants:
+            listed = ", ".join(f"`{each}`" for each in constants)
+            parts.insert(1, f"Besides what is below: {listed}.\n")
+        pages[f"reference/{module}.md"] = "\n".join(parts)
+    return pages

@@ -1,0 +1,39 @@
+"""Docstrings as Markdown: examples are code, and roles are links.
+
+mkdocstrings reads docstrings as Markdown, in which ``>>>`` is a quotation in a quotation in a
+quotation.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+_EXAMPLE = re.compile(r"(?:^ *>>> .*\n(?:^ *\S.*\n?)*)+", re.MULTILINE)
+_ROLE = re.compile(r":(?:class|meth|func|mod|data):`([^`]+)`")
+
+
+def as_markdown(text: str) -> str:
+    r"""Fence the examples and take the roles off.
+
+    >>> print(as_markdown("See :class:`Rule`.\n\n>>> 1 + 1\n2"))
+    See `Rule`.
+    <BLANKLINE>
+    ```pycon
+    >>> 1 + 1
+    2
+    ```
+    """
+    plain = _ROLE.sub(r"`\1`", text)
+    return _EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", plain).strip()
+
+
+class Markdown(griffe.Extension):  # type: ignore[misc]  # griffe is not there where types are checked
+    """Rewrite every docstring before it is parsed."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite that of one object."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)

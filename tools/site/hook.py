@@ -1,0 +1,55 @@
+"""What mkdocs calls while it builds the site."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+from tools.site import catalogue, pictures, public, sources
+
+_PICTURE = re.compile(r"<!-- picture: (\w+) -->")
+
+
+def on_pre_build(**_: Any) -> None:
+    """Refuse to build if a public name has no docstring, or a public module no page."""
+    missing = [
+        name.path
+        for module in public.MODULES
+        for name in public.public_names(module)
+        if name.definition is not None and not name.docstring
+    ]
+    unknown = set(public.modules_with_lists()) - set(public.MODULES) - set(public.INSIDE)
+    if missing or unknown:
+        raise PluginError(
+            f"every public name must have a docstring: {', '.join(missing) or 'all do'}; every"
+            f" module with an __all__ a place in tools/site/public.py:"
+            f" {', '.join(sorted(unknown)) or 'all have'}"
+        )
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made, and those that lie elsewhere."""
+    made = {
+        "reference/rules.md": catalogue.rules_page(),
+        "reference/attacks.md": catalogue.attacks_page(),
+        "reference/commands.md": catalogue.commands_page(),
+        **catalogue.reference_pages(),
+        **sources.pages_from_elsewhere(),
+        **sources.tutorials(),
+    }
+    for uri, content in made.items():
+        files.append(File.generated(config, uri, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Put pictures where pages ask for them, and turn links that leave ``docs``."""
+    uri = page.file.src_uri
+    if page.file.generated_by is None:
+        markdown = sources.turned(markdown, f"docs/{uri}", uri)
+    return _PICTURE.sub(
+        lambda found: f'<div class="concept">{pictures.CONCEPTS[found[1]]()}</div>', markdown
+    )

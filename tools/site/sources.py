@@ -1,0 +1,107 @@
+"""Pages of the site that lie elsewhere in the repository, and links between all of them."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+ELSEWHERE = {
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "examples/ray_cluster.md": "examples/ray_cluster.md",
+    "examples/ddp_mnist.py": "examples/ddp_mnist.md",
+    "examples/fsdp_language_model.py": "examples/fsdp_language_model.md",
+    "examples/flower/app.py": "examples/flower.md",
+}
+"""Files outside of ``docs``, and the pages that show them."""
+
+_LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+
+
+def pages_from_elsewhere() -> dict[str, str]:
+    """Return the pages of files that are not in ``docs``, with their links turned."""
+    pages = {}
+    for file, page in ELSEWHERE.items():
+        text = (ROOT / file).read_text()
+        if file.endswith(".py"):
+            text = f"# `{file}`\n\n```python\n{text.rstrip()}\n```\n"
+        pages[page] = turned(text, file, page)
+    return pages
+
+
+def turned(text: str, file: str, page: str) -> str:
+    """Turn a file's links, which hold in the repository, into links that hold in the site.
+
+    >>> turned("[choosing](docs/choosing.md#few)", "ARCHITECTURE.md", "architecture.md")
+    '[choosing](choosing.md#few)'
+    >>> turned("[rooms](../ARCHITECTURE.md)", "docs/training.md", "training.md")
+    '[rooms](architecture.md)'
+    """
+
+    def turn(found: re.Match[str]) -> str:
+        target, mark, heading = found[1].partition("#")
+        if not target or ":" in target:
+            return found[1]
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(file), target))
+        there = ELSEWHERE.get(place, place.removeprefix("docs/"))
+        return posixpath.relpath(there, posixpath.dirname(page) or ".") + mark + heading
+
+    return _LINK.sub(turn, text)
+
+
+def tutorials() -> dict[str, str]:
+    """Return the page of every tutorial: a script, with what it prints, which a test compares."""
+    return {
+        f"tutorials/{script.stem}.md": tutorial(script.read_text(), printed(script).read_text())
+        for script in sorted((ROOT / "docs/tutorials").glob("*.py"))
+    }
+
+
+def printed(script: Path) -> Path:
+    """Return the file that has what a tutorial prints."""
+    return script.with_suffix(".txt")
+
+
+def tutorial(script: str, output: str) -> str:
+    r"""Turn a script into a page: its comments at the margin are text, all else is code.
+
+    >>> print(tutorial('"A title."\n\n# Add.\nprint(1 + 1)\n', "2\n"))
+    # A title
+    <BLANKLINE>
+    Add.
+    <BLANKLINE>
+    ```python
+    print(1 + 1)
+    ```
+    <BLANKLINE>
+    ## What it prints
+    <BLANKLINE>
+    ```text
+    2
+    ```
+    <BLANKLINE>
+    """
+    head = ast.parse(script)
+    docstring = ast.get_docstring(head) or ""
+    title, _, introduction = docstring.partition("\n")
+    body = script.split("\n")[head.body[0].end_lineno :]
+    parts = [f"# {title.rstrip('.')}"]
+    if introduction.strip():
+        parts.append(introduction.strip())
+    for comment, lines in groupby(body, key=lambda line: line.startswith("#")):
+        text = "\n".join(lines).strip("\n")
+        if not text:
+            continue
+        if comment:
+            parts.append("\n".join(line.removeprefix("#").strip() for line in text.split("\n")))
+        else:
+            parts.append(f"```python\n{text}\n```")
+    parts.append(f"## What it prints\n\n```text\n{output.rstrip()}\n```\n")
+    return "\n\n".join(parts)
