@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -87,8 +88,7 @@ class Reception:
         if self.staleness > self.max_staleness:
             self.refused += 1
             return False
-        with kernel_threads(self.task.threads):
-            row, cells = self._sent(worker)
+        row, cells = self._sent(worker)
         self.touched += cells
         self.clock.stop("attack")
         self._renew()
@@ -110,7 +110,8 @@ class Reception:
             return self.rows[worker], 0
         self._lies.copy_(self.rows)
         rng = self.task.attack_rng(self.arrivals)
-        touched = attack.corrupt(self._lies, rng=rng, round=self.version)
+        with kernel_threads(self.task.threads):
+            touched = attack.corrupt(self._lies, rng=rng, round=self.version)
         return self._lies[worker], touched.of_row(worker)
 
     def _renew(self) -> None:
@@ -126,8 +127,7 @@ class Reception:
         """Return what was decided on, at a time of the engine's clock."""
         verdict = self._verdict
         assert verdict is not None
-        with kernel_threads(self.task.threads):
-            aggregate = self._aggregate(verdict, round)
+        aggregate = self._aggregate(verdict, round)
         self.clock.stop("aggregate")
         workers = np.array(verdict.workers)
         return Gathered(
@@ -145,14 +145,16 @@ class Reception:
 
     def _aggregate(self, verdict: Verdict, round: int) -> Aggregate:
         if verdict.rows:
-            whole = self.server.aggregate(rng=self.task.rule_rng(round), by_server=False)
+            with kernel_threads(self.task.threads):
+                whole = self.server.aggregate(rng=self.task.rule_rng(round), by_server=False)
             dropped = whole.dropped[list(verdict.rows)]
             shares = whole.by_server[:, list(verdict.rows)]
             return Aggregate(whole.value, dropped, whole.expected, shares, whole.finite)
         value = self.rows[verdict.workers[0]] if verdict.along is None else verdict.along
-        dropped = np.full(1, 0.0 if verdict.accepted else 1.0)
-        shares = np.broadcast_to(dropped, (self.task.num_servers, 1))
-        return Aggregate(value, dropped, 0.0, shares, bool(value.isfinite().all()))
+        shares = np.full((self.task.num_servers, 1), 0.0 if verdict.accepted else 1.0)
+        # The largest of all is one pass, and not finite if any is not.
+        finite = math.isfinite(float(torch.linalg.vector_norm(value, math.inf)))
+        return Aggregate(value, shares[0], 0.0, shares, finite)
 
     def steps(self, aggregate: Aggregate) -> bool:
         """Say whether :meth:`update` will change the parameters."""

@@ -107,7 +107,7 @@ class AsynchronousRayCluster:
         self._forget_questions()
 
     def _forget_questions(self) -> None:
-        self._questions: dict[Any, Question] = {}
+        self.pending: dict[Any, Question] = {}
         self._idle = {host: deque(host.workers) for host in self.hosts}
         self._left = time.monotonic()
         self._came = self._left  # when there was a row that could be used
@@ -153,8 +153,8 @@ class AsynchronousRayCluster:
         """Keep everybody busy, and return the question that was answered first."""
         while True:
             self._ask(round)
-            pending = list(self._questions)
-            ready, _ = self._ray.wait(pending, timeout=_LOOK) if pending else ([], None)
+            asked = list(self.pending)
+            ready, _ = self._ray.wait(asked, timeout=_LOOK) if asked else ([], None)
             self._watch()
             waited = time.monotonic() - max(begun, self._came)
             if waited > self.wait_seconds:
@@ -162,9 +162,9 @@ class AsynchronousRayCluster:
                     f"round {round + 1} needs a row, and none came for {waited:.1f} s",
                     self._failures(),
                 )
-            if ready and ready[0] in self._questions:
-                return self._questions.pop(ready[0])
-            if not pending:
+            if ready and ready[0] in self.pending:
+                return self.pending.pop(ready[0])
+            if not asked:
                 time.sleep(_PAUSE)
 
     def _ask(self, round: int) -> None:
@@ -192,7 +192,7 @@ class AsynchronousRayCluster:
         )
         self._steps[worker] += 1
         self.reception.give(worker)
-        self._questions[references[-1]] = Question(host, worker, references)
+        self.pending[references[-1]] = Question(host, worker, references)
 
     def _read(self, question: Question) -> bool:
         """Read an answer; False says that there is no row in it that can be used."""
@@ -230,10 +230,10 @@ class AsynchronousRayCluster:
             news.append(f"{host} did not answer for three deadlines: started again")
             self._ray.kill(host.actor, no_restart=False)
             host.ready = False
-            idle.extend(each.worker for each in self._questions.values() if each.host is host)
-            self._questions = {
+            idle.extend(each.worker for each in self.pending.values() if each.host is host)
+            self.pending = {
                 reference: each
-                for reference, each in self._questions.items()
+                for reference, each in self.pending.items()
                 if each.host is not host
             }
 
