@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.floats import FORMATS, to_bfloat16
-from phocas.kernels import Rows, SparseMix
+from phocas.kernels import Rows, SparseMix, Window
 from phocas.rules import measures
 from phocas.rules.algebra import (
     UNMIXED,
@@ -164,7 +164,7 @@ class HostMatrix:
         clean, spreads = decision.clean, decision.spreads
         origin = start
         if spreads is None:
-            radii = Radii(decision.window, decision.mix.weights, clean)
+            radii = decision.radii()
             origin, spreads = 0, self._cut_spreads(radii)
         answers = []
         for piece in self.pieces:
@@ -183,8 +183,10 @@ class HostMatrix:
 
     def standing(self, decision: Decision) -> Standing | None:
         """Return what :meth:`apply` does if it is one call of a kernel, for rows that stay."""
-        plain = (decision.mix.weights, decision.function, decision.spreads, decision.clean)
-        if len(self.pieces) != 1 or any(part is not None for part in plain):
+        other = (decision.function, decision.spreads, decision.clean, decision.weighing)
+        if len(self.pieces) != 1 or any(
+            part is not None for part in (decision.mix.weights, *other)
+        ):
             return None
         (piece,) = self.pieces
         rows = piece.in_place()
