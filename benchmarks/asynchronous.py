@@ -36,10 +36,9 @@ POLICIES = {
     "zeno:validation=128": "mean",
     "kardam:b=6": "mean",
 }
-TURNS = 5
 
 
-def events(policy: str, updates: int) -> dict[str, Any]:
+def events(policy: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the rounds a second of CPU time, with the gradients and without them."""
     engine = LocalSettings(asynchronous=policy, speeds="slow:workers=4,factor=10")
     data = load("synthetic")
@@ -51,11 +50,11 @@ def events(policy: str, updates: int) -> dict[str, Any]:
         rows = timed(cluster, "_compute")
         own = timed(cluster.reception, "_renew")
         best = {"update": float("inf"), "bookkeeping": float("inf")}
-        for _ in range(TURNS):
+        for _ in range(options.turns):
             rows.clear()
             own.clear()
             before, arrived = time.process_time(), cluster.reception.arrivals
-            for _ in range(updates // TURNS):
+            for _ in range(options.updates // options.turns):
                 trainer.step(detailed=False)
             arrived = cluster.reception.arrivals - arrived
             spent = time.process_time() - before
@@ -111,7 +110,7 @@ def on_ray(policy: str, options: argparse.Namespace) -> dict[str, Any]:
         alone = [remote.remote([cluster.job], host.first, host.last) for host in hosts]
         ray.get([one.compute.remote(1) for one in alone])
         rates: dict[str, list[float]] = {"updates": [], "gradients": []}
-        for _ in range(TURNS):
+        for _ in range(options.turns):
             start, arrived = time.perf_counter(), cluster.reception.arrivals
             while cluster.reception.arrivals - arrived < options.updates:
                 trainer.step(detailed=False)
@@ -143,13 +142,14 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="updates on Ray, not the event engine")
     parser.add_argument("--updates", type=int, default=None, help="in all, or in a turn on Ray")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--policies", nargs="*", default=list(POLICIES))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.updates = options.updates or (60 if options.ray else 3000)
     results = [
-        on_ray(policy, options) if options.ray else events(policy, options.updates)
+        on_ray(policy, options) if options.ray else events(policy, options)
         for policy in options.policies
     ]
     for result in results:

@@ -232,9 +232,7 @@ class AsynchronousRayCluster:
             host.ready = False
             idle.extend(each.worker for each in self.pending.values() if each.host is host)
             self.pending = {
-                reference: each
-                for reference, each in self.pending.items()
-                if each.host is not host
+                reference: each for reference, each in self.pending.items() if each.host is not host
             }
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
