@@ -380,6 +380,9 @@ def test_a_policy_without_a_rule_needs_none_said_and_leaves_other_runs_their_ide
     assert plain.identity() != make_config({"speeds": "even"}).identity()
     with pytest.raises(ConfigError, match="setting of the local engine"):
         make_config({"speeds": "even", "engine": "ray"})
+    on_ray = make_config({"engine": "ray"})
+    assert on_ray.identity() == make_config({"engine": "ray", "max_staleness": 1000}).identity()
+    assert on_ray.identity() != make_config({"engine": "ray", "asynchronous": "zeno"}).identity()
     assert str(parse_policy("zeno++:rho=0.01")) == "zeno:rho=0.01"
     assert SILENT * 20 > 10 * 20  # a worker ten times slower is not silent
 

@@ -38,6 +38,7 @@ from phocas.engines.faults import Corrupt, FaultScript, NaN, Stale, random_scrip
 from phocas.engines.local import LocalSettings
 from phocas.engines.ray import RaySettings
 from phocas.engines.ray import session as ray_session
+from phocas.engines.ray.asynchronous import AsynchronousRayCluster
 from phocas.engines.ray.cluster import RayCluster
 from phocas.engines.ray.hosts import MissingRowsError
 from phocas.engines.ray.servers import Servers
@@ -45,6 +46,7 @@ from phocas.engines.ray.session import RayUnreachableError, reachable, the_ray
 from phocas.engines.ray.shard import read_rows
 from phocas.engines.ray.worker import cut, join
 from phocas.experiments.config import make_config
+from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
 from phocas.training import Round, Trainer
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
@@ -571,6 +573,172 @@ def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(
     assert servers.news == [f"server 0 {said}: restored from its checkpoint"]
     for actor in servers.actors:
         ray.kill(actor)
+
+
+# -- nobody waits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_of_the_parameters_that_were_given_whatever_their_senders_say(
+    ray: Any, data: Dataset, dtype: str
+) -> None:
+    """One process answers in order, so a plain loop knows every row: always one step behind."""
+    m, rounds, lr = 3, 20, 0.1
+    options: dict[str, Any] = {"num_workers": m, "num_servers": 2, "rule": "mean", "lr": lr}
+
+    def model() -> nn.Module:
+        torch.manual_seed(2)
+        if dtype == "float32":
+            return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        # Without matrix products, whose bits differ between processors in bfloat16.
+        return nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(10), nn.LayerNorm(10)).bfloat16()
+
+    options["worker_momentum"] = 0.5
+    with make("ray", data, model=model(), asynchronous="mean", processes=1, **options) as trainer:
+        assert isinstance(trainer.cluster, AsynchronousRayCluster)
+        done = list(trainer.rounds(rounds))
+        found, task = trainer.server.vector.clone(), trainer.task
+    assert [each.staleness for each in done] == [0, *[1] * (rounds - 1)]
+    assert [int(each.participants[0]) for each in done if each.participants is not None] == [
+        number % m for number in range(rounds)
+    ]
+    seconds = [each.virtual_seconds or 0.0 for each in done]
+    assert seconds == sorted(seconds)
+    with make("local", data, model=model(), **options) as twin:
+        flat = twin.server.parameters
+        versions = [flat.vector.clone()]
+        velocity = torch.zeros(m, flat.size, dtype=flat.vector.dtype)
+        row = torch.empty(1, flat.size, dtype=flat.vector.dtype)
+        for number in range(rounds):
+            worker, step = number % m, number // m
+            flat.vector.copy_(versions[max(0, number - 1)])
+            inputs, targets = task.batches(step, worker, worker + 1)
+            loss = twin.cluster.gradients(inputs, targets, row, task.seed, step, worker)
+            assert done[number].loss == float(loss)
+            velocity[worker].mul_(0.5).add_(row[0], alpha=0.5)
+            versions.append(versions[-1].add(velocity[worker], alpha=-lr))
+    assert torch.equal(found, versions[-1])
+
+
+POLICIES = ["buffers=7", "zeno:validation=64,rho=0", "kardam:b=1", "mean"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_survives_the_faults_of_real_processes(
+    ray: Any, data: Dataset, policy: str, tmp_path: Path
+) -> None:
+    script = """
+        corrupt:round=3,worker=0
+        nan:round=4,worker=1
+        shape:round=5,worker=2
+        raise:round=6,worker=3
+        stale:round=8,worker=1
+        kill:round=9,worker=6
+        dtype:round=9,worker=5
+        delay:round=9,worker=4,seconds=1.5
+    """
+    options: dict[str, Any] = {
+        "rule": "phocas:b=3" if policy.startswith("buffers") else "mean",
+        "lr": 0.05,
+        "num_workers": 8,
+        "attack": "sign-flip:q=1",
+    }
+    engine = {"asynchronous": policy, "processes": 4, "deadline": 1.0, "faults": script}
+    with make("ray", data, **engine, **options) as trainer:
+        cluster = trainer.cluster
+        assert isinstance(cluster, AsynchronousRayCluster)
+        before = trainer.evaluate().loss
+        rounds = list(trainer.rounds(40))
+        news = "; ".join(line for each in rounds for line in each.news)
+        while "workers 6 to 7 is back" not in news and len(rounds) < 20_000:
+            rounds += trainer.rounds(1)
+            news += "; ".join(rounds[-1].news)
+        assert cluster.script.struck == cluster.script.faults
+        for text in (
+            "worker 2 sent shape",
+            "workers 2 to 3 raised InjectedError",
+            "worker 5 sent float64 where float32 was due",
+            "workers 6 to 7 died, and is started again",
+            "workers 4 to 5 is late: no row after 1",
+        ):
+            assert text in news, text
+        assert bool(trainer.server.vector.isfinite().all())
+        if policy != "mean":  # which takes the garbage of worker 0
+            assert trainer.evaluate().loss < before
+        trainer.save(tmp_path / "half")
+        version, steps = cluster.reception.version, cluster.reception.arrivals
+        vector = trainer.server.vector.clone()
+        list(trainer.rounds(5))
+        trainer.load(tmp_path / "half")
+        assert (cluster.reception.version, cluster.reception.arrivals) == (version, steps)
+        assert torch.equal(trainer.server.vector, vector)
+        assert len(list(trainer.rounds(5))) == 5
+    applied = sum(each.action == "applied" for each in rounds)
+    assert version == applied > 0
+
+
+def test_a_worker_that_never_answers_does_not_stall_buffers(ray: Any, data: Dataset) -> None:
+    options: dict[str, Any] = {"num_workers": 6, "num_servers": 1, "rule": "phocas:b=1", "lr": 0.1}
+    engine = {"asynchronous": "buffers=5", "processes": 6, "faults": "hang:round=4,worker=3"}
+    with make("ray", data, **engine, **options) as trainer:
+        before = trainer.evaluate().loss
+        rounds = list(trainer.rounds(40))
+        assert trainer.evaluate().loss < before
+    news = [line for each in rounds for line in each.news]
+    assert news == ["workers 3 are silent: the others were dealt over the buffers anew"]
+    assert all(each.action == "applied" for each in rounds)
+    who = [set(each.participants.tolist()) for each in rounds if each.participants is not None]
+    assert who[-1] == {0, 1, 2, 4, 5}
+
+
+def test_rows_that_come_too_late_are_refused_and_recorded(ray: Any, tmp_path: Path) -> None:
+    values = {
+        "dataset": "synthetic:train=300,test=60,side=8",
+        "model": "softmax",
+        "workers": 3,
+        "servers": 1,
+        "engine": "ray",
+        "asynchronous": "mean",
+        "max_staleness": 5,
+        "processes": 3,
+        "rounds": 300,
+        "evaluate_every": 100,
+        "faults": ["delay:round=4,worker=1,seconds=2"],
+        "results": str(tmp_path / "r"),
+    }
+    record = execute(make_config(values))
+    assert record.status == "complete"
+    with Results(tmp_path / "r", read=True) as results:
+        clock = results.table("virtual", record.id)
+    assert len(clock) == 300
+    assert max(row["staleness"] for row in clock) <= 5
+    assert sum(row["refused"] for row in clock) >= 1
+
+
+def test_nobody_who_answers_ends_the_run_with_what_is_known(ray: Any, data: Dataset) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "num_servers": 1, "rule": "mean"}
+    script = "hang:round=2,worker=0\nhang:round=2,worker=1"
+    engine = {"asynchronous": "mean", "processes": 2, "wait_seconds": 2.0, "faults": script}
+    with make("ray", data, **engine, **options) as trainer:
+        with pytest.raises(MissingRowsError, match="needs a row, and none came for 2") as ended:
+            list(trainer.rounds(10))
+        assert set(ended.value.failures) == {"worker 0", "worker 1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"missing": 1}, "missing and on_missing are for rounds"),
+        ({"on_missing": "stop"}, "missing and on_missing are for rounds"),
+        ({"faults": "kill:round=1,server=0"}, "the trainer's process is the server"),
+        ({"faults": "kill:round=1,worker=8"}, "workers are 0 to 7"),
+    ],
+)
+def test_what_is_for_rounds_is_refused_where_nobody_waits(
+    ray: Any, data: Dataset, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make("ray", data, asynchronous="mean", rule="mean", **settings)
 
 
 # -- without a cluster -----------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_the_papers_settings_reach_the_papers_accuracy(tmp_path: Path) -> None:
 WAITLESS = {
     ("buffered:buffers=15", "phocas:b=6"): (300, 0.1, 0.88, 1.0),
     ("buffered:buffers=15", "heraclius:b=6"): (300, 0.1, 0.88, 1.0),
-    ("zeno:validation=128", "mean"): (2500, 0.1, 0.85, 1.0),
+    ("zeno:validation=128", "mean"): (1630, 0.05, 0.85, 1.0),
     ("mean", "mean"): (1000, 0.02, 0.0, 0.5),
 }
 

@@ -9,7 +9,8 @@ A script has one fault a line, and comments after ``#``; rounds count from 1, as
 
 ``kill``, ``hang``, ``delay`` and ``raise`` hit the process: all workers that live in it share the
 fate of the one that is named. The others change a row on its way to the servers. Every fault
-strikes once: a worker that is asked again for the same round is well.
+strikes once: a worker that is asked again for the same round is well. Where nobody waits, not every
+worker is asked in every round, and a fault strikes with the next question.
 """
 
 from __future__ import annotations
@@ -282,13 +283,17 @@ class FaultScript:
         *,
         workers: Iterable[int] = (),
         server: int | None = None,
+        late: bool = False,
     ) -> list[Fault]:
-        """Return what strikes in a round (from 1), and do not return it again."""
+        """Return what strikes in a round (from 1), and do not return it again.
+
+        ``late`` asks for what was due before, too.
+        """
         who = set(workers)
         found = [
             fault
             for fault in self._waiting
-            if fault.round == round
+            if (fault.round == round or (late and fault.round < round))
             and (fault.worker in who if fault.worker is not None else fault.server == server)
         ]
         self._waiting = [fault for fault in self._waiting if fault not in found]

@@ -51,12 +51,11 @@ _TASK = {
     if declared.name != "gradient_path"
 }
 _ENGINES: dict[str, Any] = {name: type(find_engine(name)) for name in ENGINES}
-_ENGINE_OF = {
-    declared.name: (engine, declared)
-    for engine, settings in _ENGINES.items()
-    for declared in dataclasses.fields(settings)
+_OF_ENGINES = {
+    name: {declared.name: declared for declared in dataclasses.fields(settings)}
+    for name, settings in _ENGINES.items()
 }
-_DECLARED = _TASK | {key: declared for key, (_, declared) in _ENGINE_OF.items()}
+_DECLARED = _TASK | {key: said for keys in _OF_ENGINES.values() for key, said in keys.items()}
 _PLACES = {key for key, declared in _DECLARED.items() if declared.metadata["place"]} | {
     "name",
     "results",
@@ -68,12 +67,17 @@ _PLACES = {key for key, declared in _DECLARED.items() if declared.metadata["plac
 }
 
 
+def _engines_of(key: str) -> list[str]:
+    """Return the engines that have a setting; none of them has one of the task."""
+    return [engine for engine, keys in _OF_ENGINES.items() if key in keys]
+
+
 def _declared(key: str, **instead: Any) -> Any:
     """Take a setting from where it is declared; ``default=`` gives a run another default."""
     declared = _DECLARED[key]
     said = declared.metadata["help"]
-    engine = _ENGINE_OF[key][0] if key in _ENGINE_OF else "local"
-    text = said if engine == "local" else f"{engine}: {said}"
+    engines = _engines_of(key)
+    text = f"{engines[0]}: {said}" if engines and "local" not in engines else said
     if declared.default_factory is not dataclasses.MISSING:
         return Field(default_factory=declared.default_factory, description=text)
     return Field(description=text, **{"default": declared.default, **instead})
@@ -222,8 +226,9 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
         problems = []
-        for name, (engine, _) in sorted(_ENGINE_OF.items()):
-            if self.engine != engine and getattr(self, name) != _default(name):
+        for name in sorted(self._foreign()):
+            if getattr(self, name) != _default(name):
+                engine = _engines_of(name)[0]
                 problems.append(
                     f"{name} is a setting of the {engine} engine: set engine to {engine} too"
                 )
@@ -277,11 +282,15 @@ class RunConfig(BaseModel):
             raise ValueError("; ".join(problems))
         return self
 
+    def _foreign(self) -> set[str]:
+        """Return the settings that other engines have and this one has not."""
+        every = {key for keys in _OF_ENGINES.values() for key in keys}
+        return every - _OF_ENGINES[self.engine].keys()
+
     def identity(self) -> str:
         """Return a digest of all that the result depends on: not of names, places and threads."""
-        foreign = {key for key, (engine, _) in _ENGINE_OF.items() if engine != self.engine}
         unset = {key for key in _LATER if getattr(self, key) == _default(key)}
-        content = self.model_dump(exclude=_PLACES | foreign | unset)
+        content = self.model_dump(exclude=_PLACES | self._foreign() | unset)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def task_settings(self) -> dict[str, Any]:
@@ -290,8 +299,8 @@ class RunConfig(BaseModel):
 
     def make_engine(self) -> Engine:
         """Return the engine with its settings."""
-        names = [declared.name for declared in dataclasses.fields(_ENGINES[self.engine])]
-        engine: Engine = _ENGINES[self.engine](**{name: getattr(self, name) for name in names})
+        given = {name: getattr(self, name) for name in _OF_ENGINES[self.engine]}
+        engine: Engine = _ENGINES[self.engine](**given)
         return engine
 
     def title(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from phocas.engines import EngineError
-from phocas.engines.asynchronous.policies import Policy
+from phocas.engines.asynchronous.policies import Policy, SilenceError
 from phocas.engines.asynchronous.reception import Reception
 from phocas.engines.asynchronous.speeds import Speeds
 from phocas.training.cluster import Clock, Gathered
@@ -76,7 +76,10 @@ class AsynchronousCluster:
             clock.stop("data")
             if self._waiting[worker]:
                 self._compute(clock)
-            decided = self.reception.take(worker)
+            try:
+                decided = self.reception.take(worker)
+            except SilenceError as error:
+                raise EngineError(str(error)) from None
         return self.reception.gathered(round, self.now)
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:

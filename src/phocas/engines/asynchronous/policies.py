@@ -218,7 +218,7 @@ class _Buffers(State):
 
 
 class SilenceError(RuntimeError):
-    """Too few workers answer for training to go on."""
+    """Too few workers answer for training to go on; what the last one sent is kept."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -9,15 +10,7 @@ import numpy as np
 import torch
 
 from phocas.attacks import RowAttack
-from phocas.engines import EngineError
-from phocas.engines.asynchronous.policies import (
-    Arrival,
-    Policy,
-    SilenceError,
-    State,
-    Verdict,
-    ZenoState,
-)
+from phocas.engines.asynchronous.policies import Arrival, Policy, State, Verdict, ZenoState
 from phocas.rules import Mean
 from phocas.seeds import Stream, generator
 from phocas.training.cluster import Clock, Gathered
@@ -86,25 +79,22 @@ class Reception:
             self._given[worker] = self.server.vector
 
     def take(self, worker: int) -> bool:
-        """Take the row of a worker, and say whether the policy has decided."""
+        """Take the row of a worker, and say whether the policy has decided.
+
+        A :class:`SilenceError` says that too few answer now; when more do, it may go on.
+        """
         self.staleness = self.version - int(self.taken[worker])
         self.arrivals += 1
         if self.staleness > self.max_staleness:
             self.refused += 1
             return False
-        with kernel_threads(self.task.threads):
-            row, cells = self._sent(worker)
+        row, cells = self._sent(worker)
         self.touched += cells
         self.clock.stop("attack")
         self._renew()
         self.clock.stop("gradients")
         given = None if self._given is None else self._given[worker]
-        try:
-            self._verdict = self.state_of_policy.receive(
-                Arrival(worker, row, self.staleness, given)
-            )
-        except SilenceError as error:
-            raise EngineError(str(error)) from None
+        self._verdict = self.state_of_policy.receive(Arrival(worker, row, self.staleness, given))
         self.news += self.state_of_policy.news
         return self._verdict is not None
 
@@ -120,7 +110,8 @@ class Reception:
             return self.rows[worker], 0
         self._lies.copy_(self.rows)
         rng = self.task.attack_rng(self.arrivals)
-        touched = attack.corrupt(self._lies, rng=rng, round=self.version)
+        with kernel_threads(self.task.threads):
+            touched = attack.corrupt(self._lies, rng=rng, round=self.version)
         return self._lies[worker], touched.of_row(worker)
 
     def _renew(self) -> None:
@@ -136,8 +127,7 @@ class Reception:
         """Return what was decided on, at a time of the engine's clock."""
         verdict = self._verdict
         assert verdict is not None
-        with kernel_threads(self.task.threads):
-            aggregate = self._aggregate(verdict, round)
+        aggregate = self._aggregate(verdict, round)
         self.clock.stop("aggregate")
         workers = np.array(verdict.workers)
         return Gathered(
@@ -155,14 +145,16 @@ class Reception:
 
     def _aggregate(self, verdict: Verdict, round: int) -> Aggregate:
         if verdict.rows:
-            whole = self.server.aggregate(rng=self.task.rule_rng(round), by_server=False)
+            with kernel_threads(self.task.threads):
+                whole = self.server.aggregate(rng=self.task.rule_rng(round), by_server=False)
             dropped = whole.dropped[list(verdict.rows)]
             shares = whole.by_server[:, list(verdict.rows)]
             return Aggregate(whole.value, dropped, whole.expected, shares, whole.finite)
         value = self.rows[verdict.workers[0]] if verdict.along is None else verdict.along
-        dropped = np.full(1, 0.0 if verdict.accepted else 1.0)
-        shares = np.broadcast_to(dropped, (self.task.num_servers, 1))
-        return Aggregate(value, dropped, 0.0, shares, bool(value.isfinite().all()))
+        shares = np.full((self.task.num_servers, 1), 0.0 if verdict.accepted else 1.0)
+        # The largest of all is one pass, and not finite if any is not.
+        finite = math.isfinite(float(torch.linalg.vector_norm(value, math.inf)))
+        return Aggregate(value, shares[0], 0.0, shares, finite)
 
     def steps(self, aggregate: Aggregate) -> bool:
         """Say whether :meth:`update` will change the parameters."""

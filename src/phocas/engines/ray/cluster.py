@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from phocas.engines import EngineError
 from phocas.engines.faults import Fault, FaultScript, Stale
-from phocas.engines.ray.hosts import Harvest, Host, Hosts, first_line
+from phocas.engines.ray.hosts import Harvest, Host, Hosts
 from phocas.engines.ray.servers import Result, Servers
 from phocas.engines.ray.session import Session
 from phocas.engines.ray.shard import (
@@ -24,13 +23,20 @@ from phocas.engines.ray.shard import (
     piece_shapes,
     read_rows,
 )
+from phocas.engines.ray.start import (
+    LEAST_STORE,
+    OPTIONS,
+    await_start,
+    get_momentum,
+    path_of,
+    set_momentum,
+    start_hosts,
+)
 from phocas.engines.ray.values import array_of, tensor_of
-from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut
+from phocas.engines.ray.worker import Source, WorkerJob, cut
 from phocas.machine import available_cores
-from phocas.sharding import shard_bounds
 from phocas.training.cluster import Clock, Gathered
-from phocas.training.gradients import Looped, Vectorised
-from phocas.training.gradients.merged import Merged
+from phocas.training.gradients import Looped
 from phocas.training.lanes import Lanes
 from phocas.training.server import Action, Aggregate, ParameterServer
 
@@ -39,9 +45,6 @@ if TYPE_CHECKING:
     from phocas.rules.sampling import Sample
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.task import Task
-
-_START_SECONDS = 300.0
-_LEAST_STORE = 256 << 20
 
 
 class RayCluster:
@@ -67,7 +70,7 @@ class RayCluster:
         self.session = Session(
             settings.address,
             cores=task.threads or available_cores(),
-            store_bytes=max(_LEAST_STORE, 3 * matrix + task.samples.nbytes),
+            store_bytes=max(LEAST_STORE, 3 * matrix + task.samples.nbytes),
         )
         try:
             self._start(settings)
@@ -79,10 +82,7 @@ class RayCluster:
 
     def _start(self, settings: RaySettings) -> None:
         self._ray = self.session.ray
-        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-        self._shard_class = self._ray.remote(**options)(Shard)
-        # Ray starts dead workers again by itself; a call that died is not made again by it.
-        self._worker_class = self._ray.remote(**options, max_restarts=-1)(WorkerProcess)
+        self._shard_class = self._ray.remote(**OPTIONS)(Shard)
         self._shard_jobs = self._make_shard_jobs()
         self.servers = Servers(
             [self._make_shard(number) for number in range(self.task.num_servers)],
@@ -101,7 +101,8 @@ class RayCluster:
             on_missing=settings.on_missing,
             wait_seconds=settings.wait_seconds,
         )
-        self._wait_until_ready()
+        servers = {f"server {i}": actor.pid.remote() for i, actor in enumerate(self.servers.actors)}
+        await_start(self.hosts.hosts, self.job, servers)
 
     def _make_shard_jobs(self) -> list[ShardJob]:
         parameters, bounds = self.server.parameters, self.server.bounds
@@ -126,45 +127,14 @@ class RayCluster:
         m = self.task.num_workers
         self.job = self._ray.put(  # kept: a worker that is started again reads it once more
             WorkerJob(
-                self.task.for_worker(_path(self.gradients)),
+                self.task.for_worker(path_of(self.gradients)),
                 bounds=self.server.bounds,
                 keeps_rows=any(isinstance(fault, Stale) for fault in self.script.faults),
             )
         )
         cores = self.session.cores
         enough = math.ceil(m / self.allowed) if self.allowed else 1
-        number = processes or cores * math.ceil(enough / cores)
-        return [
-            Host(self._worker_class.remote(first, last), first, last)
-            for first, last in shard_bounds(m, min(m, number))
-        ]
-
-    def _wait_until_ready(self) -> None:
-        """Let every process come up before the first deadline runs; errors in them come out."""
-        begun = [host.actor.prepare.remote([self.job]) for host in self.hosts.hosts]
-        begun += [actor.pid.remote() for actor in self.servers.actors]
-        names = [str(host) for host in self.hosts.hosts]
-        names += [f"server {number}" for number in range(len(self.servers.actors))]
-        try:
-            self._ray.get(begun, timeout=_START_SECONDS)
-        except self._ray.exceptions.RayError as error:
-            raise EngineError(
-                f"not all of {len(self.hosts.hosts)} worker processes and"
-                f" {len(self.servers.actors)} servers started: {error}",
-                self._failures(dict(zip(names, begun, strict=True))),
-            ) from error
-        for host in self.hosts.hosts:
-            host.ready = True
-
-    def _failures(self, begun: dict[str, Any]) -> dict[str, str]:
-        """Say of each process that did not start why, in one line."""
-        failures = {}
-        for name, reference in begun.items():
-            try:
-                self._ray.get(reference, timeout=0)
-            except self._ray.exceptions.RayError as error:
-                failures[name] = first_line(getattr(error, "cause", None) or error)
-        return failures
+        return start_hosts(m, processes or cores * math.ceil(enough / cores))
 
     # -- a round -----------------------------------------------------------------------------------
 
@@ -335,18 +305,7 @@ class RayCluster:
         }
         rows = self.server.rows
         if self.task.worker_momentum:
-            velocity = torch.zeros_like(rows)
-            asked = {host.actor.momentum.remote([self.job]): host for host in self.hosts.hosts}
-            ready, _ = self._ray.wait(
-                list(asked), num_returns=len(asked), timeout=self.hosts.deadline
-            )
-            for reference in ready:
-                host = asked[reference]
-                try:
-                    array_of(velocity)[host.first : host.last] = self._ray.get(reference)
-                except self._ray.exceptions.RayError:
-                    continue
-            state["velocity"] = velocity
+            state["velocity"] = get_momentum(self.hosts.hosts, self.job, rows, self.hosts.deadline)
         if self._previous is not None:
             matrix = torch.empty_like(rows)
             for number, part in enumerate(self.server.bounds):
@@ -375,13 +334,7 @@ class RayCluster:
         if self._buffers is not None:
             self._buffers = self._copies()
         if "velocity" in state:
-            velocity = array_of(state["velocity"])
-            self._ray.get(
-                [
-                    host.actor.set_momentum.remote([self.job], velocity[host.first : host.last])
-                    for host in self.hosts.hosts
-                ]
-            )
+            set_momentum(self.hosts.hosts, self.job, state["velocity"])
         if "previous" in state:
             rows = array_of(state["previous"])
             parts = [self._ray.put([cut(row[part]) for row in rows]) for part in bounds]
@@ -429,9 +382,3 @@ def _parts(sources: Iterable[Source], number: int) -> list[Part]:
 def _changes_buffers(gradients: WorkerGradients) -> bool:
     has_some = next(gradients.model.buffers(), None) is not None
     return isinstance(gradients, Looped) and gradients.serial and has_some
-
-
-def _path(gradients: WorkerGradients) -> str:
-    """Name the way gradients are computed here, so that workers do not choose another."""
-    names = {Merged: "merged", Vectorised: "vectorised", Looped: "looped"}
-    return names[type(gradients)]

@@ -44,6 +44,37 @@ class Host:
         """The workers that live there."""
         return range(self.first, self.last)
 
+    def misses(self, news: list[str], kind: str, why: str) -> None:
+        """Say once why it has nothing to give, not in every round until it is back."""
+        self.why = why
+        if self.away != kind:
+            self.away = kind
+            news.append(f"{self} {why}")
+
+    def answers(self, news: list[str]) -> None:
+        """Take note that it is well."""
+        self.ready = True
+        if self.away:
+            self.away = ""
+            news.append(f"{self} is back")
+
+    def fails(self, error: BaseException, news: list[str]) -> bool:
+        """Take note of an error in an answer's place; False says that it only lacks its job."""
+        exceptions = the_ray().exceptions
+        if isinstance(error, exceptions.RayActorError):
+            self.ready = False
+            self.misses(news, "dead", "died, and is started again")
+        elif isinstance(error, exceptions.RayTaskError):
+            cause = getattr(error, "cause", None) or error
+            if isinstance(cause, NoJobError):  # it died between two questions, and is back already
+                self.ready = False
+                return False
+            self.away = ""  # every one of its exceptions is news
+            self.misses(news, "raised", f"raised {type(cause).__name__}: {first_line(cause)}")
+        else:
+            self.misses(news, "lost", f"sent an answer that was lost: {type(error).__name__}")
+        return True
+
     def __str__(self) -> str:
         if len(self.workers) == 1:
             return f"worker {self.first}"
@@ -111,7 +142,7 @@ class Hosts:
         for host in self.hosts:
             if host not in harvest.sources and host.asked is not None:
                 since = time.monotonic() - host.asked[2]
-                _away(host, harvest, "late", f"is late: no row after {since:.1f} s")
+                host.misses(harvest.news, "late", f"is late: no row after {since:.1f} s")
 
     def discard(self, harvest: Harvest, workers: set[int]) -> None:
         """Throw the rows of these workers' processes away, so that they are asked again."""
@@ -166,34 +197,20 @@ class Hosts:
         host.asked = None
         try:
             report = self._ray.get(reference)
-        except self._ray.exceptions.RayActorError:
-            host.ready = False
-            _away(host, harvest, "dead", "died, and is started again")
-            return
-        except self._ray.exceptions.RayTaskError as error:
-            cause = getattr(error, "cause", None) or error
-            if isinstance(cause, NoJobError):  # it died between two rounds, and is back already
-                host.ready = False
-                if asked == harvest.round:
-                    self._send(host, asked)
-                else:
-                    self._question(host, harvest)
-                return
-            host.away = ""  # every one of its exceptions is news
-            _away(host, harvest, "raised", f"raised {type(cause).__name__}: {first_line(cause)}")
-            return
         except self._ray.exceptions.RayError as error:
-            _away(host, harvest, "lost", f"sent an answer that was lost: {type(error).__name__}")
+            if host.fails(error, harvest.news):
+                return
+            if asked == harvest.round:
+                self._send(host, asked)
+            else:
+                self._question(host, harvest)
             return
         if asked != harvest.round:
             self._question(host, harvest)
         elif isinstance(report, Report):
             harvest.sources[host] = host.first, host.last, references[:-1]
             harvest.reports[host] = report
-            host.ready = True
-            if host.away:
-                host.away = ""
-                harvest.news.append(f"{host} is back")
+            host.answers(harvest.news)
 
     def _insist(self, harvest: Harvest) -> None:
         """Ask again for what is missing, until few enough are, or the policy says otherwise."""
@@ -222,14 +239,6 @@ class Hosts:
                 harvest.news.append(f"{host} did not answer for three deadlines: started again")
                 self._ray.kill(host.actor, no_restart=False)
                 host.asked, host.ready = None, False
-
-
-def _away(host: Host, harvest: Harvest, kind: str, why: str) -> None:
-    """Say once why a process has nothing to give, not in every round until it is back."""
-    host.why = why
-    if host.away != kind:
-        host.away = kind
-        harvest.news.append(f"{host} {why}")
 
 
 def first_line(error: BaseException) -> str:

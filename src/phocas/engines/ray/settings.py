@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from phocas.engines.asynchronous.settings import AsynchronousSettings
 from phocas.engines.faults import FaultScript
+from phocas.engines.ray.asynchronous import AsynchronousRayCluster
 from phocas.engines.ray.cluster import RayCluster
 from phocas.engines.ray.hosts import OnMissing
-from phocas.settings import Settings, at_least, setting, word
+from phocas.settings import at_least, setting, word
 from phocas.specs import positive
 from phocas.training.task import Task
 
@@ -19,7 +21,7 @@ def _script(_: str, __: str, value: FaultScript | str | Sequence[str]) -> FaultS
 
 
 @dataclass(frozen=True)
-class RaySettings(Settings):
+class RaySettings(AsynchronousSettings):
     """How a Ray engine treats its processes.
 
     ``faults`` may be a script, its text, or its lines: see :mod:`phocas.engines.faults`.
@@ -60,11 +62,14 @@ class RaySettings(Settings):
         [], "a script of what goes wrong and when, one fault a line", _script
     )
 
-    def build(self, task: Task) -> RayCluster:
+    def build(self, task: Task) -> RayCluster | AsynchronousRayCluster:
         """Connect to Ray, and start the workers and servers of a task there."""
         if task.device.type != "cpu":
             raise ValueError(
                 f"the ray engine computes on the processors of its hosts: got device={task.device};"
                 " leave it out, or take the local engine"
             )
-        return RayCluster(task, self)
+        policy = self.policy()
+        if policy is None:
+            return RayCluster(task, self)
+        return AsynchronousRayCluster(task, policy, self)

@@ -84,6 +84,10 @@ class WorkerProcess:
         """
         return self._at_work(job).gradients(*question)
 
+    def row(self, job: Sequence[Any], *question: Any) -> tuple[Any, Report]:
+        """Answer as :meth:`Workers.row` does."""
+        return self._at_work(job).row(*question)
+
     def momentum(self, job: Sequence[Any]) -> Values | None:
         """Return the velocities, for a checkpoint."""
         velocity = self._at_work(job).velocity
@@ -113,6 +117,7 @@ class Workers:
         self.velocity = torch.zeros_like(self.rows) if job.task.worker_momentum else None
         self._before: torch.Tensor | None = None
         self._last: tuple[int, Report] | None = None
+        self._serial = -1  # of the parameters that are here
 
     def gradients(
         self,
@@ -141,6 +146,38 @@ class Workers:
         report = Report(losses, changed, time.perf_counter() - start)
         self._last = round, report
         return *self._slices(rows), report
+
+    def row(
+        self,
+        worker: int,
+        step: int,
+        serial: int,
+        faults: Sequence[Fault],
+        parameters: Sequence[Values],
+    ) -> tuple[list[list[Values]], Report]:
+        """Return one worker's row number ``step``, alone in a list as others are, and a report.
+
+        The parameters are cut, and told apart by their serial number.
+        """
+        strike(faults)
+        start = time.perf_counter()
+        if serial != self._serial:
+            array_of(self.flat.vector)[:] = join(parameters)
+            self._serial = serial
+        task = self.job.task
+        i = worker - self.first
+        row = self.rows[i]
+        past = array_of(row.clone()) if self.job.keeps_rows and step else None
+        inputs, targets = task.batches(step, worker, worker + 1)
+        losses = self.compute(inputs, targets, row[None], task.seed, step, worker)
+        if self.velocity is not None:
+            velocity, beta = self.velocity[i], task.worker_momentum
+            row.copy_(velocity.mul_(beta).add_(row, alpha=1 - beta))
+        sent = array_of(row)
+        for fault in faults:
+            if isinstance(fault, RowFault):
+                sent = _changed(fault, sent, past, 0)
+        return [cut(sent)], Report(losses.numpy(), [], time.perf_counter() - start)
 
     def differentiate(
         self,
@@ -173,12 +210,16 @@ class Workers:
         for fault in faults:
             i = (fault.worker or 0) - self.first
             for bounds, part in zip(self.job.bounds, slices, strict=True):
-                own = rows[i, bounds]
-                past = None if before is None else numbers(before[i, bounds])
-                given = numbers(own)
-                sent = fault.change(given, past, bounds.start)
-                part[i] = stored(sent, own) if sent.dtype == given.dtype else sent
+                past = None if before is None else before[i, bounds]
+                part[i] = _changed(fault, rows[i, bounds], past, bounds.start)
         return [[cut(row) for row in part] for part in slices]
+
+
+def _changed(fault: RowFault, own: Values, past: Values | None, start: int) -> Values:
+    """Return what a fault makes of values that begin at a column."""
+    given = numbers(own)
+    sent: Values = fault.change(given, None if past is None else numbers(past), start)
+    return stored(sent, own) if sent.dtype == given.dtype else sent
 
 
 def cut(row: Values) -> list[Values]:
