@@ -29,6 +29,10 @@ Who = Literal["fixed", "resampled"]
 def attack_rng(seed: int, round: int) -> np.random.Generator:
     """Return the generator of one round: a function of the seed and the round alone.
 
+    Args:
+        seed: the seed of the run.
+        round: the number of the round, from 0.
+
     >>> bool(attack_rng(7, 3).integers(100) == attack_rng(7, 3).integers(100))
     True
     """
@@ -37,7 +41,14 @@ def attack_rng(seed: int, round: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of the place of an attack: m workers, and perhaps columns, format, servers."""
+    """What is known of the place of an attack: m workers, and perhaps columns, format, servers.
+
+    Args:
+        m: how many workers there are.
+        d: how many columns, if that is known.
+        kind: the format of the values, if that is known.
+        servers: how many servers, if that is known.
+    """
 
     m: int
     d: int | None = None
@@ -175,6 +186,10 @@ class RowAttack(Attack):
 
     ``who="fixed"``: workers 0 to q - 1, every round. ``who="resampled"``: q workers drawn anew from
     the round's generator, before anything else is drawn.
+
+    Args:
+        q: how many workers lie.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
     """
 
     q: int
