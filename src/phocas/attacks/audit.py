@@ -46,6 +46,22 @@ class Trial:
 
     ``limit`` is the yardstick, and ``source`` says whose it is: the paper's, the rule's own, or
     LIMIT, which is nobody's promise.
+
+    Attributes:
+        attack: what was tried, as text.
+        rows: how many rows it touched.
+        per_column: how many values it touched in the worst column.
+        distance: how far the result was from the honest mean.
+        inner_product: that of the result with the honest mean.
+        limit: how far is held to be near.
+        source: whose limit that is.
+        promised: whether the rule promises to survive it.
+        tried: whether it was; attacks on data are not.
+
+    >>> from phocas.attacks.audit import audit
+    >>> (trial,) = audit("mean", byzantine=1, dims=50, attacks=["constant:q=1,value=inf"])
+    >>> trial.holds, trial.promised, trial.verdict
+    (False, False, 'breaks')
     """
 
     attack: str

@@ -48,6 +48,10 @@ class Setting:
         d: how many columns, if that is known.
         kind: the format of the values, if that is known.
         servers: how many servers, if that is known.
+
+    >>> from phocas.attacks import Crash, Setting
+    >>> list(Crash(worker=9).problems(Setting(m=4)))
+    ['worker < m: got worker=9 with m=4 workers, the largest is 3']
     """
 
     m: int
@@ -86,7 +90,12 @@ class Scene:
 
 
 class Attack(Spec):
-    """One way in which the matrix of a round goes wrong."""
+    """One way in which the matrix of a round goes wrong.
+
+    >>> from phocas.attacks import Crash, Gambler, parse_attack
+    >>> parse_attack("gambler:scale=-10"), str(Crash(worker=3))
+    (Gambler(servers=20, server=0, probability=0.0005, scale=-10.0), 'crash:worker=3')
+    """
 
     needs_previous: ClassVar[bool] = False
     """Whether ``corrupt`` wants the rows of the round before, as the workers computed them."""
@@ -190,6 +199,12 @@ class RowAttack(Attack):
     Args:
         q: how many workers lie.
         who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> from phocas.attacks import SignFlip, attack_rng
+    >>> SignFlip(q=2).chosen(5, attack_rng(7, 0)).tolist()
+    [0, 1]
+    >>> SignFlip(q=2, who="resampled").chosen(5, attack_rng(7, 0)).tolist()
+    [0, 2]
     """
 
     q: int
@@ -226,7 +241,19 @@ class RowAttack(Attack):
 
 
 class HonestRows:
-    """The rows that are left honest, read a block of columns at a time."""
+    """The rows that are left honest, read a block of columns at a time.
+
+    Args:
+        matrix: the matrix of the round.
+        bad: who lies, in ascending order.
+
+    >>> import numpy as np
+    >>> from phocas.attacks.memory import WritableMatrix
+    >>> rows = np.array([[9.0], [1.0], [3.0]])
+    >>> honest = HonestRows(WritableMatrix(rows), np.array([0]))
+    >>> honest.mean(), honest.workers
+    (array([2.]), array([1, 2]))
+    """
 
     def __init__(self, matrix: WritableMatrix, bad: np.ndarray) -> None:
         self.matrix = matrix
@@ -247,7 +274,13 @@ class HonestRows:
 
 
 class ColumnLie(RowAttack):
-    """All q rows become one vector, each value made from the honest values of its column."""
+    """All q rows become one vector, each value made from the honest values of its column.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import InnerProduct
+    >>> InnerProduct(q=1, epsilon=0.5).lie(np.array([[1.0, 4.0], [3.0, 8.0]]), m=3)
+    array([-1., -3.])
+    """
 
     needs_honest = True
 

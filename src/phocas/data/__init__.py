@@ -83,6 +83,11 @@ def load(
     What is named here is a :class:`Dataset`; a function of your own may return whatever a trainer
     takes.
 
+    Args:
+        name: the data set as on the command line, or what makes it.
+        folder: where it is kept; the user's cache unless told otherwise.
+        download: whether what is missing may be fetched.
+
     >>> load("mnits")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...

@@ -20,6 +20,11 @@ def holdings(
 ) -> npt.NDArray[np.int64]:
     """Count the samples of each class that each worker holds: (m, classes).
 
+    Args:
+        assignment: the samples of each worker.
+        labels: the class of each sample.
+        num_classes: how many classes there are.
+
     >>> holdings([np.array([0, 1]), np.array([2])], [0, 1, 1])
     array([[1, 1],
            [0, 1]])

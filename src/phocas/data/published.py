@@ -33,7 +33,12 @@ TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 
 
 class Published(DataSpec):
-    """A data set of four idx files: train images, train labels, test images, test labels."""
+    """A data set of four idx files: train images, train labels, test images, test labels.
+
+    >>> from phocas.data import MNIST
+    >>> MNIST.name, [file.shape for file in MNIST.files][:2]
+    ('mnist', [(60000, 28, 28), (60000,)])
+    """
 
     files: ClassVar[tuple[StoredFile, StoredFile, StoredFile, StoredFile]]
     origins: ClassVar[tuple[Origin, ...]]

@@ -74,7 +74,14 @@ def idx_header(shape: Sequence[int]) -> bytes:
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return where data sets are kept: the folder given, ``$PHOCAS_DATA``, or the user cache."""
+    """Return where data sets are kept: the folder given, ``$PHOCAS_DATA``, or the user cache.
+
+    Args:
+        folder: the folder that is wanted, if one is.
+
+    >>> data_folder("here").name
+    'here'
+    """
     if folder is not None:
         return Path(folder).expanduser()
     if chosen := os.environ.get("PHOCAS_DATA"):

@@ -22,7 +22,12 @@ from phocas.rules.promise import (
 
 
 class ColumnRule(Rule):
-    """A rule that is a window of each column and nothing else; its window says what it survives."""
+    """A rule that is a window of each column and nothing else; its window says what it survives.
+
+    >>> from phocas import Median
+    >>> Median().window(5), Median().tolerates(5).values
+    (Window(trim=2, drop=None, plain=False, reach=0.0, watched=False), 2)
+    """
 
     columnwise = True
 
@@ -122,7 +127,12 @@ def _middle(units: NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True)
 class TrimmingRule(Told, ColumnRule):
-    """A column rule that is told to survive b wrong values a column."""
+    """A column rule that is told to survive b wrong values a column.
+
+    >>> from phocas import Phocas, TrimmedMean
+    >>> TrimmedMean(b=2).window(7).trim, Phocas(b=2).window(7).drop
+    (2, 2)
+    """
 
     def heaviest(self, units: NDArray[np.int64]) -> int:
         """Return the mass of the b heaviest workers."""

@@ -40,7 +40,12 @@ def _near_rows(m: int, b: int, q: int) -> int:
 
 @dataclass(frozen=True)
 class RowRule(Told, Rule):
-    """A rule that is told to survive b wrong rows and averages those that it chooses."""
+    """A rule that is told to survive b wrong rows and averages those that it chooses.
+
+    >>> from phocas import MDA
+    >>> MDA(b=2).tolerates(7)
+    Tolerance(rows=2, values=0)
+    """
 
     def window(self, m: int) -> Window:
         """Return all of the chosen rows' values."""

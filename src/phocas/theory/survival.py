@@ -89,6 +89,13 @@ def every(rate: float) -> Chance:
 class Exposure:
     """What is exposed to bad values: the columns of one server or of all, for some rounds.
 
+    Args:
+        num_workers: m, how many workers there are.
+        dims: d, how many columns there are.
+        rounds: for how many rounds.
+        rate: the probability that a value is bad.
+        servers: how many servers share the columns, if one of them is exposed.
+
     >>> Exposure(num_workers=20, dims=118282, rounds=500, rate=0.0005, servers=20).columns
     5915
     """
