@@ -62,7 +62,24 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """What an attacker sees of a round: some or all columns, and what came the round before."""
+    """What an attacker sees of a round: some or all columns, and what came the round before.
+
+    Attributes:
+        rows: the rows as they were given.
+        matrix: the same, to read and to write.
+        rng: the randomness of the round.
+        round: its number.
+        previous: the rows of the round before, if there are any.
+        start: the first column that is here.
+        d: how many columns there are in all.
+
+    >>> import numpy as np
+    >>> from phocas.attacks.memory import WritableMatrix
+    >>> rows = np.ones((3, 4))
+    >>> scene = Scene(rows, WritableMatrix(rows), attack_rng(7, 0), 0, None, start=4, d=8)
+    >>> scene.shape, scene.cells_here(np.array([1, 2]), np.array([3, 5])).cell_columns
+    ((3, 4), array([1]))
+    """
 
     rows: Any
     matrix: WritableMatrix

@@ -28,7 +28,11 @@ STAMPS = ".verified.json"
 
 
 class DataError(ValueError):
-    """Data that is missing, damaged or out of reach: which file, and how to repair it."""
+    """Data that is missing, damaged or out of reach: which file, and how to repair it.
+
+    >>> issubclass(DataError, ValueError)
+    True
+    """
 
 
 @dataclass(frozen=True)

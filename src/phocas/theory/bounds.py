@@ -177,7 +177,20 @@ def adaptive_heraclius(m: int, q: int, b: int, reach: float = Heraclius.reach) -
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What is promised of a rule told b: its bounds in units of V, or why there are none."""
+    """What is promised of a rule told b: its bounds in units of V, or why there are none.
+
+    Attributes:
+        rule: its name.
+        b: what it is told.
+        feasible: whether it may be told that.
+        reason: why not.
+        printed: the paper's bound.
+        adaptive: the one against who picks after seeing all.
+
+    >>> (bound,) = [each for each in table(4, q=1, values=[1]) if each.rule == "krum"]
+    >>> bound.feasible, bound.reason
+    (False, 'needs 2b + 2 < m (b <= 0)')
+    """
 
     rule: str
     b: int | None
@@ -191,6 +204,15 @@ def table(m: int, q: int, values: Iterable[int]) -> list[Bound]:
     """Judge every rule for every b: feasible or not and why, and the bounds in units of V.
 
     Rules that need more than a b to be told, such as a radius, are not among them.
+
+    Args:
+        m: how many workers there are.
+        q: how many are wrong.
+        values: the b that rules are told.
+
+    >>> found = {bound.rule: bound for bound in table(5, q=1, values=[1])}
+    >>> found["phocas"].b, round(found["phocas"].printed, 1), found["mean"].feasible
+    (1, 14.7, False)
     """
     q = count("a bound", "q", q)
     if q > largest_b(m):
