@@ -46,6 +46,22 @@ class Trial:
 
     ``limit`` is the yardstick, and ``source`` says whose it is: the paper's, the rule's own, or
     LIMIT, which is nobody's promise.
+
+    Attributes:
+        attack: what was tried, as text.
+        rows: how many rows it touched.
+        per_column: how many values it touched in the worst column.
+        distance: how far the result was from the honest mean.
+        inner_product: that of the result with the honest mean.
+        limit: how far is held to be near.
+        source: whose limit that is.
+        promised: whether the rule promises to survive it.
+        tried: whether it was; attacks on data are not.
+
+    >>> from phocas.attacks.audit import audit
+    >>> (trial,) = audit("mean", byzantine=1, dims=50, attacks=["constant:q=1,value=inf"])
+    >>> trial.holds, trial.promised, trial.verdict
+    (False, False, 'breaks')
     """
 
     attack: str
@@ -102,6 +118,10 @@ def audit(
         rounds: how many rounds to average over.
         signal: the length of the true gradient in honest spreads, if the matrix is drawn.
         seed: of the matrices and of the attacks.
+
+    >>> trials = audit("phocas:b=2", num_workers=7, byzantine=2, dims=50, rounds=1)
+    >>> len(trials) > 20, [trial.attack for trial in trials if trial.broken_promise]
+    (True, [])
     """
     rule = RULES.of(rule, "audit")
     q = count("audit", "byzantine", byzantine)
@@ -130,6 +150,18 @@ def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
     Where d is small, the gambler's server is given a larger share and his probability is raised,
     so that about five values of each worker are hit, as in the paper's networks. LabelFlip is not
     among them: it acts on data, before there is a matrix.
+
+    Args:
+        rule: the rule, for the worst cases against it.
+        m: how many workers there are.
+        d: how many columns there are.
+        q: how many workers go wrong.
+        dtype: of the values.
+
+    >>> from phocas import Median
+    >>> attacks = suite(Median(), 7, 50, 2, np.float32)
+    >>> str(attacks[0]), len(attacks)
+    ('gaussian:q=2', 23)
     """
     kind = kind_of(dtype)
     servers = max(1, min(20, d // 500))
@@ -165,7 +197,19 @@ def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
 
 
 def yardstick(rule: Rule, m: int, touched: Touched) -> tuple[float, Source] | None:
-    """Return the distance that a rule promises to stay within, and whose it is, if it promises."""
+    """Return the distance that a rule promises to stay within, and whose it is, if it promises.
+
+    Args:
+        rule: the rule.
+        m: how many workers there are.
+        touched: what an attack did.
+
+    >>> from phocas import Median
+    >>> touched = Touched((5, 2), whole_rows=np.array([0]))
+    >>> yardstick(Median(), 5, touched)
+    (2.449489742783178, 'paper')
+    >>> yardstick(Median(), 5, Touched((5, 2), whole_rows=np.arange(3)))
+    """
     tolerance = rule.tolerates(m)
     q = touched.most_per_column
     if q > tolerance.values:
@@ -264,6 +308,14 @@ def honest_statistics(rows: np.ndarray, touched: Touched) -> tuple[np.ndarray, f
     """Return the mean of the untouched cells of each column, and V, the sum of their variances.
 
     A column without an untouched cell counts with all its values as they were before.
+
+    Args:
+        rows: the matrix before the attack.
+        touched: what the attack did.
+
+    >>> rows = np.array([[9.0], [1.0], [3.0]])
+    >>> honest_statistics(rows, Touched((3, 1), whole_rows=np.array([0])))
+    (array([2.]), 2.0)
     """
     honest = ~touched.mask()
     honest[:, ~honest.any(axis=0)] = True

@@ -29,6 +29,10 @@ Who = Literal["fixed", "resampled"]
 def attack_rng(seed: int, round: int) -> np.random.Generator:
     """Return the generator of one round: a function of the seed and the round alone.
 
+    Args:
+        seed: the seed of the run.
+        round: the number of the round, from 0.
+
     >>> bool(attack_rng(7, 3).integers(100) == attack_rng(7, 3).integers(100))
     True
     """
@@ -37,7 +41,18 @@ def attack_rng(seed: int, round: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of the place of an attack: m workers, and perhaps columns, format, servers."""
+    """What is known of the place of an attack: m workers, and perhaps columns, format, servers.
+
+    Args:
+        m: how many workers there are.
+        d: how many columns, if that is known.
+        kind: the format of the values, if that is known.
+        servers: how many servers, if that is known.
+
+    >>> from phocas.attacks import Crash, Setting
+    >>> list(Crash(worker=9).problems(Setting(m=4)))
+    ['worker < m: got worker=9 with m=4 workers, the largest is 3']
+    """
 
     m: int
     d: int | None = None
@@ -47,7 +62,24 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """What an attacker sees of a round: some or all columns, and what came the round before."""
+    """What an attacker sees of a round: some or all columns, and what came the round before.
+
+    Attributes:
+        rows: the rows as they were given.
+        matrix: the same, to read and to write.
+        rng: the randomness of the round.
+        round: its number.
+        previous: the rows of the round before, if there are any.
+        start: the first column that is here.
+        d: how many columns there are in all.
+
+    >>> import numpy as np
+    >>> from phocas.attacks.memory import WritableMatrix
+    >>> rows = np.ones((3, 4))
+    >>> scene = Scene(rows, WritableMatrix(rows), attack_rng(7, 0), 0, None, start=4, d=8)
+    >>> scene.shape, scene.cells_here(np.array([1, 2]), np.array([3, 5])).cell_columns
+    ((3, 4), array([1]))
+    """
 
     rows: Any
     matrix: WritableMatrix
@@ -75,7 +107,12 @@ class Scene:
 
 
 class Attack(Spec):
-    """One way in which the matrix of a round goes wrong."""
+    """One way in which the matrix of a round goes wrong.
+
+    >>> from phocas.attacks import Crash, Gambler, parse_attack
+    >>> parse_attack("gambler:scale=-10"), str(Crash(worker=3))
+    (Gambler(servers=20, server=0, probability=0.0005, scale=-10.0), 'crash:worker=3')
+    """
 
     needs_previous: ClassVar[bool] = False
     """Whether ``corrupt`` wants the rows of the round before, as the workers computed them."""
@@ -175,6 +212,16 @@ class RowAttack(Attack):
 
     ``who="fixed"``: workers 0 to q - 1, every round. ``who="resampled"``: q workers drawn anew from
     the round's generator, before anything else is drawn.
+
+    Args:
+        q: how many workers lie.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> from phocas.attacks import SignFlip, attack_rng
+    >>> SignFlip(q=2).chosen(5, attack_rng(7, 0)).tolist()
+    [0, 1]
+    >>> SignFlip(q=2, who="resampled").chosen(5, attack_rng(7, 0)).tolist()
+    [0, 2]
     """
 
     q: int
@@ -211,7 +258,19 @@ class RowAttack(Attack):
 
 
 class HonestRows:
-    """The rows that are left honest, read a block of columns at a time."""
+    """The rows that are left honest, read a block of columns at a time.
+
+    Args:
+        matrix: the matrix of the round.
+        bad: who lies, in ascending order.
+
+    >>> import numpy as np
+    >>> from phocas.attacks.memory import WritableMatrix
+    >>> rows = np.array([[9.0], [1.0], [3.0]])
+    >>> honest = HonestRows(WritableMatrix(rows), np.array([0]))
+    >>> honest.mean(), honest.workers
+    (array([2.]), array([1, 2]))
+    """
 
     def __init__(self, matrix: WritableMatrix, bad: np.ndarray) -> None:
         self.matrix = matrix
@@ -232,7 +291,13 @@ class HonestRows:
 
 
 class ColumnLie(RowAttack):
-    """All q rows become one vector, each value made from the honest values of its column."""
+    """All q rows become one vector, each value made from the honest values of its column.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import InnerProduct
+    >>> InnerProduct(q=1, epsilon=0.5).lie(np.array([[1.0, 4.0], [3.0, 8.0]]), m=3)
+    array([-1., -3.])
+    """
 
     needs_honest = True
 

@@ -17,7 +17,20 @@ from phocas.specs import count, normalise, number
 
 @dataclass(frozen=True)
 class SignFlip(RowAttack):
-    """q workers send their own gradient times - scale."""
+    """q workers send their own gradient times - scale.
+
+    Args:
+        q: how many workers lie.
+        scale: how much longer the row becomes.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import SignFlip, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = SignFlip(q=1, scale=5).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows[:, 0].tolist()
+    [-5.0, 1.0, 1.0, 1.0]
+    """
 
     name: ClassVar[str] = "sign-flip"
     q: int
@@ -49,6 +62,18 @@ class InnerProduct(ColumnLie):
     """q rows of - epsilon times the honest mean: inner-product manipulation.
 
     Xie, Koyejo, Gupta, "Fall of Empires", UAI 2019.
+
+    Args:
+        q: how many workers lie.
+        epsilon: how long the lie is, in lengths of the honest mean.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import InnerProduct, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = InnerProduct(q=1, epsilon=0.5).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows[:, 0].tolist()
+    [-0.5, 1.0, 1.0, 1.0]
     """
 
     name: ClassVar[str] = "inner-product"
@@ -71,7 +96,20 @@ class InnerProduct(ColumnLie):
 
 @dataclass(frozen=True)
 class ConstantRows(RowAttack):
-    """q rows of one value: zeros, NaN, inf or any number."""
+    """q rows of one value: zeros, NaN, inf or any number.
+
+    Args:
+        q: how many workers lie.
+        value: what all of their values are.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import ConstantRows, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = ConstantRows(q=1, value=np.nan).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows[:, 0].tolist()
+    [nan, 1.0, 1.0, 1.0]
+    """
 
     name: ClassVar[str] = "constant"
     q: int
@@ -94,6 +132,17 @@ class LabelFlip(RowAttack):
     """q workers learn from labels turned round: y becomes num_classes - 1 - y.
 
     This attack acts on the data, through ``corrupt_labels``, and leaves the matrix alone.
+
+    Args:
+        q: how many workers lie.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import LabelFlip, attack_rng
+    >>> labels = np.array([[0, 1, 9], [0, 1, 9]])
+    >>> touched = LabelFlip(q=1).corrupt_labels(labels, 10, rng=attack_rng(7, 0))
+    >>> labels.tolist()
+    [[9, 8, 0], [0, 1, 9]]
     """
 
     name: ClassVar[str] = "label-flip"

@@ -109,7 +109,21 @@ class Hidden(RowAttack):
 
 @dataclass(frozen=True)
 class MinMax(Hidden):
-    """q rows as far out as keeps each distance to an honest row within the honest diameter."""
+    """q rows as far out as keeps each distance to an honest row within the honest diameter.
+
+    Args:
+        q: how many workers lie.
+        direction: away from the honest mean by ``"std"``, the deviations, by ``"unit"``, the
+            mean itself, or by ``"sign"``, its signs.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import MinMax, attack_rng
+    >>> rows = np.array([[0.0], [1.0], [2.0], [3.0]])
+    >>> touched = MinMax(q=1).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows.tolist()
+    [[1.0], [1.0], [2.0], [3.0]]
+    """
 
     name: ClassVar[str] = "min-max"
     q: int
@@ -125,7 +139,21 @@ class MinMax(Hidden):
 
 @dataclass(frozen=True)
 class MinSum(Hidden):
-    """q rows whose squared distances to honest rows sum to no more than an honest row's do."""
+    """q rows whose squared distances to honest rows sum to no more than an honest row's do.
+
+    Args:
+        q: how many workers lie.
+        direction: away from the honest mean by ``"std"``, the deviations, by ``"unit"``, the
+            mean itself, or by ``"sign"``, its signs.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import MinSum, attack_rng
+    >>> rows = np.array([[0.0], [1.0], [2.0], [3.0]])
+    >>> touched = MinSum(q=1).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows.round(3).tolist()
+    [[1.0], [1.0], [2.0], [3.0]]
+    """
 
     name: ClassVar[str] = "min-sum"
     q: int
@@ -145,6 +173,18 @@ class Mimic(RowAttack):
     Karimireddy, He, Jaggi, "Byzantine-robust learning on heterogeneous datasets", ICLR 2022.
     Without a ``worker``, the honest row that lies farthest along the direction in which honest rows
     vary most.
+
+    Args:
+        q: how many workers lie.
+        worker: whom they copy.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import Mimic, attack_rng
+    >>> rows = np.array([[0.0], [1.0], [2.0], [3.0]])
+    >>> touched = Mimic(q=1, worker=2).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows.tolist()
+    [[2.0], [1.0], [2.0], [3.0]]
     """
 
     name: ClassVar[str] = "mimic"

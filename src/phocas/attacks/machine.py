@@ -36,7 +36,19 @@ class OneWorker(Attack):
 
 @dataclass(frozen=True)
 class Crash(OneWorker):
-    """A worker's row never comes, from a round on: NaN."""
+    """A worker's row never comes, from a round on: NaN.
+
+    Args:
+        worker: the worker that has the fault.
+        round: from which round on.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import Crash, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = Crash(worker=2).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows[:, 0].tolist()
+    [1.0, 1.0, nan, 1.0]
+    """
 
     name: ClassVar[str] = "crash"
     worker: int
@@ -59,6 +71,18 @@ class Straggler(RowAttack):
     """q workers are a round late: their rows of the round before come again.
 
     Before there is a round before, nothing has come: NaN.
+
+    Args:
+        q: how many workers are late.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import Straggler, attack_rng
+    >>> before, rows = np.zeros((3, 2)), np.ones((3, 2))
+    >>> rng = attack_rng(7, 1)
+    >>> touched = Straggler(q=1).corrupt(rows, rng=rng, round=1, previous=before)
+    >>> rows[:, 0].tolist()
+    [0.0, 1.0, 1.0]
     """
 
     name: ClassVar[str] = "straggler"
@@ -86,7 +110,21 @@ class Straggler(RowAttack):
 
 @dataclass(frozen=True)
 class Stuck(OneWorker):
-    """Bits (1 is the least significant) of one column of one worker are stuck at 1 or 0."""
+    """Bits (1 is the least significant) of one column of one worker are stuck at 1 or 0.
+
+    Args:
+        worker: the worker that has the fault.
+        column: the column that it is in.
+        bits: which bits, from 1.
+        at: 1 or 0.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import Stuck, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = Stuck(worker=1, bits=(31,)).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows[:, 0].tolist()
+    [1.0, inf, 1.0, 1.0]
+    """
 
     name: ClassVar[str] = "stuck"
     worker: int
@@ -125,7 +163,18 @@ class Stuck(OneWorker):
 
 @dataclass(frozen=True)
 class RandomCells(Attack):
-    """Each cell is, with a probability, overwritten with random bits, NaN and inf among them."""
+    """Each cell is, with a probability, overwritten with random bits, NaN and inf among them.
+
+    Args:
+        rate: the probability for each cell.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import RandomCells, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = RandomCells(rate=1.0).corrupt(rows, rng=attack_rng(7, 0))
+    >>> touched.count, bool((rows == 1).any())
+    (12, False)
+    """
 
     name: ClassVar[str] = "random-cells"
     rate: float
@@ -153,6 +202,20 @@ class SilentCorruption(OneWorker):
     As a study of faults in GPUs found (arXiv 2605.04213): the same addresses again and again, one
     bit in fewer than 40% of the values and several in the others, and NaN in 1% only. The rest
     stays finite, small or large, so that looking for NaN misses nearly all of it.
+
+    Args:
+        worker: the worker that has the fault.
+        round: from which round on.
+        stride: how far apart the addresses are.
+        first: the first of them.
+        nan: the share of values that become NaN.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import SilentCorruption, attack_rng
+    >>> rows = np.ones((4, 12), np.float32)
+    >>> touched = SilentCorruption(worker=2, stride=4).corrupt(rows, rng=attack_rng(7, 0))
+    >>> touched.cell_columns.tolist(), touched.rows.tolist()
+    ([0, 4, 8], [2])
     """
 
     name: ClassVar[str] = "silent-corruption"

@@ -30,6 +30,18 @@ class Gaussian(RowAttack):
 
     A value depends on the round, its row and its column alone, so that threads and servers draw
     them in any order.
+
+    Args:
+        q: how many workers lie.
+        std: the standard deviation of what they send.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import Gaussian, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = Gaussian(q=1).corrupt(rows, rng=attack_rng(7, 0))
+    >>> touched.rows.tolist(), bool(abs(rows[0]).max() > 10), rows[1:].max().item()
+    ([0], True, 1.0)
     """
 
     name: ClassVar[str] = "gaussian"
@@ -58,7 +70,20 @@ class Gaussian(RowAttack):
 
 @dataclass(frozen=True)
 class Omniscient(ColumnLie):
-    """q rows equal to minus the sum of all correct gradients, times the scale."""
+    """q rows equal to minus the sum of all correct gradients, times the scale.
+
+    Args:
+        q: how many workers lie.
+        scale: by what the sum is multiplied.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import Omniscient, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = Omniscient(q=1, scale=2).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows[:, 0].tolist()
+    [-6.0, 1.0, 1.0, 1.0]
+    """
 
     name: ClassVar[str] = "omniscient"
     q: int
@@ -82,6 +107,18 @@ class BitFlip(Attack):
     """Flip bits (1 is the least significant) of some workers' values in the first columns.
 
     In each of the first ``columns`` columns, ``per_column`` workers are drawn anew.
+
+    Args:
+        columns: how many columns are hit, from the first on.
+        per_column: how many workers are hit in each of them.
+        bits: which bits are flipped, from 1.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import BitFlip, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = BitFlip(columns=2, bits=(32,)).corrupt(rows, rng=attack_rng(7, 0))
+    >>> touched.count, rows[:, :2].sum(axis=0).tolist()
+    (2, [2.0, 2.0])
     """
 
     name: ClassVar[str] = "bit-flip"
@@ -117,7 +154,21 @@ class BitFlip(Attack):
 
 @dataclass(frozen=True)
 class Gambler(Attack):
-    """Multiply each value that reaches one server by the scale, with a small probability."""
+    """Multiply each value that reaches one server by the scale, with a small probability.
+
+    Args:
+        servers: how many servers share the columns.
+        server: whose columns are hit.
+        probability: with which each value there is.
+        scale: by what it is then multiplied.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import Gambler, attack_rng
+    >>> rows = np.ones((4, 3), np.float32)
+    >>> touched = Gambler(servers=3, server=1, probability=1.0).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows[0].tolist(), touched.count
+    ([1.0, -1.0000000200408773e+20, 1.0], 4)
+    """
 
     name: ClassVar[str] = "gambler"
     servers: int = 20

@@ -43,6 +43,10 @@ def parse_attack(text: str, servers: int | None = None) -> Attack:
 
     An attack that asks how many servers there are is told, unless its text says so itself.
 
+    Args:
+        text: the attack as on the command line.
+        servers: how many servers there are, for attacks that ask.
+
     >>> parse_attack("gambler", servers=4).servers
     4
     """

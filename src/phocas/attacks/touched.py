@@ -16,6 +16,12 @@ def _none() -> np.ndarray:
 class Touched:
     """Whole rows, and single cells outside those rows; ``np.asarray`` gives the boolean mask.
 
+    Args:
+        shape: that of the matrix.
+        whole_rows: the rows of which every cell was touched.
+        cell_rows: the rows of single cells.
+        cell_columns: the columns of single cells.
+
     >>> touched = Touched((3, 4), whole_rows=np.array([1]))
     >>> touched.count, touched.rows.tolist(), touched.most_per_column
     (4, [1], 1)

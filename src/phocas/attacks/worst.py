@@ -33,6 +33,19 @@ class ALittleIsEnough(ColumnLie):
     Baruch, Baruch, Goldberg, NeurIPS 2019. z is the given one, or the one that moves the result of
     the rule ``against`` farthest from the honest mean, or the paper's: with s = floor(m/2 + 1) - q
     workers to be won over, the largest z with Phi(z) < (m - q - s) / (m - q).
+
+    Args:
+        q: how many workers lie.
+        z: how many deviations; the paper's, if there is neither z nor a rule.
+        against: the rule for which z is the worst.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas.attacks import ALittleIsEnough, attack_rng
+    >>> rows = np.array([[0.0], [1.0], [2.0], [3.0]])
+    >>> touched = ALittleIsEnough(q=1, z=1).corrupt(rows, rng=attack_rng(7, 0))
+    >>> rows.round(3).tolist()
+    [[1.184], [1.0], [2.0], [3.0]]
     """
 
     name: ClassVar[str] = "a-little-is-enough"
@@ -122,6 +135,24 @@ class WorstCase(RowAttack):
     each column on its own; others also face one infinite value in every worker's row, and the worst
     lie, nearer and farther, spread over all rows: q values of every column, in other rows from
     column to column.
+
+    Args:
+        rule: the rule that they know.
+        q: how many workers lie.
+        budget: how often they may try the rule.
+        seed: of the search.
+        objective: ``"distance"``: far from the honest mean; ``"descent"``: against it.
+        model: ``"rows"``: they own rows; ``"cells"``: as many values a column, in any row.
+        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+
+    >>> import numpy as np
+    >>> from phocas import Phocas
+    >>> from phocas.attacks import WorstCase, attack_rng
+    >>> rows = np.array([[0.0], [1.0], [2.0], [3.0], [4.0]])
+    >>> rng = attack_rng(7, 0)
+    >>> touched = WorstCase(Phocas(b=1), q=1).corrupt(rows, rng=rng)
+    >>> touched.rows.tolist(), Phocas(b=1)(rows).tolist()
+    ([0], [1.5])
     """
 
     name: ClassVar[str] = "worst-case"

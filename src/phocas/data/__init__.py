@@ -83,6 +83,11 @@ def load(
     What is named here is a :class:`Dataset`; a function of your own may return whatever a trainer
     takes.
 
+    Args:
+        name: the data set as on the command line, or what makes it.
+        folder: where it is kept; the user's cache unless told otherwise.
+        download: whether what is missing may be fetched.
+
     >>> load("mnits")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
@@ -101,7 +106,14 @@ def fetch(
     sources: Sequence[str] = (),
     progress: bool | None = None,
 ) -> Fetched:
-    """Bring and verify a published data set; whole files are left alone, damaged ones replaced."""
+    """Bring and verify a published data set; whole files are left alone, damaged ones replaced.
+
+    Args:
+        name: the data set as on the command line.
+        folder: where it is kept; the user's cache unless told otherwise.
+        sources: where to look, instead of the usual places.
+        progress: whether to draw a bar; on a terminal unless told otherwise.
+    """
     spec = DATASETS.parse(name) if isinstance(name, str) else name
     if not isinstance(spec, Published):
         raise ValueError(f"{spec.name} is made up on the spot: there is nothing to fetch")  # noqa: TRY004

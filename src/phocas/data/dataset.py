@@ -25,6 +25,18 @@ class Dataset:
     Images are (N, C, H, W) bytes, labels (N,) whole numbers from 0 to ``num_classes - 1``. ``mean``
     and ``std`` are those of the training images after the division by 255, one for each channel.
 
+    Args:
+        name: what it is called.
+        train_images: (N, C, H, W) bytes to learn from.
+        train_labels: their classes.
+        test_images: bytes to be tried on.
+        test_labels: their classes.
+        num_classes: how many classes there are.
+        mean: that of each channel.
+        std: the deviation of each channel.
+        classes: the names of the classes.
+        scale: by what bytes are multiplied.
+
     >>> import numpy as np
     >>> images, labels = np.full((2, 1, 1, 1), 255, np.uint8), np.array([0, 1])
     >>> data = Dataset("two", images, labels, images, labels, num_classes=2)
@@ -86,7 +98,12 @@ class Dataset:
 
 
 class DataSpec(Spec, abc.ABC):
-    """A data set that can be named: ``mnist``, ``synthetic:train=2000,seed=3``."""
+    """A data set that can be named: ``mnist``, ``synthetic:train=2000,seed=3``.
+
+    >>> from phocas.data import DATASETS
+    >>> DATASETS.parse("synthetic:train=100,seed=3")
+    Synthetic(train=100, test=2000, classes=10, channels=1, side=28, noise=80.0, seed=3)
+    """
 
     @abc.abstractmethod
     def load(self, folder: str | os.PathLike[str] | None = None, *, download: bool = True) -> Any:
@@ -99,6 +116,10 @@ class OwnData(DataSpec):
 
     That may be whatever a trainer takes: a :class:`Dataset`, a pair of arrays, a torch Dataset, a
     list of these, one a worker, or a mapping with ``train`` and ``test``.
+
+    Args:
+        make: what is called.
+        arguments: names and values that it is called with.
 
     >>> OwnData.of(range, {"start": "3"})
     OwnData(make=<class 'range'>, arguments=(('start', 3),))

@@ -20,6 +20,11 @@ def holdings(
 ) -> npt.NDArray[np.int64]:
     """Count the samples of each class that each worker holds: (m, classes).
 
+    Args:
+        assignment: the samples of each worker.
+        labels: the class of each sample.
+        num_classes: how many classes there are.
+
     >>> holdings([np.array([0, 1]), np.array([2])], [0, 1, 1])
     array([[1, 1],
            [0, 1]])
@@ -35,6 +40,14 @@ def picture(
     """Draw workers x classes as a heat map: the brighter a cell, the more a worker holds of it.
 
     Workers that all draw from the whole set are one row.
+
+    Args:
+        assignment: the samples of each worker.
+        labels: the class of each sample.
+        classes: their names.
+
+    >>> picture([np.array([0, 1]), np.array([2])], [0, 1, 1]).row_count
+    2
     """
     from rich.table import Table  # noqa: PLC0415  not needed for training
     from rich.text import Text  # noqa: PLC0415

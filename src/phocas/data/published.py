@@ -33,7 +33,12 @@ TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 
 
 class Published(DataSpec):
-    """A data set of four idx files: train images, train labels, test images, test labels."""
+    """A data set of four idx files: train images, train labels, test images, test labels.
+
+    >>> from phocas.data import MNIST
+    >>> MNIST.name, [file.shape for file in MNIST.files][:2]
+    ('mnist', [(60000, 28, 28), (60000,)])
+    """
 
     files: ClassVar[tuple[StoredFile, StoredFile, StoredFile, StoredFile]]
     origins: ClassVar[tuple[Origin, ...]]
@@ -79,7 +84,12 @@ class Published(DataSpec):
 
 @dataclass(frozen=True)
 class MNIST(Published):
-    """Handwritten digits: 60,000 + 10,000 grey images of 28 x 28."""
+    """Handwritten digits: 60,000 + 10,000 grey images of 28 x 28.
+
+    >>> from phocas.data import MNIST
+    >>> MNIST.classes[:3], MNIST.files[0].shape
+    (('0', '1', '2'), (60000, 28, 28))
+    """
 
     name = "mnist"
     classes = tuple("0123456789")
@@ -127,7 +137,12 @@ class MNIST(Published):
 
 @dataclass(frozen=True)
 class FashionMNIST(Published):
-    """Pieces of clothing: 60,000 + 10,000 grey images of 28 x 28."""
+    """Pieces of clothing: 60,000 + 10,000 grey images of 28 x 28.
+
+    >>> from phocas.data import FashionMNIST
+    >>> FashionMNIST.classes[:2]
+    ('T-shirt/top', 'Trouser')
+    """
 
     name = "fashion-mnist"
     classes = (
@@ -193,7 +208,12 @@ class FashionMNIST(Published):
 
 @dataclass(frozen=True)
 class CIFAR10(Published):
-    """Photographs of ten things: 50,000 + 10,000 colour images of 32 x 32."""
+    """Photographs of ten things: 50,000 + 10,000 colour images of 32 x 32.
+
+    >>> from phocas.data import CIFAR10
+    >>> CIFAR10.classes[:2], CIFAR10.files[0].shape
+    (('airplane', 'automobile'), (50000, 3, 32, 32))
+    """
 
     name = "cifar10"
     classes = (

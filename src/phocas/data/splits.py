@@ -26,6 +26,9 @@ _BATCHES = np.array([0, 0, 0, 0x62617463686573], np.uint64)
 class Assignment(Sequence[Indices]):
     """The samples of each worker: a sequence of m sorted index arrays, none of them empty.
 
+    Args:
+        parts: the indices of each worker's samples.
+
     >>> parts = Assignment([np.array([0, 2]), np.array([1])])
     >>> len(parts), parts[0]
     (2, array([0, 2]))
@@ -81,7 +84,11 @@ class Assignment(Sequence[Indices]):
 
 
 class Split(Spec, abc.ABC):
-    """How the training samples are divided over the workers, written ``dirichlet:alpha=0.5``."""
+    """How the training samples are divided over the workers, written ``dirichlet:alpha=0.5``.
+
+    >>> isinstance(parse_split("dirichlet:alpha=0.5"), Split), str(ByLabel(shards=2))
+    (True, 'by-label:shards=2')
+    """
 
     needs_labels: ClassVar[bool] = True
     """Whether ``parts`` looks at more of the labels than how many there are."""
@@ -120,7 +127,11 @@ class Split(Spec, abc.ABC):
 
 @dataclass(frozen=True)
 class IID(Split):
-    """Every worker draws from all samples, as in the paper."""
+    """Every worker draws from all samples, as in the paper.
+
+    >>> parse_split("iid").assign([0, 1, 2], 2, np.random.default_rng(0))[1]
+    array([0, 1, 2])
+    """
 
     name = "iid"
     needs_labels = False
@@ -131,7 +142,12 @@ class IID(Split):
 
 @dataclass(frozen=True)
 class Partition(Split):
-    """Every sample belongs to one worker; parts are equal and random."""
+    """Every sample belongs to one worker; parts are equal and random.
+
+    >>> parts = parse_split("partition").assign(range(5), 2, np.random.default_rng(0))
+    >>> [len(part) for part in parts]
+    [3, 2]
+    """
 
     name = "partition"
     needs_labels = False
@@ -146,6 +162,10 @@ class Dirichlet(Split):
     """Every class is shared out in proportions from Dirichlet(alpha): small alpha, unequal parts.
 
     A worker left with fewer than ``minimum`` samples gets the rest from whoever holds most.
+
+    Args:
+        alpha: the smaller, the more unequal the parts.
+        minimum: how many samples everybody gets at least.
 
     >>> labels = np.repeat(np.arange(10), 100)
     >>> parts = parse_split("dirichlet:alpha=0.1").assign(labels, 5, np.random.default_rng(0))
@@ -192,7 +212,15 @@ class Dirichlet(Split):
 
 @dataclass(frozen=True)
 class ByLabel(Split):
-    """Samples are sorted by label and cut into runs, ``shards`` of them for each worker."""
+    """Samples are sorted by label and cut into runs, ``shards`` of them for each worker.
+
+    Args:
+        shards: how many runs each worker gets.
+
+    >>> parts = parse_split("by-label").assign([1, 0, 1, 0], 2, np.random.default_rng(0))
+    >>> sorted(part.tolist() for part in parts)
+    [[0, 2], [1, 3]]
+    """
 
     name = "by-label"
     aliases = ("label",)
@@ -223,6 +251,9 @@ SPLITS: Table[Split] = Table("split", [IID, Partition, Dirichlet, ByLabel], base
 def parse_split(text: str) -> Split:
     """Read a split, for example ``dirichlet:alpha=0.5``.
 
+    Args:
+        text: the split as on the command line.
+
     >>> parse_split("by-label:shards=2")
     ByLabel(shards=2)
     """
@@ -230,7 +261,16 @@ def parse_split(text: str) -> Split:
 
 
 def sample(part: Indices, number: int, rng: np.random.Generator) -> Indices:
-    """Draw a number of samples from one worker's part, with replacement."""
+    """Draw a number of samples from one worker's part, with replacement.
+
+    Args:
+        part: the indices of a worker's samples.
+        number: how many to draw.
+        rng: the randomness.
+
+    >>> sample(np.array([3, 5]), 4, np.random.default_rng(0)).tolist()
+    [5, 5, 5, 3]
+    """
     return part[rng.integers(len(part), size=number)]
 
 
@@ -247,6 +287,13 @@ def batch_indices(
     Philox is keyed by (seed, round) and used for its raw words :math:`u < 2^{32}`, which NumPy
     promises never to change: worker i takes number :math:`\lfloor u s_i / 2^{32} \rfloor` of its
     :math:`s_i` samples.
+
+    Args:
+        assignment: the samples of each worker.
+        num_workers: m, how many batches are drawn.
+        batch_size: n, how many samples a batch has.
+        seed: of the run.
+        round: the number of the round, from 0.
 
     >>> whole = Assignment.everything(60000, num_workers=20)
     >>> batch_indices(whole, 20, 32, seed=1, round=0).shape

@@ -28,7 +28,11 @@ STAMPS = ".verified.json"
 
 
 class DataError(ValueError):
-    """Data that is missing, damaged or out of reach: which file, and how to repair it."""
+    """Data that is missing, damaged or out of reach: which file, and how to repair it.
+
+    >>> issubclass(DataError, ValueError)
+    True
+    """
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,14 @@ def idx_header(shape: Sequence[int]) -> bytes:
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return where data sets are kept: the folder given, ``$PHOCAS_DATA``, or the user cache."""
+    """Return where data sets are kept: the folder given, ``$PHOCAS_DATA``, or the user cache.
+
+    Args:
+        folder: the folder that is wanted, if one is.
+
+    >>> data_folder("here").name
+    'here'
+    """
     if folder is not None:
         return Path(folder).expanduser()
     if chosen := os.environ.get("PHOCAS_DATA"):

@@ -27,6 +27,15 @@ class Synthetic(DataSpec):
     standard deviation ``noise``, clipped to bytes. The paper's MLP gets 0.95 right after 200 rounds
     and 0.96 after 500.
 
+    Args:
+        train: how many images to learn from.
+        test: how many to be tried on.
+        classes: how many classes.
+        channels: how many channels.
+        side: the height and width.
+        noise: its standard deviation, in bytes.
+        seed: of everything drawn.
+
     >>> data = Synthetic(train=100, test=20).load()
     >>> data.train_images.shape, data.test_labels.shape
     ((100, 1, 28, 28), (20,))

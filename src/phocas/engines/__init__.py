@@ -15,6 +15,13 @@ class EngineError(RuntimeError):
     """Why an engine could not begin or go on; what was done until then is kept.
 
     ``failures`` says what is known of each part that failed: ``{"worker 3": "died"}``.
+
+    Args:
+        message: what happened.
+        failures: what is known of each part that failed.
+
+    >>> str(EngineError("stopped", {"worker 3": "died"})), EngineError("stopped").failures
+    ('stopped', {})
     """
 
     def __init__(self, message: str, failures: Mapping[str, str] | None = None) -> None:

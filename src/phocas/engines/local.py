@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalSettings(AsynchronousSettings):
-    """The local engine: rounds, or no waiting, and if asked for a virtual clock."""
+    """The local engine: rounds, or no waiting, and if asked for a virtual clock.
+
+    >>> LocalSettings()
+    LocalSettings(asynchronous=None, max_staleness=1000, speeds=None, virtual_deadline=None)
+    """
 
     owner = "the local engine"
 
@@ -53,7 +57,13 @@ class LocalSettings(AsynchronousSettings):
 
 
 class LocalCluster:
-    """All workers batched in this process; their rows are the server's own matrix, never copied."""
+    """All workers batched in this process; their rows are the server's own matrix, never copied.
+
+    Args:
+        task: what is trained.
+        speeds: how long each worker takes, by a virtual clock.
+        deadline: after how long a row is late.
+    """
 
     def __init__(
         self, task: Task, speeds: Speeds | None = None, deadline: float | None = None

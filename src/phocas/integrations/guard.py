@@ -47,6 +47,20 @@ class Suspect:
     ``dropped`` is the share of its values that was thrown away, ``expected`` what a rank loses if
     who sent a value does not matter. :class:`phocas.integrations.reports.SuspectReport` has the
     rest.
+
+    Attributes:
+        rank: who it is.
+        since: since which step.
+        dropped: the share of its values that was thrown away.
+        expected: the share that chance would take.
+        sure: how sure it is.
+        grounds: on what grounds it is named.
+        host: the host that it runs on.
+        places: what is known of each parameter.
+
+    >>> suspect = Suspect(rank=3, since=15, dropped=0.98, expected=0.001)
+    >>> suspect.rank, round(suspect.excess, 3)
+    (3, 0.979)
     """
 
     rank: int
@@ -328,6 +342,11 @@ class Guard:
     """What a protected or watched model knows about its ranks; ``protect`` and ``watch`` make it.
 
     It is a context manager: at its end the model is reduced by the mean again, as before.
+
+    Args:
+        ledger: what is known about the ranks.
+        catch_up: waits until all that was seen is known.
+        close: gives the model back.
     """
 
     def __init__(

@@ -42,6 +42,16 @@ class Window:
     the radii of its block of columns if that is more.
 
     ``watched`` is the mean of everything as well; the window only tells what is outside.
+
+    Args:
+        trim: how many values are cut from each end to find the centre.
+        drop: how many of the farthest from the centre are left out, if it is only the centre.
+        plain: whether everything is averaged, NaN included.
+        reach: up to how many spreads a dropped value comes back in full.
+        watched: whether everything is averaged, and the window only tells.
+
+    >>> Window(trim=2).kept(9), Window(trim=2, drop=2).kept(9)
+    (5, 7)
     """
 
     trim: int = 0

@@ -334,14 +334,29 @@ POOL = Pool()
 
 
 def set_num_threads(number: int) -> None:
-    """Set how many threads aggregation may use in this process."""
+    """Set how many threads aggregation may use in this process.
+
+    Args:
+        number: at least 1; results have the same bits for any.
+
+    >>> import phocas
+    >>> phocas.set_num_threads(phocas.get_num_threads())
+    """
     if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1:
         raise ValueError(f"the number of threads must be an integer >= 1: got {number!r}")
     POOL.threads = int(number)
 
 
 def get_num_threads() -> int:
-    """Return how many threads aggregation may use in this process."""
+    """Return how many threads aggregation may use in this process.
+
+    >>> import phocas
+    >>> before = phocas.get_num_threads()
+    >>> phocas.set_num_threads(1)
+    >>> phocas.get_num_threads()
+    1
+    >>> phocas.set_num_threads(before)
+    """
     return POOL.size()
 
 

@@ -46,6 +46,19 @@ class Explanation:
     rules that weigh rather than choose: the share of a fair weight that it lost). ``expected`` is
     the share that a worker would lose if who sent a value did not matter. A value that equals the
     farthest kept one counts as kept.
+
+    Attributes:
+        value: the result, in the form of the rows.
+        dropped: for each worker, the share of its values that did not enter.
+        expected: the share that chance would take of each.
+
+    >>> import numpy as np
+    >>> from phocas import Phocas
+    >>> why = Phocas(b=1).explain(np.array([[1.0], [2.0], [6.0], [900.0]]))
+    >>> why.value, why.dropped, why.expected
+    (array([3.]), array([0., 0., 0., 1.]), 0.25)
+    >>> why.excess
+    array([-0.25, -0.25, -0.25,  0.75])
     """
 
     value: Any
@@ -89,7 +102,17 @@ class Stage(Spec):
 
 @dataclass(frozen=True)
 class Told(Stage):
-    """A step that is told b, the number of wrong rows or values that it has to survive."""
+    """A step that is told b, the number of wrong rows or values that it has to survive.
+
+    Args:
+        b: how many wrong rows or values it has to survive.
+
+    >>> from phocas import Krum
+    >>> Krum.largest_b(20), Krum.condition
+    (8, '2b + 2 < m')
+    >>> len(Krum.choices(20))
+    9
+    """
 
     b: int
     condition: ClassVar[str] = "2b < m"
@@ -117,7 +140,19 @@ class Told(Stage):
 
 
 class Rule(Stage):
-    """Reduce m rows to one."""
+    """Reduce m rows to one.
+
+    Attributes:
+        columnwise: whether servers can each do their columns alone.
+        whole: whether all columns must be in one place.
+        weighable: whether workers may have weights.
+
+    >>> import numpy as np
+    >>> from phocas import Median
+    >>> rule = Median()
+    >>> rule(np.array([[1.0], [2.0], [900.0]])), str(rule), rule.tolerates(3).values
+    (array([2.]), 'median', 1)
+    """
 
     columnwise: bool = False
     """Whether each column is reduced on its own, so that any server can do it for its columns."""
@@ -243,7 +278,14 @@ class Rule(Stage):
 
 
 class PreAggregator(Stage):
-    """Turn m rows into others, for a rule to reduce."""
+    """Turn m rows into others, for a rule to reduce.
+
+    >>> import numpy as np
+    >>> from phocas import NNM, Median
+    >>> rule = NNM(b=1) | Median()
+    >>> str(rule), rule.tolerates(5).rows
+    ('nnm:b=1|median', 1)
+    """
 
     keeps_rows: ClassVar[bool] = True
     """Whether row i is still that of worker i."""
@@ -300,7 +342,18 @@ class Chain:
 
 @dataclass(frozen=True)
 class Pipeline(Rule):
-    """Pre-aggregate, then apply a rule: one value, with the rule's interface."""
+    """Pre-aggregate, then apply a rule: one value, with the rule's interface.
+
+    Args:
+        stages: what is done before the rule, in this order.
+        rule: what reduces the rows that are left.
+
+    >>> from phocas import NNM, Median, Phocas, parse_rule
+    >>> parse_rule("nnm:b=2|phocas:b=2") == NNM(b=2) | Phocas(b=2)
+    True
+    >>> (NNM(b=2) | Median()).tolerates(9).rows
+    2
+    """
 
     stages: tuple[PreAggregator, ...]
     rule: Rule

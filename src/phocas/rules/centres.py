@@ -39,6 +39,8 @@ class WeighingRule(Rule):
 class GeometricMedian(WeighingRule):
     """Minimise the sum of distances to the rows, by Weiszfeld's iteration.
 
+        GeometricMedian = argmin_v |x_1 - v| + ... + |x_m - v|
+
     Stops when a step is shorter than ``tolerance`` times the typical distance between rows.
 
     Breakdown: survives fewer than m/2 wrong rows; each pulls by its direction, however far away it
@@ -46,6 +48,10 @@ class GeometricMedian(WeighingRule):
 
     Reference: Weiszfeld (1937); Chen, Su, Xu, "Distributed statistical machine learning in
     adversarial settings" (2017).
+
+    Args:
+        iterations: after how many steps it stops in any case.
+        tolerance: how short a step ends it, in typical distances between rows.
 
     >>> import numpy as np
     >>> rows = np.array([[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [900.0, 900.0]])
@@ -188,13 +194,17 @@ def _to_majority(squared: Floats, pulls: Floats) -> Floats:
 class CenteredClipping(WeighingRule):
     """Average the rows' differences to a centre, each clipped to ``radius``; repeat from there.
 
-    v <- v + mean of (x_i - v) min(1, radius / |x_i - v|), from v = 0.
+        v <- v + mean of (x_i - v) min(1, radius / |x_i - v|),  from v = 0
 
     Breakdown: b wrong rows move the result by at most b/m of ``radius`` an iteration. A row with
     NaN or inf has infinite length and is left out.
 
     Reference: Karimireddy, He, Jaggi, "Learning from history for Byzantine robust optimization"
     (2021), without the memory of the last round.
+
+    Args:
+        radius: how far one row moves the result in an iteration, times 1/m.
+        iterations: how often it is done.
 
     >>> import numpy as np
     >>> CenteredClipping(radius=2.0, iterations=1)(np.array([[1.0], [2.0], [900.0]]))

@@ -33,6 +33,10 @@ class Cleaning(Told, PreAggregator):
     what follows stays near to rows that are near one another (clipping does not: no promise). NaN
     counts as +inf, which is implausible.
 
+    Args:
+        b: how many wrong values in every column it has to survive, 2b < m.
+        reach: beyond how many spreads a value is implausible.
+
     >>> import numpy as np
     >>> from phocas import NNM, Krum, TrimmedMean
     >>> rows = np.add.outer(np.arange(9.0), np.arange(4.0))

@@ -22,7 +22,12 @@ from phocas.rules.promise import (
 
 
 class ColumnRule(Rule):
-    """A rule that is a window of each column and nothing else; its window says what it survives."""
+    """A rule that is a window of each column and nothing else; its window says what it survives.
+
+    >>> from phocas import Median
+    >>> Median().window(5), Median().tolerates(5).values
+    (Window(trim=2, drop=None, plain=False, reach=0.0, watched=False), 2)
+    """
 
     columnwise = True
 
@@ -56,6 +61,8 @@ class ColumnRule(Rule):
 class Mean(ColumnRule):
     """Average everything: no wrong value is survived.
 
+        Mean = (u_1 + ... + u_m) / m
+
     Breakdown: one wrong value in a column. NaN and inf pass into the result.
 
     >>> import numpy as np
@@ -86,6 +93,8 @@ class Mean(ColumnRule):
 @dataclass(frozen=True)
 class Median(ColumnRule):
     """Take the middle value of each column, or the mean of the two middle values.
+
+        Median = (u_(floor((m+1)/2)) + u_(ceil((m+1)/2))) / 2,  u sorted
 
     Breakdown: survives fewer than m/2 wrong values a column. NaN counts as +inf.
 
@@ -118,7 +127,12 @@ def _middle(units: NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True)
 class TrimmingRule(Told, ColumnRule):
-    """A column rule that is told to survive b wrong values a column."""
+    """A column rule that is told to survive b wrong values a column.
+
+    >>> from phocas import Phocas, TrimmedMean
+    >>> TrimmedMean(b=2).window(7).trim, Phocas(b=2).window(7).drop
+    (2, 2)
+    """
 
     def heaviest(self, units: NDArray[np.int64]) -> int:
         """Return the mass of the b heaviest workers."""
@@ -129,9 +143,14 @@ class TrimmingRule(Told, ColumnRule):
 class TrimmedMean(TrimmingRule):
     """Cut the b smallest and b largest values of each column and average the rest.
 
-    Trmean_b = (u_(b+1) + ... + u_(m-b)) / (m - 2b), u sorted (Definition 7 of the paper).
+        Trmean_b = (u_(b+1) + ... + u_(m-b)) / (m - 2b),  u sorted
 
     Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+
+    Reference: Definition 7 of the paper.
+
+    Args:
+        b: how many wrong values in every column it has to survive, 2b < m.
 
     >>> import numpy as np
     >>> TrimmedMean(b=1)(np.array([[1.0], [2.0], [4.0], [900.0]]))
@@ -163,10 +182,16 @@ class TrimmedMean(TrimmingRule):
 class Phocas(TrimmingRule):
     """Average the m - b values of each column nearest to its b-trimmed mean.
 
-    Phocas_b = mean of the m - b nearest to Trmean_b (Definition 8 of the paper). Of two values at
-    the same distance the smaller is nearer.
+        Phocas_b = mean of the m - b values u with the smallest |u - Trmean_b|
+
+    Of two values at the same distance the smaller is nearer.
 
     Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+
+    Reference: Definition 8 of the paper.
+
+    Args:
+        b: how many wrong values in every column it has to survive, 2b < m.
 
     >>> import numpy as np
     >>> Phocas(b=1)(np.array([[1.0], [2.0], [6.0], [900.0]]))
@@ -196,9 +221,14 @@ class Phocas(TrimmingRule):
 class MeaMed(TrimmingRule):
     """Average the m - b values of each column nearest to its median.
 
+        MeaMed_b = mean of the m - b values u with the smallest |u - Median|
+
     Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
 
     Reference: Xie, Koyejo, Gupta, "Generalized Byzantine-tolerant SGD" (2018).
+
+    Args:
+        b: how many wrong values in every column it has to survive, 2b < m.
 
     >>> import numpy as np
     >>> MeaMed(b=1)(np.array([[1.0], [2.0], [6.0], [900.0]]))

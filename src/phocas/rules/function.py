@@ -22,6 +22,11 @@ class FunctionRule(Rule):
     values in every column. Without ``columnwise`` all columns must be in one place. Whose values
     it leaves out is not known, so an explanation says that nobody's are.
 
+    Args:
+        function: what makes d values of the (m, d) rows.
+        b: how many wrong ones it is said to survive.
+        columnwise: whether it reduces each column on its own.
+
     >>> import numpy as np
     >>> middle = FunctionRule(lambda rows: np.median(rows, axis=0), b=1, columnwise=True)
     >>> middle(np.array([[1.0], [2.0], [900.0]])), middle.tolerates(3)

@@ -44,6 +44,12 @@ class Heraclius(TrimmingRule):
 
     Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
 
+    Reference: ours, with its bound Delta_3 and its proof in docs/theory.md.
+
+    Args:
+        b: how many wrong values in every column it has to survive, 2b < m.
+        reach: up to how many spreads a value counts in full.
+
     >>> import numpy as np
     >>> rows = np.array([[1.0], [2.0], [6.0], [9.0], [900.0]])
     >>> Heraclius(b=2)(rows)  # Phocas drops the 1 as well: it drops b values, whatever they are

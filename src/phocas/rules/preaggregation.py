@@ -25,10 +25,16 @@ from phocas.specs import count, normalise, positive
 class NNM(Told, PreAggregator):
     """Replace each row by the mean of its m - b nearest rows, itself among them.
 
-    Nearest-neighbour mixing. A row at infinite distance is mixed into no finite row as long as at
-    most b rows are bad.
+        x_i <- mean of the m - b rows x_j with the smallest |x_i - x_j|
+
+    Breakdown: b wrong rows, or fewer if what follows survives fewer; one wrong value in every row
+    breaks it. A row at infinite distance is mixed into no finite row as long as at most b rows are
+    bad.
 
     Reference: Allouah et al., "Fixing by mixing" (2023).
+
+    Args:
+        b: how many wrong rows it has to survive, 2b < m.
 
     >>> import numpy as np
     >>> from phocas import Median
@@ -67,11 +73,16 @@ class NNM(Told, PreAggregator):
 class Bucketing(PreAggregator):
     """Average the rows in buckets of ``size``, in random order if the call is given an ``rng``.
 
-    A bucket with a wrong row in it is wrong, so b wrong rows make at most b wrong buckets of
-    ceil(m / size).
+        x_k <- mean of the rows of bucket k,  k = 1 ... ceil(m / size)
+
+    Breakdown: what follows survives of ceil(m / size) rows. A bucket with a wrong row or value in
+    it is wrong there, so b wrong ones make at most b wrong buckets.
 
     Reference: Karimireddy, He, Jaggi, "Byzantine-robust learning on heterogeneous datasets via
     bucketing" (2022).
+
+    Args:
+        size: how many rows make a bucket; the last may have fewer.
 
     >>> import numpy as np
     >>> from phocas import Median
@@ -128,8 +139,13 @@ class Bucketing(PreAggregator):
 class Clipping(PreAggregator):
     """Scale every row longer than ``radius`` down to it; a row with NaN or inf becomes zero.
 
-    It bounds what a liar can add. Honest rows beyond the radius are clipped as well, so there is no
-    promise of staying near their mean, whatever follows.
+        x_i <- x_i min(1, radius / |x_i|)
+
+    Breakdown: it bounds what a liar can add. Honest rows beyond the radius are clipped as well, so
+    there is no promise of staying near their mean, whatever follows.
+
+    Args:
+        radius: how long a row may be.
 
     >>> import numpy as np
     >>> from phocas import Mean
@@ -154,9 +170,15 @@ class Clipping(PreAggregator):
 class AdaptiveClipping(Told, PreAggregator):
     """Scale the k = floor(2 (b/m) (m - b)) longest rows down to the next longest (ARC).
 
-    A row with NaN or inf has infinite length and becomes zero.
+        x_i <- x_i min(1, C / |x_i|),  C the (k+1)-th largest of |x_1| ... |x_m|
+
+    Breakdown: what follows survives, in rows, if fewer than m - k are wrong; one wrong value in
+    every row breaks it. A row with NaN or inf has infinite length and becomes zero.
 
     Reference: Allouah et al., "Adaptive gradient clipping for robust federated learning" (2025).
+
+    Args:
+        b: how many wrong rows it has to survive, 2b < m; k follows from it.
 
     >>> import numpy as np
     >>> from phocas import Mean

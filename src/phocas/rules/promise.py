@@ -36,6 +36,14 @@ class Tolerance:
     that of what is not wrong; the honest spread is the root mean square distance from it; the
     constant is ``rule.spreads(m, q)``, which the wrong values have no influence on. A rule that
     bounds the length of its result and not this distance promises nothing here: (0, 0).
+
+    Attributes:
+        rows: how many whole rows may be wrong.
+        values: how many values in every column may be wrong, whoever sent them.
+
+    >>> from phocas import Krum, Phocas
+    >>> Phocas(b=2).tolerates(7), Krum(b=2).tolerates(7)
+    (Tolerance(rows=2, values=2), Tolerance(rows=2, values=0))
     """
 
     rows: int = 0

@@ -26,6 +26,9 @@ class Relative(Rule):
 
     Breakdown: that of the rule. NaN and inf in the base pass into the result where it has a weight.
 
+    Args:
+        rule: what aggregates the differences.
+
     >>> import numpy as np
     >>> from phocas import Median, Clipping
     >>> rows = np.array([[101.0], [102.0], [900.0], [100.0]])

@@ -40,7 +40,12 @@ def _near_rows(m: int, b: int, q: int) -> int:
 
 @dataclass(frozen=True)
 class RowRule(Told, Rule):
-    """A rule that is told to survive b wrong rows and averages those that it chooses."""
+    """A rule that is told to survive b wrong rows and averages those that it chooses.
+
+    >>> from phocas import MDA
+    >>> MDA(b=2).tolerates(7)
+    Tolerance(rows=2, values=0)
+    """
 
     def window(self, m: int) -> Window:
         """Return all of the chosen rows' values."""
@@ -73,11 +78,16 @@ class KrumRule(RowRule):
 class Krum(KrumRule):
     """Return the row with the smallest sum of squared distances to its m - b - 2 nearest rows.
 
+        Krum_b = x_k,  k = argmin_i s_i,  s_i = sum of |x_i - x_j|^2 over the m - b - 2 nearest j
+
     Breakdown: survives b wrong rows, 2b + 2 < m; one wrong value in every row breaks it. A row with
     NaN or inf is at infinite distance from all others.
 
     Reference: Blanchard et al., "Machine learning with adversaries" (2017); Definition 3 of the
     paper.
+
+    Args:
+        b: how many wrong rows it has to survive, 2b + 2 < m.
 
     >>> import numpy as np
     >>> rows = np.array([[1.0, 1.0], [1.1, 0.9], [0.9, 1.2], [1.0, 1.1], [900.0, 900.0]])
@@ -120,10 +130,17 @@ class Krum(KrumRule):
 class MultiKrum(KrumRule):
     """Average the ``select`` rows with the best Krum scores; m - b of them unless told otherwise.
 
+        MultiKrum_b = mean of the select rows x_i with the smallest s_i,
+        s_i = sum of |x_i - x_j|^2 over the m - b - 2 nearest j
+
     Breakdown: survives b wrong rows, 2b + 2 < m; one wrong value in every row breaks it. A row with
     NaN or inf is at infinite distance from all others.
 
     Reference: Blanchard et al. (2017). Scores are computed once.
+
+    Args:
+        b: how many wrong rows it has to survive, 2b + 2 < m.
+        select: how many rows are averaged, at most m - b.
 
     >>> import numpy as np
     >>> rows = np.array([[1.0], [1.5], [2.0], [1.5], [900.0]])
@@ -179,11 +196,17 @@ class MultiKrum(KrumRule):
 class Bulyan(RowRule):
     """Choose m - 2b rows by repeated Krum, then average the m - 4b values nearest the median.
 
+        S = m - 2b rows, each the Krum of those that are left
+        Bulyan_b = mean of the m - 4b values u of S with the smallest |u - Median(S)|
+
     Breakdown: survives b wrong rows, 4b + 3 <= m. A row with NaN or inf is at infinite distance
     from all others.
 
     Reference: El Mhamdi et al., "The hidden vulnerability of distributed learning in Byzantium"
     (2018). Towards the end of the choice at least one neighbour is counted.
+
+    Args:
+        b: how many wrong rows it has to survive, 4b + 3 <= m.
 
     >>> import numpy as np
     >>> Bulyan(b=1)(np.array([[1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [900.0]]))
@@ -237,12 +260,17 @@ class Bulyan(RowRule):
 class MDA(RowRule):
     """Average the m - b rows whose largest distance from one another is smallest.
 
+        MDA_b = mean of S,  S = argmin of max_(i,j in S) |x_i - x_j| over sets of m - b rows
+
     Of several such sets the first in lexicographic order is taken. Minimum-diameter averaging.
 
     Breakdown: survives b wrong rows, 2b < m. A row with NaN or inf is at infinite distance from all
     others. The search is exponential in b at worst; b up to about 20 takes milliseconds.
 
     Reference: El Mhamdi et al., "Genuinely distributed Byzantine machine learning" (2020).
+
+    Args:
+        b: how many wrong rows it has to survive, 2b < m.
 
     >>> import numpy as np
     >>> MDA(b=1)(np.array([[1.0], [2.0], [6.0], [900.0]]))
@@ -282,11 +310,16 @@ class MDA(RowRule):
 class CGE(RowRule):
     """Average the m - b rows with the smallest norms: comparative gradient elimination.
 
+        CGE_b = mean of the m - b rows x_i with the smallest |x_i|
+
     Breakdown: what b wrong rows add is no longer than an honest row, 2b < m; it bounds the norm,
     not the direction. A row with NaN or inf has infinite norm.
 
     Reference: Gupta, Liu, Vaidya, "Byzantine fault-tolerant distributed machine learning using
     SGD and comparative gradient elimination" (2020), as a mean instead of a sum.
+
+    Args:
+        b: how many rows are left out, 2b < m.
 
     >>> import numpy as np
     >>> CGE(b=1)(np.array([[1.0], [2.0], [6.0], [-900.0]]))

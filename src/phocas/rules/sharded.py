@@ -49,6 +49,20 @@ class Evaluation:
     has blocks of its own, from its first column on. A rule that cleans asks for them in any case,
     and then for what is implausible. With ``d``, the columns of the whole matrix, an answer that
     lacks the last of them is refused as well.
+
+    Args:
+        rule: the rule, or its text.
+        m: how many workers there are.
+        rng: the randomness of rules that draw, the same for every holder.
+        d: the columns of the whole matrix.
+        whole_blocks: whether blocks of columns that are cut are put together.
+
+    >>> import numpy as np
+    >>> from phocas import Evaluation, Phocas
+    >>> rows = np.array([[1.0, 10.0], [2.0, 20.0], [6.0, 60.0], [900.0, 0.0]])
+    >>> holders = [Evaluation(Phocas(b=1), m=4) for _ in range(2)]
+    >>> [holder.request for holder in holders]
+    [None, None]
     """
 
     def __init__(

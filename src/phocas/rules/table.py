@@ -85,6 +85,9 @@ RULES = RuleTable(
 def parse_rule(text: str) -> Rule:
     """Read a rule, with its pre-aggregators if any, from text.
 
+    Args:
+        text: the rule as on the command line.
+
     >>> parse_rule("nnm:b=6|phocas:b=6")
     Pipeline(stages=(NNM(b=6),), rule=Phocas(b=6))
     >>> parse_rule("phoca:b=6")
@@ -104,6 +107,13 @@ def aggregate(
     max_share: float | None = None,
 ) -> Any:
     """Aggregate m rows by a rule or its name; see :meth:`Rule.__call__`.
+
+    Args:
+        rows: an (m, d) array or tensor, m vectors, m mappings or m lists of arrays.
+        rule: a rule, its text, or a function of the rows.
+        rng: a generator or a seed, for rules that draw.
+        weights: one number for each worker, such as its examples.
+        max_share: the largest share of all weight that anybody may have.
 
     >>> import numpy as np
     >>> aggregate(np.array([[1.0], [2.0], [900.0]]), "median")

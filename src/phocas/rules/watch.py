@@ -20,7 +20,12 @@ class Watch(Rule):
 
     For those who may not change their training and want to know who is wrong.
 
+        Watch(rule) = Mean
+
     Breakdown: one wrong value in a column, as for the mean. NaN and inf pass into the result.
+
+    Args:
+        rule: whose blame is wanted.
 
     >>> import numpy as np
     >>> from phocas import Phocas

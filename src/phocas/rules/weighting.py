@@ -94,6 +94,11 @@ class Weighted(Rule):
 
     Breakdown: survives the b heaviest, so any b, if the rule survives b.
 
+    Args:
+        rule: the rule, which must have a definition with weights.
+        weights: one number for each worker.
+        max_share: the largest share of all weight that anybody may have.
+
     >>> import numpy as np
     >>> from phocas import Median
     >>> Weighted(Median(), (1, 1, 5))(np.array([[1.0], [2.0], [6.0]]))

@@ -18,12 +18,28 @@ from phocas.specs import count
 
 
 def largest_b(m: int) -> int:
-    """Return the largest b with ``2b < m``: beyond it the bad values may be the majority."""
+    """Return the largest b with ``2b < m``: beyond it the bad values may be the majority.
+
+    Args:
+        m: how many workers there are.
+
+    >>> from phocas.theory import largest_b
+    >>> largest_b(20), largest_b(21)
+    (9, 10)
+    """
     return TrimmedMean.largest_b(count("a rule", "m", m, minimum=1))
 
 
 def largest_krum(m: int) -> int:
-    """Return the largest q with ``2q + 2 < m``, which Krum needs; -1 if there is none."""
+    """Return the largest q with ``2q + 2 < m``, which Krum needs; -1 if there is none.
+
+    Args:
+        m: how many workers there are.
+
+    >>> from phocas.theory import largest_krum
+    >>> largest_krum(20), largest_krum(2)
+    (8, -1)
+    """
     return max(Krum.largest_b(count("Krum", "m", m, minimum=1)), -1)
 
 
@@ -31,6 +47,10 @@ def delta_krum(m: int, q: int) -> float:
     """Return Delta_0, the bound of Krum with q bad rows (the paper's first lemma).
 
     ``6m - 6q + (4q(m-q-2) + 4q^2(m-q-1)) / (m-2q-2)``, for ``2q + 2 < m``.
+
+    Args:
+        m: how many workers there are.
+        q: how many rows are bad.
 
     >>> delta_krum(m=5, q=1)
     44.0
@@ -45,6 +65,11 @@ def delta_trimmed_mean(m: int, q: int, b: int) -> float:
     only, but with ``b < q`` one huge value reaches the result, so there is no bound and this
     raises.
 
+    Args:
+        m: how many workers there are.
+        q: how many values of each column are bad.
+        b: how many the rule is told to survive.
+
     >>> delta_trimmed_mean(m=3, q=1, b=1)
     8.0
     """
@@ -56,6 +81,11 @@ def delta_phocas(m: int, q: int, b: int) -> float:
 
     ``4 + 12(b+1)(m-q) / (m-b-q)^2``, for ``q <= b`` and ``2b < m`` (``2q < n`` in print). It is
     ``4 + 6 Delta_1``: always above that of the trimmed mean.
+
+    Args:
+        m: how many workers there are.
+        q: how many values of each column are bad.
+        b: how many the rule is told to survive.
 
     >>> delta_phocas(m=3, q=1, b=1)
     52.0
@@ -69,6 +99,12 @@ def delta_heraclius(m: int, q: int, b: int, reach: float = Heraclius.reach) -> f
     ``(sqrt D + K (1 + sqrt D))^2`` with D = Delta_1 and K at least 1, which grows with the reach if
     q > 0; for ``q <= b`` and ``2b < m``. Without a reach it is Delta_2.
 
+    Args:
+        m: how many workers there are.
+        q: how many values of each column are bad.
+        b: how many the rule is told to survive.
+        reach: up to how many spreads a value counts in full.
+
     >>> [round(delta_heraclius(m=20, q=q, b=6), 1) for q in (0, 3, 6)]
     [14.6, 101.1, 500.6]
     """
@@ -79,6 +115,10 @@ def adaptive_krum(m: int, q: int) -> float:
     """Bound Krum against an attacker who picks the rows after seeing all: always below Delta_0.
 
     ``m max(1, (1 + sqrt 2)^2 / (m-2q-1))``, for ``2q + 2 < m``; ``m`` without bad rows.
+
+    Args:
+        m: how many workers there are.
+        q: how many rows are bad.
 
     >>> round(adaptive_krum(m=5, q=1), 3)
     14.571
@@ -91,6 +131,11 @@ def adaptive_trimmed_mean(m: int, q: int, b: int) -> float:
 
     ``min(m, 2(b+q+1)) / (m-b-q)``, for ``q <= b`` and ``2b < m``.
 
+    Args:
+        m: how many workers there are.
+        q: how many values of each column are bad.
+        b: how many the rule is told to survive.
+
     >>> adaptive_trimmed_mean(m=3, q=1, b=1)
     3.0
     """
@@ -101,6 +146,11 @@ def adaptive_phocas(m: int, q: int, b: int) -> float:
     """Bound Phocas against an attacker who picks the values after seeing all.
 
     ``(sqrt(m/(m-q)) + 2 sqrt(D))^2`` with D the same bound of the trimmed mean.
+
+    Args:
+        m: how many workers there are.
+        q: how many values of each column are bad.
+        b: how many the rule is told to survive.
 
     >>> round(adaptive_phocas(m=3, q=1, b=1), 3)
     21.985
@@ -113,6 +163,12 @@ def adaptive_heraclius(m: int, q: int, b: int, reach: float = Heraclius.reach) -
 
     ``(sqrt D + K (sqrt(m/(m-q)) + sqrt D))^2`` with D the same bound of the trimmed mean.
 
+    Args:
+        m: how many workers there are.
+        q: how many values of each column are bad.
+        b: how many the rule is told to survive.
+        reach: up to how many spreads a value counts in full.
+
     >>> adaptive_heraclius(m=20, q=3, b=6, reach=0) == adaptive_phocas(m=20, q=3, b=6)
     True
     """
@@ -121,7 +177,20 @@ def adaptive_heraclius(m: int, q: int, b: int, reach: float = Heraclius.reach) -
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What is promised of a rule told b: its bounds in units of V, or why there are none."""
+    """What is promised of a rule told b: its bounds in units of V, or why there are none.
+
+    Attributes:
+        rule: its name.
+        b: what it is told.
+        feasible: whether it may be told that.
+        reason: why not.
+        printed: the paper's bound.
+        adaptive: the one against who picks after seeing all.
+
+    >>> (bound,) = [each for each in table(4, q=1, values=[1]) if each.rule == "krum"]
+    >>> bound.feasible, bound.reason
+    (False, 'needs 2b + 2 < m (b <= 0)')
+    """
 
     rule: str
     b: int | None
@@ -135,6 +204,15 @@ def table(m: int, q: int, values: Iterable[int]) -> list[Bound]:
     """Judge every rule for every b: feasible or not and why, and the bounds in units of V.
 
     Rules that need more than a b to be told, such as a radius, are not among them.
+
+    Args:
+        m: how many workers there are.
+        q: how many are wrong.
+        values: the b that rules are told.
+
+    >>> found = {bound.rule: bound for bound in table(5, q=1, values=[1])}
+    >>> found["phocas"].b, round(found["phocas"].printed, 1), found["mean"].feasible
+    (1, 14.7, False)
     """
     q = count("a bound", "q", q)
     if q > largest_b(m):

@@ -16,6 +16,10 @@ from phocas.specs import count, positive
 def largest_step_convex(mu: float, smooth: float) -> float:
     """Return the largest step of Theorem 3, ``2 / (mu + L)``.
 
+    Args:
+        mu: the strong convexity of F.
+        smooth: L, the smoothness of F.
+
     >>> largest_step_convex(mu=1.0, smooth=3.0)
     0.5
     """
@@ -25,6 +29,11 @@ def largest_step_convex(mu: float, smooth: float) -> float:
 
 def contraction(mu: float, smooth: float, step: float) -> float:
     """Return Theorem 3's factor a round, ``1 - step mu L / (mu + L)``.
+
+    Args:
+        mu: the strong convexity of F.
+        smooth: L, the smoothness of F.
+        step: the step of the descent.
 
     >>> contraction(mu=1.0, smooth=3.0, step=0.4)
     0.7
@@ -37,6 +46,11 @@ def contraction(mu: float, smooth: float, step: float) -> float:
 def error_floor(mu: float, smooth: float, delta: float) -> float:
     """Return the distance that remains for ever, ``(mu + L) / (mu L) sqrt(Delta)``, for any step.
 
+    Args:
+        mu: the strong convexity of F.
+        smooth: L, the smoothness of F.
+        delta: the bound of the rule, times V.
+
     >>> error_floor(mu=1.0, smooth=1.0, delta=4.0)
     4.0
     """
@@ -46,6 +60,12 @@ def error_floor(mu: float, smooth: float, delta: float) -> float:
 
 def printed_error_floor(mu: float, smooth: float, step: float, delta: float) -> float:
     """Return the floor as Theorem 3 prints it, times the step: no bound for small steps.
+
+    Args:
+        mu: the strong convexity of F.
+        smooth: L, the smoothness of F.
+        step: the step of the descent.
+        delta: the bound of the rule, times V.
 
     >>> printed_error_floor(mu=1.0, smooth=1.0, step=0.25, delta=4.0)
     1.0
@@ -60,6 +80,14 @@ def distance_bound(
 
     ``rho^T start + (1 - rho^T) (mu + L) / (mu L) sqrt(Delta)``, with rho the contraction.
 
+    Args:
+        rounds: T, how many steps are taken.
+        start: how far the first point is from the best.
+        mu: the strong convexity of F.
+        smooth: L, the smoothness of F.
+        step: the step of the descent.
+        delta: the bound of the rule, times V.
+
     >>> distance_bound(0, 5.0, mu=1.0, smooth=1.0, step=0.5, delta=4.0)
     5.0
     """
@@ -69,6 +97,9 @@ def distance_bound(
 
 def largest_step_smooth(smooth: float) -> float:
     """Return the largest step of Theorem 4, ``1 / L``.
+
+    Args:
+        smooth: L, the smoothness of F.
 
     >>> largest_step_smooth(4.0)
     0.25
@@ -81,6 +112,13 @@ def gradient_bound(rounds: int, gap: float, *, smooth: float, step: float, delta
 
     ``2 gap / (step T) + Delta``, with ``gap = F(x^0) - F(x*)``: the first term falls as 1/T, not
     linearly as the text says.
+
+    Args:
+        rounds: T, how many steps are taken.
+        gap: how far F is above its least value at the start.
+        smooth: L, the smoothness of F.
+        step: the step of the descent.
+        delta: the bound of the rule, times V.
 
     >>> gradient_bound(10, 5.0, smooth=2.0, step=0.5, delta=3.0)
     5.0

@@ -20,6 +20,10 @@ def against_mean(rows: Array, gradient: Array) -> Array:
     The last worker sends ``-g`` minus the sum of all others. The error is ``(1 + 1/m) ||g||``,
     beyond any constant that does not know g.
 
+    Args:
+        rows: an (m, d) matrix of correct gradients.
+        gradient: the true one.
+
     >>> against_mean(np.array([[3.0, 5.0], [1.0, 1.0]]), np.array([2.0, 2.0])).mean(axis=0)
     array([-1., -1.])
     """
@@ -35,6 +39,11 @@ def against_selection(rows: Array, size: float = 1e20, per_column: int = 1) -> A
     ``per_column`` rows, ``d per_column >= m``, which the proposition does not say: below that, a
     rule that outputs one of its rows can be resilient (the median of an odd number of scalars is
     one).
+
+    Args:
+        rows: an (m, d) matrix of correct gradients.
+        size: minus what is put in.
+        per_column: how many values of a column may be spoilt.
 
     >>> against_selection(np.ones((2, 3)), size=9.0)
     array([[-9.,  1.,  1.],
@@ -56,6 +65,11 @@ def against_krum(m: int, d: int, size: float = 1e20) -> tuple[Array, Array]:
 
     Krum outputs a row, so this is Proposition 2 with all correct rows equal to the gradient: every
     row has the same inner product with it, ``d - 1 - size``.
+
+    Args:
+        m: how many workers there are.
+        d: how many columns there are, at least m.
+        size: minus what is put in.
 
     >>> gradient, rows = against_krum(m=5, d=6, size=100.0)
     >>> rows @ gradient

@@ -18,6 +18,12 @@ from phocas.theory.survival import Chance, Survival, log_complement, log_sum
 class Participation:
     """Of ``clients``, ``liars`` lie, and ``num_workers`` take part in each of some rounds.
 
+    Args:
+        clients: how many clients there are.
+        liars: how many of them lie.
+        num_workers: how many take part in a round.
+        rounds: how many rounds there are.
+
     >>> federation = Participation(clients=1000, liars=100, num_workers=50, rounds=500)
     >>> round(federation.at_most(5).fails, 3), federation.smallest("phocas").b
     (0.383, 16)

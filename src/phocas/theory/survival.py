@@ -22,7 +22,16 @@ _TINY = -40.0
 
 @dataclasses.dataclass(frozen=True)
 class Chance:
-    """The chance to survive, held as the logarithms of surviving and of failing."""
+    """The chance to survive, held as the logarithms of surviving and of failing.
+
+    Attributes:
+        log_survives: the logarithm of surviving.
+        log_fails: the logarithm of failing.
+
+    >>> chance = every(0.25)
+    >>> chance.survives, round(chance.fails, 2)
+    (0.75, 0.25)
+    """
 
     log_survives: float
     log_fails: float
@@ -89,6 +98,13 @@ def every(rate: float) -> Chance:
 class Exposure:
     """What is exposed to bad values: the columns of one server or of all, for some rounds.
 
+    Args:
+        num_workers: m, how many workers there are.
+        dims: d, how many columns there are.
+        rounds: for how many rounds.
+        rate: the probability that a value is bad.
+        servers: how many servers share the columns, if one of them is exposed.
+
     >>> Exposure(num_workers=20, dims=118282, rounds=500, rate=0.0005, servers=20).columns
     5915
     """
@@ -148,7 +164,17 @@ class Exposure:
 
 @dataclasses.dataclass(frozen=True)
 class Survival:
-    """A rule told b, the chance that a run with it survives, and the union bound on failing."""
+    """A rule told b, the chance that a run with it survives, and the union bound on failing.
+
+    Attributes:
+        rule: its name.
+        b: what it is told, if anything.
+        chance: that a run survives.
+        union: a bound on failing that is quick to see.
+
+    >>> Survival("phocas", 3, every(0.25), union=0.3).chance.survives
+    0.75
+    """
 
     rule: str
     b: int | None

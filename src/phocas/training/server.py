@@ -56,6 +56,16 @@ class ParameterServer:
     The result does not depend on the number of servers: column-wise rules never look beside a
     column, and what the others measure over all columns is added up before it is used.
 
+    Args:
+        model: whose parameters are stepped.
+        num_workers: m, how many rows there are.
+        rule: the rule, or its text.
+        num_servers: how many share the columns; changes no bit.
+        optimizer: a name in torch.optim, or what makes an optimiser of parameters.
+        lr: its learning rate.
+        optimizer_options: what else it is told.
+        on_nonfinite: what to do with a result that is not finite.
+
     >>> import phocas
     >>> model = torch.nn.Linear(1, 1, bias=False)
     >>> _ = torch.nn.init.zeros_(model.weight)

@@ -47,7 +47,12 @@ def _seed(owner: str, name: str, value: object) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings(Settings):
-    """What users choose for a task besides the model, the loss and the data: text or value."""
+    """What users choose for a task besides the model, the loss and the data: text or value.
+
+    >>> settings = TaskSettings(rule="phocas:b=2", num_workers=7)
+    >>> str(settings.rule), settings.num_workers, settings.lr
+    ('phocas:b=2', 7, 0.1)
+    """
 
     owner = "Trainer"
 

@@ -62,15 +62,19 @@ class Round:
     loss: float
     """The mean loss of the workers' batches."""
     lr: float
+    """The learning rate of the step."""
     action: Action
     """What was done with the aggregate: applied, skipped or stopped."""
     finite: bool
+    """Whether the aggregate was."""
     gradient_norm: float
+    """The length of the aggregate."""
     honest_distance: float | None
     """From the aggregate to the mean of the uncorrupted gradients, where it was asked for."""
     dropped: npt.NDArray[np.float64]
     """For each worker, the share of its values that the rule left out."""
     expected_dropped: float
+    """The share of its values that an honest worker expects to lose."""
     by_server: npt.NDArray[np.float64] | None
     """The same within each server's columns, (s, m), where it was asked for."""
     touched: int

@@ -25,6 +25,9 @@ class RaySettings(AsynchronousSettings):
     """How a Ray engine treats its processes.
 
     ``faults`` may be a script, its text, or its lines: see :mod:`phocas.engines.faults`.
+
+    >>> RaySettings(deadline=5.0).deadline
+    5.0
     """
 
     owner = "the ray engine"

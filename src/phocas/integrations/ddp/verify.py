@@ -17,7 +17,15 @@ Compute: TypeAlias = Callable[[int, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class AggregatorError(RuntimeError):
-    """Two ranks made different results of one shard; ``ranks`` are those that may be to blame."""
+    """Two ranks made different results of one shard; ``ranks`` are those that may be to blame.
+
+    Args:
+        message: what happened.
+        ranks: those that may be to blame.
+
+    >>> AggregatorError("shard 2 differs", (2, 3)).ranks
+    (2, 3)
+    """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message)

@@ -29,6 +29,10 @@ def _check_share(owner: str, name: str, value: float) -> None:
 class Momentum:
     """Add ``lr`` times a sum of updates of which each counts ``momentum`` of the next.
 
+    Args:
+        lr: the step.
+        momentum: how much of past updates is kept.
+
     >>> state = {}
     >>> step = Momentum(lr=1.0, momentum=0.5).step
     >>> step(np.zeros(1), np.ones(1), state, 1), step(np.zeros(1), np.ones(1), state, 2)
@@ -59,6 +63,12 @@ class Adam:
 
     Reference: Reddi et al., "Adaptive federated optimization" (2021), FedAdam, with Adam's
     corrections for the first turns.
+
+    Args:
+        lr: the step.
+        beta1: how much of past updates is kept.
+        beta2: how much of their squares is kept.
+        tau: what is added to the root.
     """
 
     lr: float = 0.1

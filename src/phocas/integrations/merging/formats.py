@@ -106,7 +106,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A file, what it is, its tensors by name in their order, and what is said about them."""
+    """A file, what it is, its tensors by name in their order, and what is said about them.
+
+    Attributes:
+        path: the file.
+        format: what it is.
+        tensors: its tensors by name, in their order.
+        metadata: what is said about them.
+    """
 
     path: Path
     format: str
@@ -115,7 +122,20 @@ class TensorFile:
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """Find out what a file is, and which tensors it has; refuse what cannot be trusted or read."""
+    """Find out what a file is, and which tensors it has; refuse what cannot be trusted or read.
+
+    Args:
+        path: the file.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> np.save(Path(folder.name, "rows.npy"), np.ones((2, 3)))
+    >>> found = open_tensors(Path(folder.name, "rows.npy"))
+    >>> found.format, [tensor.shape for tensor in found.tensors.values()]
+    ('npy', [(2, 3)])
+    >>> folder.cleanup()
+    """
     with path.open("rb") as file:
         head = file.read(9)
         if head[:4] == b"PK\x03\x04":

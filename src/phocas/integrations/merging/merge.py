@@ -30,7 +30,18 @@ _EXPONENT = np.uint16(0x7F80)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """What came of a merge: who was thrown away, in all and by tensor, if that was asked for."""
+    """What came of a merge: who was thrown away, in all and by tensor, if that was asked for.
+
+    Attributes:
+        files: what was merged, in this order.
+        output: where the result is.
+        columns: how many values each file has.
+        expected: the share that chance would take of each file.
+        dropped: the share of each file's values that was thrown away.
+        by_tensor: the same for each tensor.
+        same: files that are copies of others.
+        digest: the SHA-256 of the output.
+    """
 
     files: tuple[Path, ...]
     output: Path
@@ -77,6 +88,16 @@ def merge_files(
         explain: count what share of each file's values was dropped
         digest: work out the SHA-256 of the output
         progress: called with the bytes done and the bytes in all
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> files = [Path(folder.name, f"{value}.npy") for value in (1, 2, 900)]
+    >>> for file in files:
+    ...     np.save(file, np.full(3, float(file.stem)))
+    >>> merged = merge_files(files, "median", Path(folder.name, "merged.npy"), explain=True)
+    >>> np.load(merged.output), merged.dropped
+    (array([2., 2., 2.]), array([1., 0., 1.]))
+    >>> folder.cleanup()
     """
     rule = RULES.of(rule, "merge_files")
     files = tuple(files)
@@ -113,7 +134,15 @@ def merge_files(
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file.
+
+    Args:
+        path: the file.
+
+    >>> import os
+    >>> file_digest(Path(os.devnull))[:12]
+    'e3b0c44298fc'
+    """
     with path.open("rb") as file:
         return _digest(file)
 

@@ -19,7 +19,18 @@ _VERSIONS = ("phocas", "numpy", "llvmlite")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for, beside the files."""
+    """What was asked for, beside the files.
+
+    Args:
+        rule: the rule, as text.
+        base: the file that all began from.
+        weights: a number for each file.
+        max_share: the largest share of all weight that anybody has.
+        seed: of rules that draw.
+
+    >>> Request("phocas:b=2", max_share=0.4).rule
+    'phocas:b=2'
+    """
 
     rule: str
     base: Path | None = None
@@ -34,6 +45,10 @@ def receipt(merged: Merged, request: Request) -> dict[str, Any]:
     Who repeats it with the same versions gets the same bits on any processor with the same
     ``instructions``: vectors may be of any width, but numbers are rounded once or twice as the
     processor has fused multiply-add or not.
+
+    Args:
+        merged: what came of the merge, with its digest.
+        request: what was asked for.
     """
     if merged.digest is None:
         raise ValueError("a receipt needs the digest of the output: merge with digest=True")
@@ -62,5 +77,10 @@ def receipt(merged: Merged, request: Request) -> dict[str, Any]:
 
 
 def write_receipt(path: Path, content: dict[str, Any]) -> None:
-    """Write a receipt as JSON."""
+    """Write a receipt as JSON.
+
+    Args:
+        path: where it goes.
+        content: what ``receipt`` returned.
+    """
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
