@@ -345,6 +345,7 @@ class Guard:
 
     Args:
         ledger: what is known about the ranks.
+        witness: where the values that were thrown away lie.
         catch_up: waits until all that was seen is known.
         close: gives the model back.
     """
