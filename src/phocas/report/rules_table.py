@@ -173,8 +173,7 @@ def print_rule(known: dict[str, Any]) -> None:
         print(f"{step['name']}: a {step['kind']}")
         print(textwrap.fill(step["summary"], WIDTH))
         for paragraph in step["body"]:
-            formula = paragraph.startswith(" ")
-            print(f"\n{paragraph if formula else textwrap.fill(paragraph, WIDTH)}")
+            print(f"\n{_wrapped(paragraph)}")
         print()
         given = [
             each["name"] + (f"={each['default']}" if "default" in each else "")
@@ -192,6 +191,17 @@ def print_rule(known: dict[str, Any]) -> None:
         )
         print()
     _print_promise(known)
+
+
+def _wrapped(paragraph: str) -> str:
+    """Wrap prose; lines of formulas and arguments, which are indented, each on its own."""
+    if "\n " not in f"\n{paragraph}":
+        return textwrap.fill(paragraph, WIDTH)
+    lines = []
+    for line in paragraph.splitlines():
+        margin = " " * (len(line) - len(line.lstrip())) + _INDENT
+        lines.append(textwrap.fill(line, WIDTH, subsequent_indent=margin))
+    return "\n".join(lines)
 
 
 def _print_promise(known: dict[str, Any]) -> None:
