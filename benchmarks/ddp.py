@@ -7,9 +7,11 @@ python benchmarks/ddp.py [--world-size 4] [--turns 15] [--models mlp cnn] [--war
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from itertools import cycle
 
 import torch
-from steps import arguments, compare, start
+from steps import BATCHES, arguments, compare, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,7 +70,8 @@ def bench(chosen: argparse.Namespace) -> None:
     """Compare the ways for each model."""
     for name in chosen.models:
         make, shape = MODELS[name]
-        inputs, labels = torch.randn(shape), torch.randint(10, shape[:1])
+        drawn = [(torch.randn(shape), torch.randint(10, shape[:1])) for _ in range(BATCHES)]
+        batches = cycle(drawn)
         ways: dict[str, nn.Module] = {}
         for way in dict.fromkeys(["plain DDP", *chosen.ways]):
             model = DistributedDataParallel(make())
@@ -77,8 +80,9 @@ def bench(chosen: argparse.Namespace) -> None:
             ways[way] = model
 
         def loss(
-            model: nn.Module, inputs: torch.Tensor = inputs, labels: torch.Tensor = labels
+            model: nn.Module, batches: Iterator[tuple[torch.Tensor, torch.Tensor]] = batches
         ) -> torch.Tensor:
+            inputs, labels = next(batches)
             return nn.functional.cross_entropy(model(inputs), labels)
 
         compare(name, ways, loss, chosen)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import torch
-from steps import arguments, compare, start
+from steps import BATCHES, arguments, compare, start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -54,7 +56,7 @@ def bench(chosen: argparse.Namespace) -> None:
     """Compare the ways for each model."""
     for name in chosen.models:
         make, batch = MODELS[name]
-        inputs = batch()
+        batches = cycle([batch() for _ in range(BATCHES)])
         ways: dict[str, nn.Module] = {}
         for way in dict.fromkeys(["plain FSDP2", *chosen.ways]):
             model = make()
@@ -65,8 +67,8 @@ def bench(chosen: argparse.Namespace) -> None:
                 fsdp.protect(model, rule)
             ways[way] = model
 
-        def loss(model: nn.Module, inputs: torch.Tensor = inputs) -> torch.Tensor:
-            return model(inputs).square().mean()  # type: ignore[no-any-return]
+        def loss(model: nn.Module, batches: Iterator[torch.Tensor] = batches) -> torch.Tensor:
+            return model(next(batches)).square().mean()  # type: ignore[no-any-return]
 
         compare(name, ways, loss, chosen)
 

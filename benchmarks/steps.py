@@ -25,6 +25,7 @@ from phocas.integrations.guard import Ledger
 from phocas.integrations.witness import Witness
 
 STEPS = 8  # of one way in one turn
+BATCHES = 16  # of each rank: with one only, somebody is the farthest in every step
 WARM = 64  # steps at the beginning that are all looked at
 
 Loss = Callable[[nn.Module], torch.Tensor]

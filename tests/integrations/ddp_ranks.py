@@ -7,7 +7,6 @@ import copy
 import itertools
 import os
 import sys
-import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -25,9 +24,11 @@ from tests.integrations.scenes import (
     FaultyLinear,
     Play,
     act,
+    outcome,
     refusal,
     with_patched,
 )
+from tests.integrations.scenes import scene as add_to
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,11 +42,7 @@ from phocas.rules.bets import Bets
 
 DEVICE_RULES = ("phocas:b=1", "krum:b=0", "nnm:b=1|median", "geometric-median")
 SCENES: dict[str, Play] = {}
-
-
-def scene(run: Play) -> Play:
-    SCENES[run.__name__] = run
-    return run
+scene = add_to(SCENES)
 
 
 @dataclass
@@ -461,16 +458,9 @@ def hung(rank: int) -> Any:
     recorded = record(network(), "phocas:b=1", group=group, bucket_cap_mb=0.004)
     train(recorded, rank, 2)  # from the third step on DDP itself exchanges nothing
     dist.barrier()
-    begin = time.perf_counter()
-    said = "finished"
-    if rank != LIAR:
-        try:
-            recorded.backward(torch.randn(8, 30))
-        except RuntimeError as error:
-            said = str(error)
-    seconds = time.perf_counter() - begin
+    found = {} if rank == LIAR else outcome(lambda: recorded.backward(torch.randn(8, 30)))
     dist.barrier()  # where the liar waits meanwhile
-    return {"said": said, "seconds": seconds, "failure": str(recorded.guard.failure)}
+    return {**found, "failure": str(recorded.guard.failure)}
 
 
 @scene
@@ -480,13 +470,7 @@ def dead(rank: int) -> Any:
     train(recorded, rank, 2)
     if rank == LIAR:
         os._exit(0)
-    begin = time.perf_counter()
-    said = "finished"
-    try:
-        recorded.backward(torch.randn(8, 30))
-    except RuntimeError as error:
-        said = str(error)
-    return {"said": said, "seconds": time.perf_counter() - begin}
+    return outcome(lambda: recorded.backward(torch.randn(8, 30)))
 
 
 if __name__ == "__main__":

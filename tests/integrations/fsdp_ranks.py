@@ -6,7 +6,6 @@ Results are as scenes.py says.
 import itertools
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,9 +25,11 @@ from tests.integrations.scenes import (
     FaultyLinear,
     Play,
     act,
+    outcome,
     refusal,
     with_patched,
 )
+from tests.integrations.scenes import scene as add_to
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -49,12 +50,7 @@ from phocas.integrations.witness import Segment, Witness
 NAN = float("nan")
 SCENES: dict[str, Play] = {}
 DEVICE_RULES = ("phocas:b=1", "heraclius:b=1", "median")
-SEEDS = {"corrupted": range(3), "corrupted_long": range(20)}
-
-
-def scene(run: Any) -> Any:
-    SCENES[run.__name__] = run
-    return run
+scene = add_to(SCENES)
 
 
 def network(**options: Any) -> Any:
@@ -399,8 +395,7 @@ def one_parameter(rank: int) -> Any:
     return {"suspects": named(guard), "text": guard.report_text(), "finite": finite}
 
 
-@scene
-def corrupted(rank: int, seeds: range = SEEDS["corrupted"]) -> Any:
+def corrupting(rank: int, seeds: range) -> Any:
     """Corrupt one weight silently on one rank from a step on, with several seeds."""
     found = []
     for seed in seeds:
@@ -422,6 +417,15 @@ def corrupted(rank: int, seeds: range = SEEDS["corrupted"]) -> Any:
             }
         )
     return found
+
+
+@scene
+def corrupted(rank: int) -> Any:
+    return corrupting(rank, range(3))
+
+
+def corrupted_long(rank: int) -> Any:
+    return corrupting(rank, range(20))
 
 
 @scene
@@ -571,16 +575,9 @@ def hung(rank: int) -> Any:
     train(model, rank, 2)
     loss = model(torch.randn(8, 30)).square().mean()
     dist.barrier()
-    begin = time.perf_counter()
-    said = "finished"
-    if rank != LIAR:
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            said = str(error)
-    seconds = time.perf_counter() - begin
+    found = {} if rank == LIAR else outcome(loss.backward)
     dist.barrier()  # where the liar waits meanwhile
-    return {"said": said, "seconds": seconds, "failure": str(guard.failure)}
+    return {**found, "failure": str(guard.failure)}
 
 
 @scene
@@ -593,17 +590,7 @@ def dead(rank: int) -> Any:
     dist.barrier()
     if rank == LIAR:
         os._exit(0)
-    begin = time.perf_counter()
-    said = "finished"
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        said = str(error)
-    return {"said": said, "seconds": time.perf_counter() - begin}
-
-
-def corrupted_long(rank: int) -> Any:
-    return corrupted(rank, SEEDS["corrupted_long"])
+    return outcome(loss.backward)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ one process. Ranks meet in a file and talk over loopback.
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -97,6 +98,46 @@ def act(scenes: dict[str, Play], rank: int, folder: Path) -> None:
         except Exception:  # noqa: BLE001 - it fails the test of this scene alone
             result = traceback.format_exc()
         torch.save(result, folder / f"{name}.{rank}.pt")
+
+
+def scene(scenes: dict[str, Play]) -> Callable[[Play], Play]:
+    """Return what adds a function to the scenes that are played."""
+
+    def add(run: Play) -> Play:
+        scenes[run.__name__] = run
+        return run
+
+    return add
+
+
+def outcome(call: Callable[[], Any]) -> dict[str, Any]:
+    """Say what a call that must fail says, and how long it takes."""
+    begin = time.perf_counter()
+    said = "finished"
+    try:
+        call()
+    except RuntimeError as error:
+        said = str(error)
+    return {"said": said, "seconds": time.perf_counter() - begin}
+
+
+def check_hung(results: list[Any], where: str = "") -> None:
+    """See that a rank that hangs raised on the others within the timeout of their group."""
+    for rank, result in enumerate(results):
+        if rank != LIAR:
+            assert result["seconds"] < 2 * HANG_TIMEOUT
+            assert where in result["said"]
+            assert result["failure"] in result["said"]
+            assert re.search("Timed out|closed", result["said"])
+
+
+def check_dead(results: list[Any], where: str = "") -> None:
+    """See that a rank that died raised on the others long before the timeout of their group."""
+    assert len(results) == WORLD - 1
+    for result in results:
+        assert result["seconds"] < DEATH_TIMEOUT / 2
+        assert where in result["said"]
+        assert "closed" in result["said"] or "reset" in result["said"]
 
 
 def refusal(call: Callable[[], Any]) -> str:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from tests.helpers import bits
 from tests.integrations.scenes import (
-    DEATH_TIMEOUT,
-    HANG_TIMEOUT,
     LIAR,
     ROOT,
     WORLD,
     Scene,
+    check_dead,
+    check_hung,
     environment,
     play,
 )
@@ -282,21 +282,11 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
 
 
 def test_a_rank_that_hangs_raises_on_the_others_within_the_timeout(ranks: Scene) -> None:
-    for rank, result in enumerate(ranks("hung")):
-        if rank != LIAR:
-            assert result["seconds"] < 2 * HANG_TIMEOUT
-            assert "step 3, gradients of 3: waited for all 4 ranks" in result["said"]
-            assert result["failure"] in result["said"]
-            assert re.search("Timed out|closed", result["said"])
+    check_hung(ranks("hung"), "step 3, gradients of 3: waited for all 4 ranks")
 
 
 def test_a_rank_that_dies_raises_on_the_others(ranks: Scene) -> None:
-    results = ranks("dead")
-    assert len(results) == WORLD - 1
-    for result in results:
-        assert result["seconds"] < DEATH_TIMEOUT / 2
-        assert "step 3, gradients of 3: waited for all 4 ranks" in result["said"]
-        assert "closed" in result["said"] or "reset" in result["said"]
+    check_dead(ranks("dead"), "step 3, gradients of 3: waited for all 4 ranks")
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ class Reactions:
         log: str | Path | None,
         exit_code: int | None,
     ) -> Self:
-        """Check what was asked for, before a job runs for days."""
+        """Check what was asked for."""
         if on_suspect is not None and not callable(on_suspect):
             raise TypeError(f"on_suspect must be a function of a suspect: got {on_suspect!r}")
         if exit_code is not None and not 1 <= count("protect", "exit_code", exit_code) <= 255:
@@ -140,10 +140,27 @@ class Options(TypedDict, total=False):
     """What both ``protect`` and ``watch`` may be told, in DDP and in FSDP2."""
 
     seed: int
+    """For rules that draw at random (bucketing); the same on all ranks."""
     timeout: timedelta | None
+    """How long to wait for a rank before raising; that of the model's group if not given."""
     on_suspect: Callable[[Suspect], None] | None
+    """Called with each new suspect, on every rank, in backward (with CUDA: in a thread)."""
     log: str | Path | None
+    """A file to which a line of JSON is added for each new suspect, by one rank."""
     exit_code: int | None
+    """End the processes of all ranks with it when a rank is named."""
+
+
+def options_of(
+    *,
+    seed: int = 0,
+    timeout: timedelta | None = None,
+    on_suspect: Callable[[Suspect], None] | None = None,
+    log: str | Path | None = None,
+    exit_code: int | None = None,
+) -> tuple[int, timedelta | None, Reactions]:
+    """Check what was asked for, before a job runs for days: seed, timeout and reactions."""
+    return count("protect", "seed", seed), timeout, Reactions.of(on_suspect, log, exit_code)
 
 
 class Ledger:

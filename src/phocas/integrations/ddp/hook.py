@@ -5,10 +5,7 @@
 import queue
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
 import torch
@@ -17,11 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from phocas.integrations.ddp.step import Aggregator
-from phocas.integrations.guard import Guard, Ledger, Options, Reactions, Suspect
+from phocas.integrations.guard import Guard, Ledger, Options, options_of
 from phocas.integrations.joining import check_dtypes, join
 from phocas.integrations.witness import Segment
 from phocas.rules import Heraclius, Rule, Watch, parse_rule
-from phocas.specs import count
 
 _Result: TypeAlias = torch.futures.Future[torch.Tensor]
 
@@ -100,12 +96,7 @@ def protect(
     model: DistributedDataParallel,
     rule: Rule | str,
     verify: bool = False,
-    *,
-    seed: int = 0,
-    timeout: timedelta | None = None,
-    on_suspect: Callable[[Suspect], None] | None = None,
-    log: str | Path | None = None,
-    exit_code: int | None = None,
+    **options: Unpack[Options],
 ) -> Guard:
     """Aggregate a model's gradients by a rule from now on; to be called on all its ranks.
 
@@ -114,19 +105,14 @@ def protect(
         rule: ``phocas.Phocas(b=2)`` or ``"nnm:b=2|phocas:b=2"``; row i is rank i.
         verify: Have every shard aggregated by two ranks; if they differ, raise on all ranks and
             name who is wrong. Costs a second all-to-all and a second aggregation.
-        seed: For rules that draw at random (bucketing); the same on all ranks.
-        timeout: How long to wait for a rank before raising; that of the model's group if not given.
-        on_suspect: Called with each new suspect, on every rank, in backward or the guard's thread.
-        log: A file to which a line of JSON is added for each new suspect, by one rank.
-        exit_code: End the processes of all ranks with it when a rank is named.
+        **options: :class:`phocas.integrations.guard.Options`.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first"
         )
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    seed = count("protect", "seed", seed)
-    reactions = Reactions.of(on_suspect, log, exit_code)
+    seed, timeout, reactions = options_of(**options)
     group = model.process_group
     rule.check(dist.get_world_size(group))
     named = {

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -16,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phocas.integrations.fsdp.exchange import Replicated, Sharded
 from phocas.integrations.fsdp.step import Aggregator, Unit
-from phocas.integrations.guard import Guard, Ledger, Options, Reactions, Suspect
+from phocas.integrations.guard import Guard, Ledger, Options, options_of
 from phocas.integrations.joining import check_dtypes, join
 from phocas.integrations.wire import Wire
 from phocas.integrations.witness import Segment
 from phocas.rules import Heraclius, Rule, Watch, parse_rule
-from phocas.specs import count
 
 
 class RobustReduceScatter:
@@ -86,11 +83,7 @@ def protect(
     rule: Rule | str,
     *,
     per_unit: bool = False,
-    seed: int = 0,
-    timeout: timedelta | None = None,
-    on_suspect: Callable[[Suspect], None] | None = None,
-    log: str | Path | None = None,
-    exit_code: int | None = None,
+    **options: Unpack[Options],
 ) -> Guard:
     """Reduce the gradients of a sharded model by a rule from now on; to be called on all ranks.
 
@@ -99,16 +92,11 @@ def protect(
         rule: ``phocas.Heraclius(b=1)`` or ``"phocas:b=1"``; row i is rank i of the mesh.
         per_unit: Let a rule that measures whole rows (Krum, NNM, ...) choose for each unit by
             itself; without it such a rule is refused, since units are reduced one by one.
-        seed: For rules that draw at random (bucketing); the same on all ranks.
-        timeout: How long to wait for what ranks tell one another about a step; that of the mesh's
-            group if not given. Gradients always wait for as long as that.
-        on_suspect: Called with each new suspect, on every rank, in backward.
-        log: A file to which a line of JSON is added for each new suspect, by one rank.
-        exit_code: End the processes of all ranks with it when a rank is named.
+        **options: :class:`phocas.integrations.guard.Options`. The ``timeout`` is for what ranks
+            tell one another about a step: gradients always wait for as long as the mesh's group.
     """
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    seed = count("protect", "seed", seed)
-    reactions = Reactions.of(on_suspect, log, exit_code)
+    seed, timeout, reactions = options_of(**options)
     found = list(_sharded(model))
     info = _common_mesh(found)
     rule.check(len(_ranks(info)))
