@@ -48,7 +48,7 @@ class Spec:
         parts = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every Spec is a dataclass
             value = getattr(self, field.name)
-            if value != field.default:
+            if field.init and value != field.default:
                 parts.append(f"{field.name}={_write(value)}")
         return self.spelling() + (":" + ",".join(parts) if parts else "")
 

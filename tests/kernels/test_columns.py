@@ -10,7 +10,7 @@ import pytest
 from phocas import kernels
 from phocas.kernels import Window, calls, programs
 from phocas.kernels.columns import wanted_wires
-from phocas.kernels.networks import Comparator, prune, sorting_network
+from phocas.kernels.networks import Comparator, prune, sorting_network, valley_network
 from phocas.rules.measures import rows_of
 from phocas.rules.reference import nearest, trimmed
 
@@ -46,6 +46,17 @@ def test_large_networks_sort_thresholds(m: int) -> None:
     wires = inputs.copy()
     run(sorting_network(m), wires)
     np.testing.assert_array_equal(wires, np.sort(inputs, axis=0))
+
+
+@pytest.mark.parametrize("m", range(1, 33))
+def test_valleys_are_sorted(m: int) -> None:
+    """Zeros and ones that fall and then rise: so many ones, zeros, and ones again."""
+    ends = itertools.combinations_with_replacement(range(m + 1), 2)
+    places = np.arange(m)
+    valleys = np.array([(places < fall) | (places >= rise) for fall, rise in ends], np.int16).T
+    wires = valleys.copy()
+    run(valley_network(m), wires)
+    np.testing.assert_array_equal(wires, np.sort(valleys, axis=0))
 
 
 @pytest.mark.parametrize("m", range(1, 14))

@@ -50,8 +50,12 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     "table blame": lambda t, e: programs.blocks_module(t, e, False, False, blame=True),
     "table reach": lambda t, e: programs.blocks_module(t, e, True, True, blame=True),
     "table marks": lambda t, e: programs.blocks_module(t, e, True, True, False, gives="marks"),
-    "weighted": lambda t, e: weighted.weighted_module(t, e, True, True, True, radii=False, m=20),
-    "weighted trim": lambda t, e: weighted.weighted_module(t, e, False, False, True, False, m=9),
+    "weighted": lambda t, e: weighted.weighted_module(
+        t, e, True, True, True, radii=False, straight=(20, weighted.Sure(6, 11, 6, 9))
+    ),
+    "weighted trim": lambda t, e: weighted.weighted_module(
+        t, e, False, False, True, radii=False, straight=(9, weighted.Sure(2, 4))
+    ),
     "weighted pairs": lambda t, e: weighted.weighted_module(t, e, True, True, True, radii=False),
     "combine": mixing.combine_module,
     "combine wide": lambda t, e: mixing.combine_module(t, e.wide()),
@@ -236,22 +240,32 @@ def test_the_host_is_described() -> None:
 
 
 @pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
-@pytest.mark.parametrize("straight", [None, 20])
-@pytest.mark.parametrize("drop", [None, 30.0])
+@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize("cut", [6.0, 30.0])
+@pytest.mark.parametrize("nearest", [False, True])
 def test_weights_have_the_same_bits_on_lesser_processors(
-    target: Target, straight: int | None, drop: float | None
+    target: Target, in_registers: bool, cut: float, nearest: bool
 ) -> None:
     rng = np.random.default_rng(0)
     values = rng.normal(size=(20, 83)).astype(np.float32)
     values[rng.integers(20, size=83), np.arange(83)] = rng.choice([np.nan, np.inf, 3e38, -0.0], 83)
-    units = weighted.padded_weights(rng.integers(1, 9, size=20), np.float32)
-    masses = weighted.Masses(30.0, drop)
-    numbers = weighted.constants(masses, int(units[0].sum()), np.float32)
+    weights = rng.integers(1, 9, size=20)
+    units = weighted.padded_weights(weights, np.float32)
+    masses = weighted.Masses(cut, cut if nearest else None)
+    numbers = weighted.constants(masses, int(weights.sum()), np.float32)
+    sure = weighted.Sure.of(weighted.Weighing(weights, masses))
+    assert bool(sure.inner(20)) == (cut == 6.0)
     table = values.ctypes.data + np.arange(20, dtype=np.uint64) * np.uint64(values.strides[0])
     found = []
     for each in (host(), target):
         text = weighted.weighted_module(
-            each, ELEMENTS["float32"], bool(drop), False, True, radii=False, m=straight
+            each,
+            ELEMENTS["float32"],
+            nearest,
+            False,
+            True,
+            radii=False,
+            straight=(20, sure) if in_registers else None,
         )
         out, local = np.empty(83, np.float32), np.zeros(20, np.int64)
         words = ColumnArguments(

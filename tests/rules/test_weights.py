@@ -58,6 +58,27 @@ def test_a_worker_of_weight_w_stands_for_w_workers(rule: str, ties: bool, dtype:
     np.testing.assert_allclose(got, wanted, rtol=precision, atol=precision)
 
 
+@pytest.mark.parametrize(("m", "b"), [(5, 1), (5, 2), (12, 2), (12, 5), (20, 2)])
+@pytest.mark.parametrize("most", [3, 40])
+def test_any_b_and_any_weights(m: int, b: int, most: int) -> None:
+    """What of a column is known before its values are depends on both, and so does the code."""
+    rng = np.random.default_rng(m + most)
+    rows = rng.normal(size=(m, 65))
+    share = (1 / m + 1 / (2 * b)) / 2  # so that the b heaviest have less than half
+    weights = np.floor(10 * capped(1 + most * rng.random(m) ** 3, share)).astype(int)
+    rows[np.argsort(weights)[m - b :], ::2] = rng.choice([np.nan, np.inf, -1e300])
+    for rule in (phocas.TrimmedMean(b), phocas.Phocas(b), phocas.MeaMed(b)):
+        weighted = Weighted(rule, tuple(weights.tolist()))
+        wanted = reference(weighted, rows)
+        np.testing.assert_allclose(weighted(rows), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_weighted_rule_is_written_with_its_weights() -> None:
+    assert str(phocas.Median().weighted([1, 2, 2], 0.5)).endswith(
+        "rule=(median),weights=1/2/2,max_share=0.5"
+    )
+
+
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 8, 13, 33, 70, 200])
 def test_any_number_of_workers(m: int) -> None:
     rng = np.random.default_rng(m)

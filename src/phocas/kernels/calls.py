@@ -32,7 +32,7 @@ from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.emit import ELEMENTS, ColumnArguments
 from phocas.kernels.target import Target, host
 from phocas.kernels.threads import POOL, address
-from phocas.kernels.weighted import Weighing
+from phocas.kernels.weighted import Sure, Weighing
 
 CHUNK_COLUMNS = 4096
 NORMAL_GROUPS = 256  # of normal numbers that a thread draws at a time
@@ -714,7 +714,7 @@ def _weighted_kernel(element: str, weighing: Weighing, blame: bool, radii: bool)
     kind, number = ELEMENTS[element], compute_dtype(element).type
     drop, reach = bool(weighing.masses.drop), bool(weighing.masses.reach)
     m = len(weighing.units)
-    straight = m if m <= weighted.SORTED_ROWS else None
+    straight = (m, Sure.of(weighing)) if m <= weighted.SORTED_ROWS else None
     work = jit.address(
         ("weighted", element, drop, reach, blame, radii, straight),
         lambda target: weighted.weighted_module(target, kind, drop, reach, blame, radii, straight),

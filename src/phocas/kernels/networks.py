@@ -83,6 +83,19 @@ def _merge(a: list[int], b: list[int]) -> tuple[Pairs, list[int]]:
     return first + second + last, paired + odds[len(last) :] + evens[len(last) + 1 :]
 
 
+def valley_network(size: int) -> tuple[tuple[int, int], ...]:
+    """Return a network that sorts what falls and then rises: the last layers of a bitonic sort.
+
+    >>> valley_network(3)
+    ((0, 2), (0, 1))
+    """
+    pairs = []
+    step = 1 << (size - 1).bit_length()
+    while step := step // 2:
+        pairs += [(low, low + step) for low in range(size - step) if not low & step]
+    return tuple(pairs)
+
+
 def prune(
     pairs: tuple[tuple[int, int], ...], groups: Mapping[int, Hashable]
 ) -> tuple[Comparator, ...]:

@@ -23,11 +23,11 @@ i loses D - F_i, within 0 and w_i. One comparison serves both rows of a pair.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from phocas.kernels import blocks
 from phocas.kernels.columns import Averaged, prefetch_bytes, within
 from phocas.kernels.emit import ColumnArguments, Element, Function
-from phocas.kernels.networks import sorting_network
+from phocas.kernels.networks import Comparator, prune, sorting_network, valley_network
 from phocas.kernels.target import Target
 
 LARGEST_TOTAL = 1 << 22
@@ -70,6 +70,38 @@ class Weighing:
 
     units: NDArray[np.int64]
     masses: Masses
+
+
+@dataclass(frozen=True, slots=True)
+class Sure:
+    """What is known of every column whatever its values are, as counts of values.
+
+    ``cut`` are cut from either end of the sorted column, all of each, and nothing but the ``outer``
+    ones at either end loses anything, of which the innermost never lose all. All of each is lost of
+    the ``dropped`` that are farthest from the centre, nothing of as many nearest as are ``kept``,
+    and not all of the next.
+    """
+
+    cut: int
+    outer: int
+    dropped: int = 0
+    kept: int = 0
+
+    @staticmethod
+    def of(weighing: Weighing) -> Sure:
+        """Compare what is cut with the mass of the heaviest and of the lightest."""
+        units, trim, drop = np.sort(weighing.units), weighing.masses.trim, weighing.masses.drop
+        lightest, heaviest = np.cumsum(units), np.cumsum(units[::-1])
+        cut = int(np.count_nonzero(heaviest <= trim))
+        outer = 1 + int(np.count_nonzero(lightest <= max(trim, drop or 0.0)))
+        if not drop:
+            return Sure(cut, outer)
+        dropped = int(np.count_nonzero(heaviest <= drop))
+        return Sure(cut, outer, dropped, int(np.count_nonzero(heaviest < heaviest[-1] - drop)))
+
+    def inner(self, m: int) -> range:
+        """Return the places in the sorted column that lose nothing."""
+        return range(self.outer, m - self.outer)
 
 
 def padded_weights(units: NDArray[np.int64], kind: type[np.floating]) -> NDArray[np.floating]:
@@ -108,11 +140,12 @@ def weighted_module(
     reach: bool,
     blame: bool,
     radii: bool,
-    m: int | None = None,
+    straight: tuple[int, Sure] | None = None,
 ) -> str:
     """Write the kernel over blocks of columns: straight-line code for m rows, or for any number."""
     f = Function(target, element)
-    with _columns(f, drop) if m is None else _sorted_columns(f, m, drop) as (index, found):
+    loop = _columns(f, drop) if straight is None else _sorted_columns(f, *straight, drop)
+    with loop as (index, found):
         left: tuple[str, ...] = (found.low, found.high)
         column = f.op(f"add i64 %column, {index}")
         if reach and not radii:
@@ -153,12 +186,22 @@ def weighted_module(
     return blocks.module_text(f, sweeps)
 
 
+class _Limits(NamedTuple):
+    """The first of the constants, in every lane."""
+
+    all: str
+    trim: str
+    drop: str
+    trimmed: str
+    kept: str
+
+
 @contextmanager
-def _sorted_columns(f: Function, m: int, drop: bool) -> Iterator[tuple[str, Averaged]]:
+def _sorted_columns(f: Function, m: int, sure: Sure, drop: bool) -> Iterator[tuple[str, Averaged]]:
     """Write the loop over vectors of columns that are sorted in registers, with their weights."""
     args = f.named(ColumnArguments._fields)
     units, numbers = args.pointer("program"), args.pointer("constants")
-    all_, trim, cut, trimmed, kept, _ = (f.broadcast(f.scalar_at(numbers, i)) for i in range(6))
+    limits = _Limits(*(f.broadcast(f.scalar_at(numbers, i)) for i in range(5)))
     weights = [f.broadcast(f.scalar_at(units, i)) for i in range(m)]
     ahead = prefetch_bytes(m)
     with f.loop("0", "%count", f.lanes) as loop:
@@ -168,102 +211,139 @@ def _sorted_columns(f: Function, m: int, drop: bool) -> Iterator[tuple[str, Aver
             f.prefetch(address, ahead)
         values = [f.nan_to_inf(f.load(address)) for address in addresses]
         masses = list(weights)
-        for low, high in sorting_network(m):
-            a, b = values[low], values[high]
+        wanted: dict[int, Hashable] = {i: i for i in range(m)}
+        if not drop:  # of what is cut, no more is asked than how much is below
+            wanted = {i: i for i in range(sure.cut, m - sure.cut)}
+            wanted |= dict.fromkeys(range(sure.cut), "below")
+        wanted |= dict.fromkeys(sure.inner(m), "inner")
+        for step in prune(sorting_network(m), wanted):
+            a, b = values[step.low], values[step.high]
             in_order = f.compare("ole", a, b)
-            values[low], values[high] = f.low(a, b), f.high(a, b)
-            masses[low], masses[high] = _exchanged(f, in_order, masses[low], masses[high])
-        yield loop.index, _sorted_mean(f, values, masses, all_, trim, trimmed, drop, cut, kept)
+            if step.keep_low:
+                values[step.low] = f.low(a, b)
+            if step.keep_high:
+                values[step.high] = f.high(a, b)
+            _exchange(f, step, in_order, masses)
+        yield loop.index, _sorted_mean(f, values, masses, sure, limits, drop)
 
 
-def _exchanged(f: Function, in_order: str, a: str, b: str) -> tuple[str, str]:
-    return f.select(in_order, a, b), f.select(in_order, b, a)
+def _exchange(f: Function, step: Comparator, in_order: str, masses: list[str]) -> None:
+    """Let masses follow what they are of."""
+    a, b = masses[step.low], masses[step.high]
+    if step.keep_low:
+        masses[step.low] = f.select(in_order, a, b)
+    if step.keep_high:
+        masses[step.high] = f.select(in_order, b, a)
 
 
 def _sorted_mean(
-    f: Function,
-    values: list[str],
-    masses: list[str],
-    all_: str,
-    trim: str,
-    trimmed: str,
-    drop: bool,
-    cut: str,
-    kept: str,
+    f: Function, values: list[str], masses: list[str], sure: Sure, limits: _Limits, drop: bool
 ) -> Averaged:
     """Return the mean of the mass that is kept of sorted values."""
-    rest = f.sub(all_, trim)
-    edges, mass = [trim], f.splat(0.0)
-    for each in masses[:-1]:
+    m = len(values)
+    inner = sure.inner(m)
+    places = range(sure.cut, m - sure.cut)
+    rest = f.sub(limits.all, limits.trim)
+    mass = f.splat(0.0)
+    for each in masses[: sure.cut]:
         mass = f.add(mass, each)
-        edges.append(f.low(f.high(mass, trim), rest))
-    edges.append(rest)
-    left = [f.sub(end, start) for start, end in itertools.pairwise(edges)]
+    ends = {places[-1]: rest}
+    for place in places[:-1]:
+        mass = f.add(mass, masses[place])
+        whole = place in inner or place + 1 in inner
+        ends[place] = mass if whole else f.low(f.high(mass, limits.trim), rest)
+    left, start = {}, limits.trim
+    for place in places:
+        left[place] = masses[place] if place in inner else f.sub(ends[place], start)
+        start = ends[place]
+
+    def summed(distances: Mapping[int, str]) -> str:
+        total = f.splat(0.0)
+        for place, distance in distances.items():
+            added = f.fma(f.mul(left[place], limits.trimmed), distance, total)
+            total = added if place in inner else f.select(inside[place], added, total)
+        return total
+
+    inside = {
+        place: f.compare("ogt", left[place], f.splat(0.0)) for place in places if place not in inner
+    }
     if drop:
-        centre = f.splat(0.0)
-        for value, share in zip(values, left, strict=True):
-            inside = f.compare("ogt", share, f.splat(0.0))
-            half = f.mul(value, f.splat(_SCALE))
-            added = f.fma(f.mul(share, trimmed), half, centre)
-            centre = f.select(inside, added, centre)
-        return _sorted_nearest(f, values, masses, centre, f.sub(all_, cut), kept)
-    pivot = values[-1]
-    half = f.mul(all_, f.splat(0.5))
-    for value, end in zip(reversed(values[:-1]), reversed(edges[1:-1]), strict=True):
-        pivot = f.select(f.compare("oge", end, half), value, pivot)
+        centre = summed({place: f.mul(values[place], f.splat(_SCALE)) for place in places})
+        return _sorted_nearest(f, values, masses, centre, sure, limits)
+    if inner:
+        pivot = values[inner[0]]
+    else:
+        pivot = values[places[-1]]
+        half = f.mul(limits.all, f.splat(0.5))
+        for place in reversed(places[:-1]):
+            pivot = f.select(f.compare("oge", ends[place], half), values[place], pivot)
     minus = f.mul(pivot, f.splat(-_SCALE))
-    total, low, high = f.splat(0.0), pivot, pivot
-    for value, share in zip(values, left, strict=True):
-        inside = f.compare("ogt", share, f.splat(0.0))
-        distance = f.scaled_add(value, _SCALE, minus)
-        total = f.select(inside, f.fma(f.mul(share, trimmed), distance, total), total)
-        low, high = (
-            f.select(inside, bound(edge, value), edge)
-            for bound, edge in ((f.low, low), (f.high, high))
-        )
+    total = summed({place: f.scaled_add(values[place], _SCALE, minus) for place in places})
+    low = high = pivot
+    for place, here in inside.items():
+        low = f.select(here, f.low(low, values[place]), low)
+        high = f.select(here, f.high(high, values[place]), high)
     mean = within(f, f.fma(total, f.splat(1 / _SCALE), pivot), low, high)
     return Averaged(mean, low, high)
 
 
 def _sorted_nearest(
-    f: Function, values: list[str], masses: list[str], centre: str, rest: str, inverse: str
+    f: Function,
+    values: list[str],
+    masses: list[str],
+    centre: str,
+    sure: Sure,
+    limits: _Limits,
 ) -> Averaged:
     """Return the mean of the mass nearest to the scaled centre.
 
-    Distances of sorted values fall and then rise, so half a bitonic sort puts them in order. They
-    are compared as whole numbers, the sign last: of equal ones that of the smaller value is first.
+    Distances of sorted values fall and then rise, so half a bitonic sort puts them in order, and
+    less of it does for those at which the mass may end. They are compared as whole numbers, the
+    sign last: of equal ones that of the smaller value is first.
     """
+    m = len(values)
     minus = f.negate(centre)
     signed = [f.scaled_add(value, _SCALE, minus) for value in values]
-    keys = [_key(f, distance) for distance in signed]
-    masses = list(masses)
-    step = 1 << (len(values) - 1).bit_length()
+    total, left = f.splat(0.0), f.sub(limits.all, limits.drop)
+    inner = sure.inner(m)
+    for place in inner:
+        total = f.fma(f.mul(masses[place], limits.kept), signed[place], total)
+        left = f.sub(left, masses[place])
+    outer = [place for place in range(m) if place not in inner]
+    keys = [_key(f, signed[place]) for place in outer]
+    masses = [masses[place] for place in outer]
     words = _words(f)
-    while step := step // 2:
-        for first in range(len(values) - step):
-            if first & step:
-                continue
-            other = first + step
-            a, b = keys[first], keys[other]
-            in_order = f.op(f"icmp ule {words} {a}, {b}")
-            kind = f"select {f.mask} {in_order}, {words}"
-            keys[first] = f.op(f"{kind} {a}, {words} {b}")
-            keys[other] = f.op(f"{kind} {b}, {words} {a}")
-            masses[first], masses[other] = _exchanged(f, in_order, masses[first], masses[other])
-    total = radius = f.splat(0.0)
-    left = rest
-    for key, mass in zip(keys, masses, strict=True):
-        distance = _distance(f, key)
+    kept = max(0, sure.kept - len(inner))
+    ranks = range(len(outer) - sure.dropped)
+    wanted = {rank: rank for rank in ranks} | dict.fromkeys(ranks[:kept], "kept")
+    for step in prune(valley_network(len(outer)), wanted):
+        a, b = keys[step.low], keys[step.high]
+        in_order = f.op(f"icmp ule {words} {a}, {b}")
+        kind = f"select {f.mask} {in_order}, {words}"
+        if step.keep_low:
+            keys[step.low] = f.op(f"{kind} {a}, {words} {b}")
+        if step.keep_high:
+            keys[step.high] = f.op(f"{kind} {b}, {words} {a}")
+        _exchange(f, step, in_order, masses)
+    for rank in ranks[:kept]:
+        total = f.fma(f.mul(masses[rank], limits.kept), _distance(f, keys[rank]), total)
+        left = f.sub(left, masses[rank])
+    radius = f.splat(0.0)
+    for rank in ranks[kept:]:
+        distance = _distance(f, keys[rank])
         inside = f.compare("ogt", left, f.splat(0.0))
-        share = f.mul(f.low(left, mass), inverse)
+        share = f.mul(f.low(left, masses[rank]), limits.kept)
         total = f.select(inside, f.fma(share, distance, total), total)
         radius = f.select(inside, f.absolute(distance), radius)
-        left = f.sub(left, mass)
-    low, high = f.splat(math.inf), f.splat(-math.inf)
-    for value, distance in zip(values, signed, strict=True):
-        inside = f.compare("ole", f.absolute(distance), radius)
-        low = f.select(inside, f.low(low, value), low)
-        high = f.select(inside, f.high(high, value), high)
+        left = f.sub(left, masses[rank])
+    # The first that is kept has so many after it, and the last so many before.
+    low, high, lowest = f.splat(math.inf), f.splat(-math.inf), f.negate(radius)
+    for place in outer:
+        value, distance = values[place], signed[place]
+        if place < min(m - sure.kept, inner.start if inner else m):
+            low = f.select(f.compare("oge", distance, lowest), f.low(low, value), low)
+        if place >= max(sure.kept, inner.stop if inner else 0):
+            high = f.select(f.compare("ole", distance, radius), f.high(high, value), high)
     y = f.mul(centre, f.splat(1 / _SCALE))
     mean = within(f, f.fma(total, f.splat(1 / _SCALE), y), low, high)
     return Averaged(mean, minus, radius, y)

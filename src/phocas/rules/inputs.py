@@ -164,8 +164,7 @@ class HostMatrix:
         clean, spreads = decision.clean, decision.spreads
         origin = start
         if spreads is None:
-            radii = decision.radii()
-            origin, spreads = 0, self._cut_spreads(radii)
+            origin, spreads = 0, self._cut_spreads(decision.radii())
         answers = []
         for piece in self.pieces:
             out: NDArray[Any] | None = None
