@@ -129,7 +129,7 @@ def try_out(wheel: Path, constraints: str, trials: list[Trial], folder: Path) ->
     binaries = folder / "venv/bin"
     for trial in trials:
         wanted = f"{wheel}[{trial.extra}]" if trial.extra else str(wheel)
-        # Without compiling what is used once: that is half of the time.
+        # What is used once need not be compiled.
         pip = [str(binaries / "pip"), "install", "--quiet", "--no-compile"]
         pip += ["--disable-pip-version-check", "-c", str(ROOT / constraints)]
         subprocess.run([*pip, wanted], check=True)

@@ -102,7 +102,7 @@ def test_links_out_of_files_hold_in_the_repository() -> None:
     broken = []
     for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", file.read_text()):
-            made = target.startswith(("reference/", "tutorials/", "examples/", "../reference/"))
+            made = target.startswith(("reference/", "examples/", "../reference/"))
             if ":" in target or (made and file.is_relative_to(ROOT / "docs")):
                 continue
             if not (file.parent / target).exists():

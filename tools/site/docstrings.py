@@ -18,13 +18,10 @@ _ROLE = re.compile(r":(?:class|meth|func|mod|data):`([^`]+)`")
 def as_markdown(text: str) -> str:
     r"""Fence the examples and take the roles off.
 
-    >>> print(as_markdown("See :class:`Rule`.\n\n>>> 1 + 1\n2"))
-    See `Rule`.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
+    >>> as_markdown("See :class:`Rule`.")
+    'See `Rule`.'
+    >>> as_markdown(">>> 1 + 1\n2").splitlines()
+    ['```pycon', '>>> 1 + 1', '2', '```']
     """
     plain = _ROLE.sub(r"`\1`", text)
     return _EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", plain).strip()

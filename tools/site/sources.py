@@ -22,6 +22,7 @@ ELSEWHERE = {
 }
 """Files outside of ``docs``, and the pages that show them."""
 
+_SCRIPT = re.compile(r"^(docs/tutorials/\w+)\.py$")
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
@@ -50,7 +51,7 @@ def turned(text: str, file: str, page: str) -> str:
         if not target or ":" in target:
             return found[1]
         place = posixpath.normpath(posixpath.join(posixpath.dirname(file), target))
-        there = ELSEWHERE.get(place, place.removeprefix("docs/"))
+        there = ELSEWHERE.get(place, _SCRIPT.sub(r"\1.md", place).removeprefix("docs/"))
         return posixpath.relpath(there, posixpath.dirname(page) or ".") + mark + heading
 
     return _LINK.sub(turn, text)
