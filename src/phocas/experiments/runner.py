@@ -300,7 +300,7 @@ class _Run:
             self._rounds,
             self._evaluations,
             self._dropped,
-            self.trainer.suspicion.evidence(),
+            self.trainer.suspicion.evidence() if self.trainer.cluster.same_rows else (),
             self.trainer.suspicion.absurd,
         )
         for waiting in (self._rounds, self._evaluations, self._dropped):

@@ -229,9 +229,7 @@ class Suspicion:
         self.absurd[found] = 1
 
     def evidence(self) -> tuple[Evidence, ...]:
-        """Return what is known against each worker, once anything is."""
-        if not self.rounds:
-            return ()
+        """Return what is known against each worker."""
         return tuple(
             Evidence(
                 worker, float(odds), int(self.since[worker]) or None, float(dropped), float(changed)
