@@ -241,12 +241,12 @@ class WorstCase(RowAttack):
         scene, matrix = search.scene, search.scene.matrix
         search.honest_again()
         workers, columns = np.arange(matrix.m), np.arange(matrix.m) // self.q
-        own = matrix.take(workers, columns)
+        own = matrix.words[workers]
         for value in (np.inf, matrix.kind.large, -matrix.kind.large):
             matrix.put(workers, columns, np.full(matrix.m, value))
             if search.measure() > search.best:
                 return scene.cells_here(workers, columns)
-        matrix.put(workers, columns, own)
+        matrix.words[workers] = own
         return None
 
     def _spread(self, search: Search) -> Touched | None:
@@ -256,7 +256,8 @@ class WorstCase(RowAttack):
         search.honest_again()
         columns = np.repeat(np.arange(matrix.d), self.q)
         workers = np.arange(columns.size) % matrix.m
-        own = matrix.take(workers, columns)
+        everybody = np.arange(matrix.m)
+        own = matrix.words[everybody]
 
         def put(step: float) -> None:
             values = (search.mean + step * lie).astype(matrix.kind.work)
@@ -269,7 +270,7 @@ class WorstCase(RowAttack):
         step = climb(measured, 1.0, TRIES)
         if measured(step) > search.best:
             return scene.cells_here(workers, columns)
-        matrix.put(workers, columns, own)
+        matrix.words[everybody] = own
         return None
 
     def _place(self, search: Search, honest: HonestRows, window: Window) -> None:

@@ -76,9 +76,10 @@ def main() -> None:
 def explain(error: Exception) -> str | None:
     """Say in a line what a user can mend; None is a mistake of ours, whose traceback is wanted."""
     if isinstance(error, ModuleNotFoundError):
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        package = (error.name or "").partition(".")[0]
+        extra = _EXTRAS.get(package)
         if extra is not None:
-            return f"this command needs {error.name}: pip install 'phocas[{extra}]'"
+            return f"this command needs {package}: pip install 'phocas[{extra}]'"
     place = _foreign(error)
     if place is not None:
         what = f"{place}: {type(error).__name__}: {error}".rstrip(": ")
