@@ -21,7 +21,10 @@ def register(app: typer.Typer) -> None:
 
 def reproduce(
     task: Annotated[
-        str, typer.Argument(help="mnist, cifar10, heraclius, choosing, or a task's TOML file.")
+        str,
+        typer.Argument(
+            help="mnist, cifar10, heraclius, choosing, choosing-cifar10, or a task's TOML file."
+        ),
     ],
     repeats: Annotated[
         int | None,

@@ -191,6 +191,27 @@ def test_claims_about_cleaning(figure: str, label: str, level: float, broken: se
     assert {name for name, f in found.items() if f.verdict != "holds"} == broken
 
 
+@pytest.mark.parametrize(
+    ("figure", "label", "level", "broken"),
+    [
+        ("none", "Mean", 0.93, set()),
+        ("none", CLEANED, 0.90, {"none-cleaning"}),
+        ("gambler", CLEANED, 0.85, {"gambler-cleaning"}),
+        ("gambler", "NNM + Trmean", 0.9, {"cells-nnm"}),
+    ],
+)
+def test_claims_about_cleaning_on_another_task(
+    figure: str, label: str, level: float, broken: set[str]
+) -> None:
+    def other(where: Figure, case: Case) -> float:
+        changed = where.name == figure and case.label == label
+        return level if changed else as_cleaning_does(where, case)
+
+    found = verdicts(made_up(other, task="choosing-cifar10"))
+    assert len(found) == len(CLAIMS["choosing-cifar10"])
+    assert {name for name, f in found.items() if f.verdict != "holds"} == broken
+
+
 def test_the_front_is_drawn_and_told(tmp_path: Path) -> None:
     outcomes = made_up(as_cleaning_does, task="choosing")
     errors = {

@@ -71,7 +71,7 @@ def reproduce(task: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_settings_are_those_of_the_papers_first_table() -> None:
-    assert tasks() == ["choosing", "cifar10", "heraclius", "mnist"]
+    assert tasks() == ["choosing", "choosing-cifar10", "cifar10", "heraclius", "mnist"]
     expected = {
         "mnist": ("mnist", "mlp", 0.1, 500, 32, "top1"),
         "cifar10": ("cifar10", "cnn", 5e-4, 4000, 128, "top3"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 Metric = Literal["top1", "top3"]
-ClaimsOf = Literal["paper", "heraclius", "choosing"]
+ClaimsOf = Literal["paper", "heraclius", "choosing", "choosing-cifar10"]
 LABELS = {
     "mean": "Mean",
     "krum": "Krum",
@@ -146,7 +146,7 @@ def tasks() -> list[str]:
     """Return the tasks that come with the package.
 
     >>> tasks()
-    ['choosing', 'cifar10', 'heraclius', 'mnist']
+    ['choosing', 'choosing-cifar10', 'cifar10', 'heraclius', 'mnist']
     """
     found = [path.stem for path in _folder().glob("*.toml") if "figures" in read_toml(path)]
     return sorted(found)
