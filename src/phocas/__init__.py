@@ -11,7 +11,6 @@ array([ 1.5, 40. ])
 import importlib
 from typing import Any
 
-from phocas import attacks
 from phocas.kernels import Window, get_num_threads, set_num_threads
 from phocas.rules import (
     CGE,
@@ -98,11 +97,11 @@ __all__ = [
     "set_num_threads",
 ]
 
-_LATER = ("data", "engines", "experiments", "integrations", "theory", "training")
+_LATER = ("attacks", "data", "engines", "experiments", "integrations", "theory", "training")
 
 
 def __getattr__(name: str) -> Any:
-    """Load a room that needs more than numpy and llvmlite when it is first asked for."""
+    """Load a room that not everyone needs when it is first asked for."""
     if name in _LATER:
         return importlib.import_module(f"phocas.{name}")
     raise AttributeError(f"module 'phocas' has no attribute {name!r}")

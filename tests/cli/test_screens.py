@@ -101,7 +101,7 @@ def test_every_setting_is_an_option_of_train(phocas: Phocas) -> None:
 
 
 def test_help_and_versions(phocas: Phocas) -> None:
-    assert phocas("--help") == phocas("-h")
+    assert phocas("--help") == phocas("-h") == phocas("-h", "rules")
     assert re.fullmatch(r"phocas \d+\.\d+\.\d+\S*\n", phocas("--version"))
     assert "[grid]" in phocas("sweep", "--help")
 

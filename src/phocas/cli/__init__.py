@@ -45,8 +45,8 @@ class Commands(TyperGroup):
         return name, complete() if complete else command, rest
 
 
-def application() -> typer.Typer:
-    """Build the application from the modules of this package."""
+def application(command: str | None = None) -> typer.Typer:
+    """Build the application from the modules of this package, or from that of one command."""
     app = typer.Typer(
         name="phocas",
         cls=Commands,
@@ -56,15 +56,16 @@ def application() -> typer.Typer:
         add_completion=True,
     )
     app.callback()(_common)
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
-        importlib.import_module(f"{__name__}.{module.name}").register(app)
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    for name in [command] if command in names else names:
+        importlib.import_module(f"{__name__}.{name}").register(app)
     return app
 
 
 def main() -> None:
     """Run the command line; what a user can cause ends with one line and status 2."""
     try:
-        application()(prog_name="phocas")  # python -m phocas is the same command
+        application(*sys.argv[1:2])(prog_name="phocas")  # python -m phocas is the same command
     except Exception as error:
         line = None if os.environ.get(TRACEBACK) else explain(error)
         if line is None:
