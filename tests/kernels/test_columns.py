@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phocas import kernels
-from phocas.kernels import Window, calls, programs
+from phocas.kernels import Window, code, programs
 from phocas.kernels.columns import wanted_wires
 from phocas.kernels.networks import Comparator, prune, sorting_network, valley_network
 from phocas.rules.measures import rows_of
@@ -145,7 +145,7 @@ def test_straight_line_and_program_agree(kind: str, monkeypatch: pytest.MonkeyPa
     for window in (*windows, Window(13, 13, reach=1.0, watched=True)):
         answers, tallies = [], []
         for limit in (192, 10):
-            monkeypatch.setattr(calls, "STRAIGHT_LINE_ROWS", limit)
+            monkeypatch.setattr(code, "STRAIGHT_LINE_ROWS", limit)
             counts, out = np.zeros(40, np.int64), np.empty(37, kind)
             kernels.reduce(rows_of(rows), window, out.ctypes.data, counts)
             answers.append(out)

@@ -13,7 +13,7 @@ from tests.helpers import DTYPES, ROUNDING, bits, doubles, num_threads, stored
 
 import phocas
 from phocas import Cleaning, Evaluation, Krum, Mean, Rule, TrimmedMean, Watch, parse_rule
-from phocas.kernels import BLOCK_COLUMNS, calls
+from phocas.kernels import BLOCK_COLUMNS, washing
 from phocas.rules.accelerator import DeviceMatrix
 from phocas.rules.reference import implausible, reference
 
@@ -161,7 +161,7 @@ def test_chunks_and_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
         rule = parse_rule(text)
         found = set()
         for size, threads in ((1 << 24, 2), (1, 1), (1, 5), (1 << 19, 2)):
-            monkeypatch.setattr(calls, "CHUNK_BYTES", size)
+            monkeypatch.setattr(washing, "CHUNK_BYTES", size)
             with num_threads(threads):
                 found.add(bits(rule(rows)))
         assert len(found) == 1

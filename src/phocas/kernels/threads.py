@@ -32,6 +32,7 @@ from phocas.machine import available_cores
 IDLE, POSTED, ASLEEP, RUNNING = range(4)
 LINE_WORDS = 16
 BACK, JOB = 1, 8  # where the state to go back to and the job are, in words
+CHUNK_COLUMNS = 4096  # that a thread takes at a time
 WATCH_TURNS = 2000  # about 100 microseconds of pauses
 # What the caller asks for (``local`` is that of the first thread, ``stride`` the bytes to the next)
 # and what of it goes into a mailbox.

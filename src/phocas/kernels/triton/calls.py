@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from phocas.kernels.blocks import BLOCK_COLUMNS
-from phocas.kernels.calls import SparseMix
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.emit import ELEMENTS
+from phocas.kernels.mixes import SparseMix
 from phocas.kernels.mixing import PLAIN, UNIFORM
 from phocas.kernels.triton import KernelError
 from phocas.kernels.triton.loader import THREADS, Kernel, interpreted, load

@@ -1,0 +1,116 @@
+"""Squared distances of all pairs of rows, and their squares, as sums over granules of columns."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.kernels import distances, products
+from phocas.kernels.blocks import BLOCK_COLUMNS
+from phocas.kernels.code import compiled
+from phocas.kernels.memory import SCRATCH, Rows
+from phocas.kernels.target import host
+from phocas.kernels.threads import POOL, address
+from phocas.kernels.washing import Job, clean_chunks, wash
+
+PRODUCT_ROWS = 64  # more than so many are measured by products
+_MEASURED = struct.Struct(f"{len(distances.Arguments._fields)}Q").pack
+
+
+def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
+    """Return the sums of squared differences of granules: (granules, padded pairs).
+
+    The last granule may be cut short, after a whole number of vectors.
+    """
+    blocks = _blocks(len(rows))
+    side = distances.block_rows(host())
+    width = blocks * (blocks + 1) // 2 * side * side
+    single = not wide and rows.element != "float64"
+    name = "products" if single and len(rows) > PRODUCT_ROWS else "pairs"
+    return _granule_sums(rows, granule, name, wide, width)
+
+
+def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
+    """Return the sums of squares of granules: (granules, padded rows)."""
+    width = _blocks(len(rows)) * distances.block_rows(host())
+    return _granule_sums(rows, granule, "norms", True, width)
+
+
+def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
+    """Return the symmetric m x m matrix that a vector of padded pairs stands for."""
+    padded = _blocks(m) * distances.block_rows(host())
+    above = np.zeros(padded * padded)
+    above[_pair_places(padded)] = sums
+    matrix = above.reshape(padded, padded)[:m, :m]
+    return matrix + matrix.T
+
+
+def packed_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return sums of granules that others made, (granules, m, m) or (granules, m), as ours are.
+
+    Of pairs, those above the diagonal count.
+    """
+    granules, m = sums.shape[:2]
+    padded = _blocks(m) * distances.block_rows(host())
+    wide = np.zeros((granules, *[padded] * (sums.ndim - 1)))
+    wide[(slice(None), *[slice(m)] * (sums.ndim - 1))] = np.triu(sums, 1) if sums.ndim > 2 else sums
+    return wide.reshape(granules, -1)[:, _pair_places(padded)] if sums.ndim > 2 else wide
+
+
+def _blocks(m: int) -> int:
+    return -(-m // distances.block_rows(host()))
+
+
+@lru_cache(maxsize=16)
+def _pair_places(padded: int) -> NDArray[np.intp]:
+    """Return where each of the padded pairs stands in a flat square matrix."""
+    side = distances.block_rows(host())
+    lefts, rights = np.triu_indices(padded // side)
+    corners = (lefts * padded + rights) * side
+    within = np.arange(side)[:, None] * padded + np.arange(side)
+    return (corners[:, None, None] + within).reshape(-1)
+
+
+def _granule_sums(
+    rows: Rows, granule: int, name: str, wide: bool, width: int
+) -> NDArray[np.float64]:
+    m = len(rows)
+    washed = rows.dirt is not None and granule == BLOCK_COLUMNS and name == "pairs"
+    if rows.dirt is not None and not washed:
+        parts = [_granule_sums(part, granule, name, wide, width) for _, part in clean_chunks(rows)]
+        return np.concatenate(parts)
+    blocks = _blocks(m)
+    padded = blocks * distances.block_rows(host())
+    granules = -(-rows.columns // granule)
+    addresses = rows.addresses
+    if m < padded:
+        addresses = np.resize(addresses, padded)  # the padding repeats rows
+    by_products = name == "products"
+    panel = products.panel_rows(m, granules) if by_products else distances.PANEL_ROWS
+    pairs = distances.panel_pairs(m, panel)
+    sampled = rows.addresses[:: -(-m // products.SAMPLED)].copy() if by_products else addresses
+    out = np.empty((granules, width))
+    words = distances.Arguments(
+        rows=address(addresses),
+        out=address(out),
+        blocks=blocks,
+        columns=rows.columns,
+        granule=granule,
+        tile=products.TILE if by_products else distances.tile_columns(m),
+        pairs=address(pairs),
+        number=1 if name == "norms" else len(pairs),
+        panel=panel,
+        sampled=address(sampled),
+    )
+    size = products.SCRATCH_WORDS if by_products else distances.scratch_words(host(), m)
+    local = SCRATCH.take((POOL.size(), size), np.dtype(np.uint64))
+    work, items = compiled(name, rows.element, wide), granules * words.number
+    if washed:
+        padded_rows = rows.take(np.resize(np.arange(m), padded))
+        wash(Job(padded_rows, work, _MEASURED(*words), local, items, 1), 1, granule)
+    else:
+        POOL.run(work, _MEASURED(*words), local, items, 1)
+    return out
