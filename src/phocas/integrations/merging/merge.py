@@ -118,7 +118,7 @@ def merge_files(
     merge.plan()
     shares = Shares(len(files)) if explain else None
     with written_atomically(output) as file, closing(merge.stream(shares)) as stream:
-        write(file, opened[0], merge.metadata(), partial(merge.taken, stream), output.parent)
+        write(file, opened[0], merge.metadata(), partial(_taken, stream), output.parent)
         found = _digest(file) if digest else None
     return Merged(
         files,
@@ -263,11 +263,13 @@ class Merge:
             return
         for start, matrix in self._matrices(tensor):
             if shares is None:
-                yield self.evaluation.finish(matrix, start)
+                values = self.evaluation.finish(matrix, start)
             else:
                 why = self.evaluation.explain(matrix, start)
                 shares.add(tensor.name, why, matrix.d)
-                yield why.value
+                values = why.value
+            self.not_finite += _not_finite(values, tensor.element)
+            yield values
 
     def stream(self, shares: Shares | None) -> Generator[NDArray[Any], None, None]:
         """Make the values of all tensors, the next part while the last one is used."""
@@ -279,16 +281,6 @@ class Merge:
             while (part := coming.result()) is not None:
                 coming = pool.submit(next, everything, None)
                 yield part
-
-    def taken(self, stream: Iterator[NDArray[Any]], tensor: Tensor) -> Iterator[NDArray[Any]]:
-        """Take the parts of the next tensor from a stream of all; count what is not finite."""
-        left = tensor.columns
-        while left:
-            part = next(stream)
-            left -= len(part)
-            if not tensor.whole:
-                self.not_finite += _not_finite(part, tensor.element)
-            yield part
 
     def _matrices(self, tensor: Tensor) -> Iterator[tuple[int, HostMatrix]]:
         """Yield parts of a tensor of all files, with the columns at which they begin."""
@@ -306,6 +298,15 @@ class Merge:
         self._done += read
         if self._progress is not None:
             self._progress(self._done, self._size)
+
+
+def _taken(stream: Iterator[NDArray[Any]], tensor: Tensor) -> Iterator[NDArray[Any]]:
+    """Take the parts of the next tensor from a stream of all."""
+    left = tensor.columns
+    while left:
+        part = next(stream)
+        left -= len(part)
+        yield part
 
 
 def _only(answers: list[NDArray[Any]]) -> NDArray[Any]:
