@@ -53,16 +53,19 @@ test-page: $(VENV)/.installed
 		echo "chromium cannot be installed here: the page is not tried in a browser"
 	$(BIN)/python -m pytest -rs tests/report/page
 
-# In an environment of its own: Flower wants older versions of some packages than the other tests.
+# Flower, and NVFlare, which gets along with it: in an environment of its own, since Flower wants
+# older versions of some packages than the other tests.
 $(FLOWER)/.installed: pyproject.toml constraints-flower.txt
 	$(PYTHON) -m venv $(FLOWER)
 	$(FLOWER)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints-flower.txt -e ".[dev,flower]" "flwr[simulation]"
+		-c constraints-flower.txt -e ".[dev,flower,nvflare]" "flwr[simulation]"
 	@touch $@
 
+# Flower keeps to a typer that imports what click has deprecated since.
 test-flower: $(FLOWER)/.installed
-	$(FLOWER)/bin/python -m pytest -W ignore::DeprecationWarning \
-		tests/integrations/flower src/phocas/integrations/flower
+	$(FLOWER)/bin/python -m pytest -W ignore::DeprecationWarning:typer \
+		tests/integrations/flower src/phocas/integrations/flower \
+		tests/integrations/nvflare src/phocas/integrations/nvflare.py
 
 # The site, in site/: pages made from the code, no broken link, no public name without words.
 docs: $(VENV)/.installed

@@ -66,6 +66,7 @@ ENVIRONMENTS: dict[str, list[Trial]] = {
     ],
     "constraints-flower.txt": [
         Trial("flower", "from phocas.integrations.flower import RobustStrategy"),
+        Trial("nvflare", "from phocas.integrations.nvflare import RobustAggregator"),
     ],
 }
 """Constraints of an environment that begins empty, and the extras that are then added to it.

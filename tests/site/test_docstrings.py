@@ -32,6 +32,7 @@ WITHOUT_EXAMPLE = {
     "phocas.integrations.flower.Adam": ELSEWHERE,
     "phocas.integrations.flower.RobustStrategy": ELSEWHERE,
     "phocas.integrations.flower.ServerOptimiser": "a protocol: Momentum shows it",
+    "phocas.integrations.nvflare.RobustAggregator": ELSEWHERE,
     "phocas.integrations.lightning.Protect": ELSEWHERE,
     "phocas.integrations.transformers.Protect": ELSEWHERE,
     "phocas.integrations.merging.Merged": "a merge: merge_files shows it",

@@ -28,6 +28,7 @@ MODULES = {
     "phocas.integrations.ddp": "DDP",
     "phocas.integrations.fsdp": "FSDP2",
     "phocas.integrations.flower": "Flower",
+    "phocas.integrations.nvflare": "NVFlare",
     "phocas.integrations.merging": "Merged files",
     "phocas.integrations.lightning": "Lightning",
     "phocas.integrations.transformers": "Hugging Face's Trainer",

@@ -1,8 +1,8 @@
-"""Glue to what other people have: torch's DDP and FSDP2, Flower, files of tensors.
+"""Glue to what other people have: torch's DDP and FSDP2, Flower, NVFlare, files of tensors.
 
 ``protect`` and ``watch`` take a model that DDP or FSDP2 has wrapped, whichever it is; ``ddp`` and
 ``fsdp`` have what is special to each, ``lightning`` and ``transformers`` a callback, ``flower`` a
-strategy, ``merging`` files.
+strategy, ``nvflare`` an aggregator, ``merging`` files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("ddp", "flower", "fsdp", "lightning", "merging", "transformers")
+_MODULES = ("ddp", "flower", "fsdp", "lightning", "merging", "nvflare", "transformers")
 _VERBS = ("protect", "watch")
 
 

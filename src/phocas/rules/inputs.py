@@ -345,7 +345,7 @@ def open_rows(rows: Any) -> Columns:
             return _on_device([_strided(rows, "the matrix")], lambda answers: answers[0])
         array, element = _array(rows, "the matrix")
         piece = Piece(0, array.shape[1], array, element)
-        return HostMatrix([piece], lambda answers: _like(rows, answers[0]))
+        return HostMatrix([piece], lambda answers: like(rows, answers[0]))
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise TypeError(f"rows must be {ACCEPTED}: got {type(rows).__name__}")
     if len(rows) == 0:
@@ -366,7 +366,7 @@ def _open_vectors(rows: Sequence[Any]) -> Columns:
         shape = first.shape
         return _on_device([_flat(rows)], lambda answers: answers[0].reshape(shape))
     piece = _piece(0, rows, "row 0")
-    return HostMatrix([piece], lambda answers: _like(first, answers[0]).reshape(first.shape))
+    return HostMatrix([piece], lambda answers: like(first, answers[0]).reshape(first.shape))
 
 
 def _open_mappings(rows: Sequence[Any]) -> Columns:
@@ -453,14 +453,14 @@ def _open_parts(
     return HostMatrix(
         pieces,
         lambda answers: join(
-            [_like(first[index], answer) for index, answer in zip(by_rule, answers, strict=True)]
+            [like(first[index], answer) for index, answer in zip(by_rule, answers, strict=True)]
         ),
     )
 
 
 def _is_whole(value: Any) -> bool:
     """Tell counters, indices and flags from floating-point values."""
-    return _element(value.dtype).startswith(("int", "uint", "bool"))
+    return element_of(value.dtype).startswith(("int", "uint", "bool"))
 
 
 def _middle(rows: Sequence[Any], place: str) -> Any:
@@ -468,7 +468,7 @@ def _middle(rows: Sequence[Any], place: str) -> Any:
     if _on_accelerator(rows[0]):
         middle = (len(rows) - 1) // 2
         return sys.modules["torch"].stack(_flat(rows)).sort(dim=0).values[middle]
-    return _like(rows[0], lower_median([_on_host(row, place).reshape(-1) for row in rows]))
+    return like(rows[0], lower_median([on_host(row, place).reshape(-1) for row in rows]))
 
 
 def lower_median(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -543,24 +543,24 @@ def _on_accelerator(value: Any) -> bool:
 
 
 @lru_cache(maxsize=64)  # NumPy takes longer for a type's name than a call may take
-def _element(dtype: Any) -> str:
+def element_of(dtype: Any) -> str:
     """Return the name of a type of values."""
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def _array(value: Any, place: str) -> tuple[NDArray[Any], str]:
     """Return the values as an array that shares their memory, and the name of their type."""
-    name = _element(value.dtype)
+    name = element_of(value.dtype)
     if name not in FORMATS:
         raise TypeError(
             f"values must be {', '.join(FORMATS)}: {place} is {name};"
             " convert it, or leave it out of the mapping"
         )
-    array = _on_host(value, place)
+    array = on_host(value, place)
     return (array.view(np.uint16) if name == "bfloat16" else array), name
 
 
-def _on_host(value: Any, place: str) -> NDArray[Any]:
+def on_host(value: Any, place: str) -> NDArray[Any]:
     """Return an array that shares the memory of the values; of bfloat16 tensors, the bits."""
     if isinstance(value, np.ndarray):
         return np.asarray(value)
@@ -573,10 +573,10 @@ def _on_host(value: Any, place: str) -> NDArray[Any]:
     return array
 
 
-def _like(example: Any, answer: NDArray[Any]) -> Any:
+def like(example: Any, answer: NDArray[Any]) -> Any:
     """Return an answer in the form of the example."""
     if isinstance(example, np.ndarray):
-        return answer.view(example.dtype) if _element(example.dtype) == "bfloat16" else answer
+        return answer.view(example.dtype) if element_of(example.dtype) == "bfloat16" else answer
     torch = sys.modules["torch"]
     tensor = torch.from_numpy(answer)
     return tensor.view(torch.bfloat16) if example.dtype == torch.bfloat16 else tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from phocas.integrations.clients import check_like, claimed, middle
 from phocas.integrations.merging.formats import Tensor, TensorFile, storage
 
 _HEADER = 10  # bytes before the text of an array's header
@@ -78,52 +79,28 @@ def open_reply(message: Message, example: TensorFile) -> TensorFile:
     if len(records) != 1:
         raise ValueError(f"it must send one ArrayRecord: got {len(records)}")
     found = tensors_of(records[0], f"node-{message.metadata.src_node_id}")
-    _check_like(found.tensors, example.tensors)
+    check_like(found.tensors, example.tensors)
     return found
-
-
-def _check_like(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    missing = [name for name in wanted if name not in got]
-    extra = [name for name in got if name not in wanted]
-    if missing or extra:
-        what = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r} too"
-        raise ValueError(f"it must have the keys of the model: it {what}")
-    for name, tensor in wanted.items():
-        if got[name].shape != tensor.shape or got[name].element != tensor.element:
-            raise ValueError(
-                f"key {name!r} must be {tensor.element} of shape {tensor.shape}: it is"
-                f" {got[name].element} of shape {got[name].shape}"
-            )
 
 
 def examples(content: RecordDict, key: str) -> float:
     """Return how many examples a client says that it has; raise ValueError if that is no number."""
     values = [record[key] for record in content.metric_records.values() if key in record]
-    if len(values) != 1 or isinstance(values[0], list):
+    if len(values) != 1:
         raise ValueError(f"it must send one number {key!r}: got {values}")
-    value = float(values[0])
-    if not 0 < value < math.inf:
-        raise ValueError(f"{key!r} must be more than 0 and finite: it is {value:g}")
-    return value
+    return claimed(values[0], key)
 
 
 def middle_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> dict[str, float]:
-    """Return the median of every number that clients send, whoever claims how many examples.
-
-    What is sent by fewer than half, is no single number or is NaN does not count.
-    """
-    found: dict[str, list[float]] = {}
-    for content in contents:
-        said = {
-            key: float(value)
-            for record in content.metric_records.values()
-            for key, value in record.items()
-            if isinstance(value, int | float) and not math.isnan(value)
-        }
-        for key, value in said.items():
-            found.setdefault(key, []).append(value)
-    return {
-        key: float(np.sort(values)[(len(values) - 1) // 2])
-        for key, values in found.items()
-        if key != weighted_by_key and 2 * len(values) > len(contents)
-    }
+    """Return the median of every number that clients send but how many examples they have."""
+    return middle(
+        [
+            {
+                key: value
+                for record in content.metric_records.values()
+                for key, value in record.items()
+                if key != weighted_by_key
+            }
+            for content in contents
+        ]
+    )

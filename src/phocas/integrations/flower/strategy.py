@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.exception import AggregationError
 from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
+from phocas.integrations.clients import Client, Terms, usable
 from phocas.integrations.flower.optimisers import ServerOptimiser
 from phocas.integrations.flower.replies import (
     examples,
@@ -24,22 +24,8 @@ from phocas.integrations.flower.replies import (
     tensors_of,
 )
 from phocas.integrations.merging.formats import Tensor, TensorFile
-from phocas.integrations.merging.merge import Merge, Shares
-from phocas.rules import Relative, Rule
-from phocas.rules.suspicion import stand_out
+from phocas.rules import Rule
 from phocas.rules.table import RULES
-
-MOST = 0.5
-"""Whoever lost less of its values than this is no suspect, however little others lost."""
-POLICIES = ("skip", "stop")
-
-
-@dataclass(frozen=True, slots=True)
-class _Client:
-    node: int
-    tensors: TensorFile
-    content: RecordDict
-    weight: float
 
 
 class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed, or is untyped
@@ -75,26 +61,19 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         super().__init__(**options)
         self._own_metrics = options.get("train_metrics_aggr_fn")
         self._own_evaluation = options.get("evaluate_metrics_aggr_fn")
-        self.rule = RULES.of(rule, "RobustStrategy")
-        if on_too_few not in POLICIES:
-            raise ValueError(f"on_too_few must be one of {', '.join(POLICIES)}: got {on_too_few!r}")
-        if max_share is not None and not 0 < max_share <= 1:
-            raise ValueError(f"max_share must be more than 0 and at most 1: got {max_share!r}")
-        Relative(self.rule)  # refuses what cannot be applied to updates, now and not in a round
-        self.on_too_few = on_too_few
-        self.max_share = max_share
+        self.terms = Terms(RULES.of(rule, "RobustStrategy"), on_too_few, max_share, seed)
         self.optimiser = optimiser
-        self.seed = seed
         self._model: TensorFile | None = None
         self._state: dict[str, dict[str, NDArray[Any]]] = {}
         self._turn = 0
 
     def summary(self) -> None:
         """Log the rule, and what FedAvg logs."""
-        log(INFO, "\t├──> Robust aggregation: %s", self.rule)
-        shares = "ignored" if self.max_share is None else f"at most {self.max_share:g} each"
+        terms = self.terms
+        log(INFO, "\t├──> Robust aggregation: %s", terms.rule)
+        shares = "ignored" if terms.max_share is None else f"at most {terms.max_share:g} each"
         log(INFO, "\t│\t├── Claimed examples: %s", shares)
-        log(INFO, "\t│\t└── Too few replies: %s", self.on_too_few)
+        log(INFO, "\t│\t└── Too few replies: %s", terms.on_too_few)
         super().summary()
 
     def configure_train(
@@ -113,31 +92,34 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
             raise AggregationError("configure_train must come before aggregate_train")
         clients, failed = self._usable(list(replies), self._model)
         try:
-            arrays, dropped, expected = self._aggregate(clients, self._model, server_round)
+            arrays, blame = self.terms.aggregate(clients, self._model, server_round, self._stepped)
         except ValueError as error:
             reason = f"round {server_round}: {len(clients)} usable replies, {failed} not: {error}"
-            if self.on_too_few == "stop":
+            if self.terms.on_too_few == "stop":
                 raise AggregationError(reason) from None
             log(WARNING, "aggregate_train: skipped %s", reason)
             return None, MetricRecord({"phocas/replies": len(clients), "phocas/failed": failed})
-        contents = [client.content for client in clients]
+        self._turn += 1
+        contents = [client.sent.content for client in clients]
         if self._own_metrics is not None:
             metrics = dict(self._own_metrics(contents, self.weighted_by_key))
         else:
             metrics = dict(middle_metrics(contents, self.weighted_by_key))
-        nodes = [client.node for client in clients]
-        suspects = [nodes[i] for i in np.flatnonzero(stand_out(dropped) & (dropped > MOST))]
+        nodes = [client.name for client in clients]
+        suspects = blame.suspects(nodes)
         metrics |= {
             "phocas/replies": len(clients),
             "phocas/failed": failed,
             "phocas/nodes": nodes,
-            "phocas/dropped": dropped.tolist(),
-            "phocas/expected": expected,
+            "phocas/dropped": blame.dropped.tolist(),
+            "phocas/expected": blame.expected,
             "phocas/suspects": suspects,
         }
         if suspects:
             log(WARNING, "aggregate_train: thrown away far more than others: nodes %s", suspects)
-        return arrays, MetricRecord(metrics)
+        if blame.not_finite:
+            log(WARNING, "aggregate_train: %s", blame.lost(self.terms.rule))
+        return ArrayRecord(arrays), MetricRecord(metrics)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -152,53 +134,32 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
             return found
         return MetricRecord(dict(middle_metrics(contents, self.weighted_by_key)))
 
-    def _usable(self, replies: list[Message], model: TensorFile) -> tuple[list[_Client], int]:
-        """Return the clients whose row can be used, in the order of their nodes."""
-        clients = []
-        for reply in replies:
-            node = int(reply.metadata.src_node_id)
-            try:
-                tensors = open_reply(reply, model)
-                weight = 1.0
-                if self.max_share is not None:
-                    weight = examples(reply.content, self.weighted_by_key)
-            except (ValueError, TypeError, KeyError, SyntaxError) as error:
-                log(WARNING, "aggregate_train: node %d is left out: %s", node, error)
-                continue
-            clients.append(_Client(node, tensors, reply.content, weight))
+    def _usable(
+        self, replies: list[Message], model: TensorFile
+    ) -> tuple[list[Client[int, Message]], int]:
+        """Return the clients whose row can be used, and how many others there are."""
+
+        def opened(reply: Message) -> tuple[TensorFile, float]:
+            tensors = open_reply(reply, model)
+            if self.terms.max_share is None:
+                return tensors, 1.0
+            return tensors, examples(reply.content, self.weighted_by_key)
+
+        clients = usable(
+            [(int(reply.metadata.src_node_id), reply) for reply in replies],
+            opened,
+            lambda reason: log(WARNING, "aggregate_train: node %s", reason),
+        )
         failed = len(replies) - len(clients)
         log(INFO, "aggregate_train: Received %d usable results, %d not", len(clients), failed)
-        return sorted(clients, key=lambda client: client.node), failed
+        return clients, failed
 
-    def _aggregate(
-        self, clients: list[_Client], model: TensorFile, server_round: int
-    ) -> tuple[ArrayRecord, NDArray[np.float64], float]:
-        """Aggregate key by key: beside the messages, there is no more than the result."""
-        rule, m = self.rule, len(clients)
-        if m and self.max_share is not None:
-            rule = rule.weighted([client.weight for client in clients], max(self.max_share, 1 / m))
-        rule.check(m)
-        files = [*(client.tensors for client in clients), model]
-        # The keys are in the order of the model: blocks of columns are counted over them.
-        files[0] = TensorFile(
-            files[0].path, "npz", {name: files[0].tensors[name] for name in model.tensors}, {}
-        )
-        merge = Merge(files, m, Relative(rule), self.seed + server_round, None)
-        merge.plan()
-        shares = Shares(m)
-        self._turn += 1
-        found = {
-            name: serialised(tensor, self._stepped(tensor, list(merge.parts(tensor, shares))))
-            for name, tensor in model.tensors.items()
-        }
-        return ArrayRecord(found), shares.total(), rule.expected(m)
-
-    def _stepped(self, tensor: Tensor, parts: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    def _stepped(self, tensor: Tensor, parts: list[NDArray[Any]]) -> Array:
         """Let the server's optimiser take the step, if there is one and it is one of floats."""
         if self.optimiser is None or tensor.whole:
-            return parts
+            return serialised(tensor, parts)
         old = tensor.open()
         new = np.concatenate([np.empty(0, old.dtype), *parts])
         state = self._state.setdefault(tensor.name, {})
-        stepped = self.optimiser.step(old, new - old, state, self._turn)
-        return [stepped.astype(old.dtype, copy=False)]
+        stepped = self.optimiser.step(old, new - old, state, self._turn + 1)
+        return serialised(tensor, [stepped.astype(old.dtype, copy=False)])

@@ -27,6 +27,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from phocas.floats import FORMATS
+from phocas.rules.inputs import element_of, on_host
 
 ARRAY = "array"
 """The name of the one tensor of an .npy file."""
@@ -340,17 +341,27 @@ def _open_torch(path: Path, *, mapped: bool) -> TensorFile:
         owner = f"{path}, key {name!r}"
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             raise FileError(f"{owner} must be a dense tensor: got {type(tensor).__name__}")
-        element = str(tensor.dtype).removeprefix("torch.")
-        kind = storage(element, owner)
-        tensors[str(name)] = Tensor(
-            str(name), element, tuple(tensor.shape), kind, partial(_torch_values, tensor, kind)
-        )
+        tensors[str(name)] = in_memory(str(name), tensor, owner)
     return TensorFile(path, "pt", tensors, {})
 
 
-def _torch_values(tensor: Any, kind: np.dtype[Any]) -> NDArray[Any]:
-    import torch  # noqa: PLC0415 - loaded already
+# -- memory ----------------------------------------------------------------------------------------
 
-    words = torch.uint16 if tensor.dtype == torch.bfloat16 else tensor.dtype
-    values: NDArray[Any] = tensor.detach().contiguous().reshape(-1).view(words).numpy()
-    return values.view(kind)
+
+def in_memory(name: str, value: Any, owner: str) -> Tensor:
+    """Return an array, or a tensor of torch's on the CPU, as one of a file: nothing is copied.
+
+    Args:
+        name: its name.
+        value: the array or tensor.
+        owner: what an error calls it.
+
+    >>> tensor = in_memory("bias", np.ones((2, 3), np.float32), "key 'bias'")
+    >>> tensor.element, tensor.shape, tensor.open()
+    ('float32', (2, 3), array([1., 1., 1., 1., 1., 1.], dtype=float32))
+    """
+    element = element_of(value.dtype)
+    words = storage(element, owner)
+    array = on_host(value, owner)
+    kind = words if array.dtype.isnative else array.dtype
+    return Tensor(name, element, array.shape, kind, lambda: array.reshape(-1).view(kind))

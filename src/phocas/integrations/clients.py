@@ -1,0 +1,184 @@
+"""A round of federated learning: whose rows can be used, and what a rule makes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.integrations.merging.formats import Tensor, TensorFile
+from phocas.integrations.merging.merge import Merge, Shares
+from phocas.rules import Relative, Rule
+from phocas.rules.suspicion import stand_out
+
+MOST = 0.5
+"""Whoever lost less of its values than this is no suspect, however little others lost."""
+POLICIES = ("skip", "stop")
+
+Name = TypeVar("Name", int, str)
+Sent = TypeVar("Sent")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Client(Generic[Name, Sent]):
+    """A client whose row can be used: what it sent, the tensors in it, and its weight."""
+
+    name: Name
+    sent: Sent
+    tensors: TensorFile
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blame:
+    """Who was thrown away: the share of each client's values that was dropped.
+
+    >>> Blame(np.array([0.3, 0.9, 0.3]), 0.3, 0).suspects(["a", "b", "c"])
+    ['b']
+    """
+
+    dropped: NDArray[np.float64]
+    expected: float
+    not_finite: int
+    """How many values of the result are NaN or infinite: more was wrong than the rule survives."""
+
+    def suspects(self, names: Sequence[Name]) -> list[Name]:
+        """Return who lost most of its values, and far more than others."""
+        out = stand_out(self.dropped) & (self.dropped > MOST)
+        return [name for name, one in zip(names, out, strict=True) if one]
+
+    def lost(self, rule: Rule) -> str:
+        """Say that the result cannot be trusted."""
+        return (
+            f"{self.not_finite} values of the result are not finite: more clients are wrong than"
+            f" {rule} survives"
+        )
+
+
+@dataclass(frozen=True)
+class Terms:
+    """By which rule clients are aggregated, with which weights, and what becomes of too few.
+
+    Args:
+        rule: the rule.
+        on_too_few: what to do in a round with fewer usable replies than the rule needs.
+        max_share: weigh clients by their examples, with nobody above this share of all.
+        seed: a seed for rules that draw at random.
+    """
+
+    rule: Rule
+    on_too_few: str = "skip"
+    max_share: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse now and not in a round what cannot be kept in one."""
+        if self.on_too_few not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise ValueError(f"on_too_few must be one of {known}: got {self.on_too_few!r}")
+        if self.max_share is not None and not 0 < self.max_share <= 1:
+            raise ValueError(f"max_share must be more than 0 and at most 1: got {self.max_share!r}")
+        Relative(self.rule)  # refuses what cannot be applied to updates
+
+    def aggregate(
+        self,
+        clients: Sequence[Client[Name, Sent]],
+        model: TensorFile,
+        turn: int,
+        make: Callable[[Tensor, list[NDArray[Any]]], Made],
+        *,
+        updates: bool = False,
+    ) -> tuple[dict[str, Made], Blame]:
+        """Aggregate key by key: beside what was sent, there is no more than the result.
+
+        ``make`` turns the new values of a tensor of the model into what is returned for it. With
+        ``updates``, clients sent differences to the model and not models, and so is the result.
+        """
+        rule, m = self.rule, len(clients)
+        if m and self.max_share is not None:
+            rule = rule.weighted([client.weight for client in clients], max(self.max_share, 1 / m))
+        rule.check(m)
+        files = [client.tensors for client in clients]
+        # The keys are in the order of the model: blocks of columns are counted over them.
+        ordered = {name: files[0].tensors[name] for name in model.tensors}
+        files[0] = TensorFile(files[0].path, files[0].format, ordered, {})
+        whole = [] if updates else [model]
+        merge = Merge(files + whole, m, rule if updates else Relative(rule), self.seed + turn, None)
+        merge.plan()
+        shares = Shares(m)
+        found = {
+            name: make(tensor, list(merge.parts(tensor, shares)))
+            for name, tensor in model.tensors.items()
+        }
+        return found, Blame(shares.total(), rule.expected(m), merge.not_finite)
+
+
+def usable(
+    replies: Iterable[tuple[Name, Sent]],
+    opened: Callable[[Sent], tuple[TensorFile, float]],
+    warn: Callable[[str], None],
+) -> list[Client[Name, Sent]]:
+    """Return the clients whose row can be used, in the order of their names.
+
+    ``opened`` gives the tensors and the weight of a reply, or raises with the reason why there are
+    none, which costs the client its row.
+    """
+    clients = []
+    for name, sent in sorted(replies, key=lambda reply: reply[0]):
+        try:
+            clients.append(Client(name, sent, *opened(sent)))
+        except (ValueError, TypeError, KeyError, SyntaxError, RuntimeError) as error:
+            warn(f"{name} is left out: {error}")
+    return clients
+
+
+def check_like(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that cannot stand beside those of the model."""
+    missing = [name for name in wanted if name not in got]
+    extra = [name for name in got if name not in wanted]
+    if missing or extra:
+        what = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r} too"
+        raise ValueError(f"it must have the keys of the model: it {what}")
+    for name, tensor in wanted.items():
+        if got[name].shape != tensor.shape or got[name].element != tensor.element:
+            raise ValueError(
+                f"key {name!r} must be {tensor.element} of shape {tensor.shape}: it is"
+                f" {got[name].element} of shape {got[name].shape}"
+            )
+
+
+def claimed(value: Any, what: str) -> float:
+    """Return how many examples a client says that it has; raise ValueError if that is no number.
+
+    >>> claimed(600, "examples")
+    600.0
+    """
+    if not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise ValueError(f"{what!r} must be a number, more than 0 and finite: it is {value!r}")
+    return float(value)
+
+
+def middle(said: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the median of every number that clients say, whoever claims how many examples.
+
+    What is said by fewer than half, is no single number or is NaN does not count.
+
+    >>> middle([{"loss": 0.25}, {"loss": 0.5}, {"loss": 1e30, "mine": 1}])
+    {'loss': 0.5}
+    """
+    found: dict[str, list[float]] = {}
+    for each in said:
+        for key, value in each.items():
+            if isinstance(value, Real) and not math.isnan(value):
+                found.setdefault(key, []).append(float(value))
+    return {
+        key: float(np.sort(values)[(len(values) - 1) // 2])
+        for key, values in found.items()
+        if 2 * len(values) > len(said)
+    }

@@ -1,0 +1,188 @@
+"""Robust federated learning with NVFlare: an aggregator for its FedAvg and ScatterAndGather."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from nvflare.apis.fl_constant import FLMetaKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_event_type import AppEventType
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+
+from phocas.integrations.clients import Blame, Client, Terms, check_like, claimed, middle, usable
+from phocas.integrations.merging.formats import Tensor, TensorFile, in_memory
+from phocas.rules import Rule
+from phocas.rules.inputs import is_tensor, like
+from phocas.rules.table import RULES
+
+__all__ = ["RobustAggregator"]
+
+_NAME = "client_name"
+"""What FedAvg calls a client in the meta data of its result."""
+
+
+class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may not be installed
+    """Aggregate the clients' updates by a rule, where FedAvg would average them.
+
+    A client that sends other keys, shapes or types than the model's costs its own row and nothing
+    else; so does one that fails, if the controller has ``ignore_result_error=True``. How many steps
+    it says that it took is ignored, unless ``max_share`` is given: then clients are weighted by it,
+    and nobody has more than that share. The log says of each round who was left out and why, what
+    share of each client's values was dropped, and who lost most of them and far more than others.
+    Metrics are medians over the clients.
+
+    Args:
+        rule: the rule, or its name
+        on_too_few: what to do in a round with fewer usable results than the rule needs: ``skip`` it
+            and keep the model, or ``stop`` the job
+        max_share: weigh clients by their steps, with nobody above this share of all
+        seed: a seed for rules that draw at random
+    """
+
+    def __init__(
+        self,
+        rule: Rule | str,
+        on_too_few: Literal["skip", "stop"] = "skip",
+        max_share: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self._terms = Terms(RULES.of(rule, "RobustAggregator"), on_too_few, max_share, seed)
+        # NVFlare writes these into the job, under the names of the arguments.
+        self.rule = str(self._terms.rule)
+        self.on_too_few = on_too_few
+        self.max_share = max_share
+        self.seed = seed
+        self._model: FLModel | None = None
+        self._results: dict[str, FLModel] = {}
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Remember the model that clients are sent, from which their updates are."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == AppEventType.BEFORE_TRAIN_TASK:
+            sent = FLModelUtils.from_shareable(fl_ctx.get_prop(AppConstants.TRAIN_SHAREABLE))
+            if sent.params is not None:
+                self._model = sent
+
+    def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
+        """Take a result from ScatterAndGather, under the name that the server knows."""
+        self.fl_ctx = fl_ctx
+        name = fl_ctx.get_peer_context().get_identity_name()
+        try:
+            _check_round(shareable, fl_ctx)
+            result = FLModelUtils.from_shareable(shareable, fl_ctx)
+        except ValueError as error:
+            self.warning(f"{name} is left out: {error}")
+            return False
+        result.meta[_NAME] = name
+        self.accept_model(result)
+        return True
+
+    def accept_model(self, model: FLModel) -> None:
+        """Keep a client's result until all are there."""
+        self._results[str(model.meta[_NAME])] = model
+
+    def reset_stats(self) -> None:
+        """Forget the results."""
+        self._results = {}
+
+    def aggregate_model(self) -> FLModel:
+        """Aggregate the usable results; say which are not, and who was thrown away."""
+        results, model = self._results, self._model
+        self.reset_stats()
+        if model is None:
+            raise ValueError("the model must be sent to clients before results are aggregated")
+        arrays = _arrays(model.params)
+        wanted = _tensors_of(arrays, "the model")
+        kinds = [result.params_type for result in results.values()]
+        kind = max(ParamsType, key=kinds.count)  # what most send
+        clients = usable(results.items(), partial(self._opened, wanted, kind), self.warning)
+        turn = model.current_round or 0
+        said = f"round {turn}: {len(clients)} of {len(results)} results are usable"
+        try:
+            params, blame = self._terms.aggregate(
+                clients,
+                wanted,
+                turn,
+                lambda tensor, parts: _made(arrays[tensor.name], tensor, parts),
+                updates=kind is ParamsType.DIFF,
+            )
+        except ValueError as error:
+            if self.on_too_few == "stop":
+                raise ValueError(f"{said}: {error}") from None
+            self.warning(f"skipped {said}: {error}")
+            return FLModel(params_type=ParamsType.FULL, params=model.params)
+        self._tell(said, clients, blame)
+        metrics = middle([client.sent.metrics or {} for client in clients])
+        return FLModel(params_type=kind, params=params, metrics=metrics or None)
+
+    def _opened(
+        self, wanted: TensorFile, kind: ParamsType, result: FLModel
+    ) -> tuple[TensorFile, float]:
+        """Return the tensors of a result and its weight; raise if it cannot be used."""
+        if result.params_type is not kind:
+            raise ValueError(f"it must send what most do, {kind.value}: it is {result.params_type}")
+        tensors = _tensors_of(_arrays(result.params), "a result")
+        check_like(tensors.tensors, wanted.tensors)
+        if self.max_share is None:
+            return tensors, 1.0
+        steps = FLMetaKey.NUM_STEPS_CURRENT_ROUND
+        return tensors, claimed(result.meta.get(steps), steps)
+
+    def _tell(self, said: str, clients: list[Client[str, FLModel]], blame: Blame) -> None:
+        """Log what was dropped of each client, and whose is far more than others'."""
+        names = [client.name for client in clients]
+        shares = ", ".join(
+            f"{name} {share:.0%}" for name, share in zip(names, blame.dropped, strict=True)
+        )
+        self.info(f"{said}; dropped by {self.rule} ({blame.expected:.0%} by chance): {shares}")
+        suspects = blame.suspects(names)
+        if suspects:
+            self.warning(f"{said}; thrown away far more than others: {', '.join(suspects)}")
+        if blame.not_finite:
+            self.warning(f"{said}; {blame.lost(self._terms.rule)}")
+
+
+def _check_round(shareable: Shareable, fl_ctx: FLContext) -> None:
+    """Refuse what is late: it is an update of another model."""
+    now = fl_ctx.get_prop(AppConstants.CURRENT_ROUND)
+    begun = shareable.get_cookie(AppConstants.CONTRIBUTION_ROUND)
+    if begun != now:
+        raise ValueError(f"it must answer round {now}: it answers round {begun}")
+
+
+def _tensors_of(params: Mapping[str, Any], owner: str) -> TensorFile:
+    """Return the arrays or tensors of a model where they are."""
+    found = {name: in_memory(name, value, f"key {name!r}") for name, value in params.items()}
+    return TensorFile(Path(owner), "npz", found, {})
+
+
+def _arrays(params: Any) -> dict[str, Any]:
+    """Return the arrays and tensors that were sent by name; refuse anything else."""
+    if not isinstance(params, Mapping):
+        raise TypeError(f"arrays must be sent by name: got {type(params).__name__}")
+    found = {}
+    for name, value in params.items():
+        array = np.asarray(value) if isinstance(value, np.generic) else value
+        if not isinstance(name, str) or not (isinstance(array, np.ndarray) or is_tensor(array)):
+            kind = type(value).__name__
+            raise TypeError(f"key {name!r} must be a NumPy array or a torch tensor: got {kind}")
+        found[name] = array
+    return found
+
+
+def _made(example: Any, tensor: Tensor, parts: list[NDArray[Any]]) -> Any:
+    """Return a tensor's new values as an array or a tensor, whichever the model has."""
+    values = np.concatenate([np.empty(0, tensor.dtype.newbyteorder("=")), *parts])
+    return like(example, values.view(bool) if tensor.element == "bool" else values).reshape(
+        tensor.shape
+    )
