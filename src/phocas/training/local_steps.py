@@ -20,7 +20,7 @@ from torch import nn
 from phocas.training.dropout import worker_generator
 from phocas.training.gradients.base import WorkerGradients, empty_losses
 from phocas.training.gradients.merged import Merged
-from phocas.training.optimizers import Optimizers
+from phocas.training.optimizers import Optimizers, is_plain
 
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """What the workers see in a step (from 0) of a round: inputs (m, n, ...) and targets (m, n)."""
@@ -47,7 +47,7 @@ class LocalOptimizer:
     @property
     def plain(self) -> bool:
         """Whether a step is x - lr g and nothing else."""
-        return self.kind is torch.optim.SGD and not self.options
+        return is_plain(self.kind, self.options)
 
     def make(self, tensors: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
         """Begin anew, for tensors whose ``grad`` somebody fills."""

@@ -241,7 +241,6 @@ class RayCluster:
             widths @ shares / widths.sum(),
             answers[0].expected,
             shares,
-            all(answer.finite for answer in answers),
         )
 
     def _losses(self, harvest: Harvest, missing: set[int]) -> np.ndarray:

@@ -65,7 +65,6 @@ class Answer:
     """What it measured, if the rule wants to know more before it decides."""
     dropped: npt.NDArray[np.float64] | None = None
     expected: float = 0.0
-    finite: bool = True
     touched: int = 0
     honest: Values | None = None
     """The mean of the rows that came, before the attack."""
@@ -162,7 +161,6 @@ class Shard:
         answer.partial = None
         answer.dropped, answer.expected = explained.dropped, float(explained.expected)
         self._value = sent(explained.value)
-        answer.finite = bool(np.isfinite(numbers(self._value)).all())
         return self._value, answer
 
     def step(
@@ -177,7 +175,7 @@ class Shard:
             raise RuntimeError("there is nothing to step along: no round was reduced here")
         gradient = tensor_of(known)
         nobody = np.zeros(self.job.task.num_workers)
-        self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None], finite=True), factor)
+        self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None]), factor)
         return array_of(self.server.vector), optimizer_state(self.server.optimizer)
 
     def pid(self) -> int:
