@@ -121,12 +121,13 @@ class Shard:
         like = array_of(self.server.vector)
         arrays: Any = fill(rows, like)
         task = self.job.task
-        if task.attack is not None:
+        attack = task.attack_of(round)
+        if attack is not None:
             arrays = np.stack(arrays)
             past = None
             if previous is not None:
                 past = readable(np.stack(fill(self._gather(previous)[0], like)))
-            self._answer.touched = task.attack.corrupt(
+            self._answer.touched = attack.corrupt(
                 readable(arrays),
                 rng=task.attack_rng(round),
                 round=round,
