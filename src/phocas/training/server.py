@@ -13,6 +13,7 @@ import torch
 
 from phocas.rules import parse_rule
 from phocas.rules.sharded import Evaluation
+from phocas.settings import nonnegative
 from phocas.sharding import shard_bounds
 from phocas.specs import count, unknown
 from phocas.training.optimizers import is_plain, parse_optimizer
@@ -117,11 +118,15 @@ class ParameterServer:
         self.rows = self.vector.new_empty(self.num_workers, d)
         kind = parse_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
         self.make_optimizer = functools.partial(kind, lr=lr, **(optimizer_options or {}))
-        self.optimizer = self.make_optimizer(self.parameters.tensors)
-        self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        # Of bfloat16, torch rounds the last few values of each tensor otherwise than the others.
-        whole = is_plain(kind, optimizer_options or {}) and self.vector.dtype != torch.bfloat16
-        self._gradient = None if whole else torch.zeros_like(self.vector)
+        self._lr = nonnegative("ParameterServer", "lr", lr)
+        self.optimizer: torch.optim.Optimizer | None = None
+        """What steps; none where x - lr g over all columns gives the same bits in less time."""
+        # torch rounds the last few values of a bfloat16 tensor otherwise than the others, and to
+        # make an optimiser it imports its compiler, which takes 2 s.
+        if not is_plain(kind, optimizer_options or {}) or self.vector.dtype == torch.bfloat16:
+            self.optimizer = self.make_optimizer(self.parameters.tensors)
+            self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self._gradient = torch.zeros_like(self.vector)
         self._arrived: set[int] | None = None
 
     @property
@@ -196,17 +201,30 @@ class ParameterServer:
         action = self.verdict(aggregate)
         if action != "applied":
             return action
+        if self.optimizer is None:
+            self.vector.add_(aggregate.value, alpha=-self._lr * factor)
+            return "applied"
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
-        if self._gradient is None:  # the optimiser gives the same bits, and takes ten times as long
-            self.vector.add_(aggregate.value, alpha=-self._base_lrs[0] * factor)
-            return "applied"
         self._gradient.copy_(aggregate.value)
         views = self.parameters.views(self._gradient)
         for tensor, view in zip(self.parameters.tensors, views, strict=True):
             tensor.grad = view
         self.optimizer.step()
         return "applied"
+
+    def optimizer_state(self) -> dict[int, dict[str, Any]]:
+        """Return what the optimiser keeps of each parameter, by its number."""
+        if self.optimizer is None:
+            return {}
+        kept: dict[int, dict[str, Any]] = self.optimizer.state_dict()["state"]
+        return kept
+
+    def load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on with what an optimiser kept."""
+        if self.optimizer is not None:
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
 
     def step(self, *, rng: np.random.Generator | None = None, factor: float = 1.0) -> Aggregate:
         """Aggregate and update; raise where the policy is to stop."""
