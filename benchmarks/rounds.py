@@ -4,8 +4,8 @@
 
 Everything is measured in one process, the contenders taking turns; the best turn of each counts.
 Local steps are compared with as many plain rounds' gradients. ByzFL is left out if it is not
-installed. It has no Phocas, so it runs its trimmed mean; its six
-Byzantine clients compute no gradients, ours do.
+installed. It has no Phocas, so it runs its trimmed mean; its six Byzantine clients compute no
+gradients, ours do.
 """
 
 # ruff: noqa: INP001 - a script

@@ -146,8 +146,8 @@ class RayCluster:
     def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:
         call = host.actor.gradients.options(num_returns=len(self.servers.actors) + 1)
         job = [] if host.ready else [self.job]
-        # References as arguments of their own: in a list, a worker would ask the trainer for each.
         factor = float(self.task.schedule(round))
+        # References as arguments of their own: in a list, a worker would ask the trainer for each.
         references: list[Any] = call.remote(
             job, round, factor, self._buffers, faults, *self._parameters
         )
