@@ -56,7 +56,7 @@ class Alone:
     def gradients(self, number: int) -> float:
         """Return the seconds that the gradients of a round take."""
         start = time.perf_counter()
-        self.workers.differentiate(number, None)
+        self.workers.compute_rows(number, 1.0, None)
         return time.perf_counter() - start
 
 

@@ -1,10 +1,11 @@
-"""Time whole rounds of training: against ByzFL's loop, and against a plain loop for convolutions.
+"""Time whole rounds: against ByzFL's loop, a plain loop for convolutions, and local steps.
 
     python benchmarks/rounds.py [--rounds 40] [--threads 1 2] [--json]
 
 Everything is measured in one process, the contenders taking turns; the best turn of each counts.
-ByzFL is left out if it is not installed. It has no Phocas, so it runs its trimmed mean; its six
-Byzantine clients compute no gradients, ours do.
+Local steps are compared with as many plain rounds' gradients. ByzFL is left out if it is not
+installed. It has no Phocas, so it runs its trimmed mean; its six Byzantine clients compute no
+gradients, ours do.
 """
 
 # ruff: noqa: INP001 - a script
@@ -58,6 +59,22 @@ def ours(threads: int) -> tuple[Callable[[], None], dict[str, list[float]]]:
             phases.setdefault(phase, []).append(seconds)
 
     return a_round, phases
+
+
+def local_rounds(threads: int, steps: int) -> float:
+    """Return the time of so many local steps over that of as many plain rounds' gradients."""
+    best = {}
+    data = load("synthetic")
+    common: dict[str, Any] = {"num_workers": WORKERS, "batch_size": BATCH, "rule": "mean"}
+    with (
+        Trainer("mlp", data=data, threads=threads, **common) as plain,
+        Trainer("mlp", data=data, threads=threads, local_steps=steps, **common) as local,
+    ):
+        for trainer, rounds in ((plain, steps), (local, 1)) * TURNS:
+            phases = [trainer.step(detailed=False).seconds for _ in range(rounds)]
+            spent = sum(seconds["gradients"] for seconds in phases)
+            best[trainer] = min(best.get(trainer, spent), spent)
+        return best[local] / best[plain]
 
 
 def byzfl_round() -> Callable[[], None] | None:
@@ -178,6 +195,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=40, help="rounds a turn")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--local-steps", type=int, default=20, help="0 leaves them out")
     parser.add_argument("--cnn-workers", type=int, default=4, help="0 leaves the CNN out")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -195,6 +213,8 @@ def main() -> None:
         result["aggregate_share"] = medians["aggregate"] / sum(medians.values())
         if theirs is not None:
             result["byzfl_over_phocas"] = times["byzfl"] / times["phocas"]
+        if options.local_steps:
+            result["local_over_plain"] = local_rounds(threads, options.local_steps)
         if options.cnn_workers:
             our_way, plain = cnn_rounds(threads, options.cnn_workers, 16)
             result["cnn_ms"] = take_turns({"phocas": our_way, "plain loop": plain}, 2)

@@ -46,6 +46,18 @@ def test_import_is_quick() -> None:
     assert min(float(python(code)) for _ in range(5)) < 0.9
 
 
+def test_a_plain_run_does_without_the_compiler_of_torch() -> None:
+    """Which torch imports for any optimiser, and which takes longer than torch itself."""
+    code = (
+        "import sys; from phocas.training import Trainer;"
+        "trainer = Trainer('mlp', data='synthetic:train=60,test=20', rule='median', num_workers=3);"
+        "list(trainer.rounds(2)); trainer.evaluate(); print(*sys.modules)"
+    )
+    loaded = python(code).split()
+    assert "torch" in loaded
+    assert not {"torch._dynamo", "sympy"} & set(loaded)
+
+
 def test_every_public_name_exists() -> None:
     import phocas
 

@@ -33,6 +33,7 @@ from phocas.engines.local import LocalSettings
 from phocas.experiments.config import ConfigError, expand_grid, make_config, read_toml
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
+from phocas.seeds import Stream, generator
 from phocas.training import Trainer
 
 M, D = 7, 5
@@ -217,6 +218,15 @@ def test_every_row_is_a_gradient_at_the_parameters_that_were_given(data: Dataset
 POLICIES = ["buffers=5", "zeno:validation=32,every=3", "kardam:b=2", "mean"]
 
 
+def test_noise_is_drawn_by_the_seed_the_worker_and_the_step_alone() -> None:
+    speeds = SPEEDS.parse("lognormal:sigma=1,noise=0.5")
+    for worker, step in [(3, 40), (0, 0), (3, 15), (3, 16), (2, 40), (3, 40)]:
+        streams = [generator(Stream.SPEED, 7, worker), generator(Stream.SPEED, 7, worker, step)]
+        pace, z = (stream.standard_normal() for stream in streams)
+        wanted = math.exp(pace) * math.exp(0.5 * z)
+        assert speeds.seconds(worker, 20, 7, step) == wanted
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_goes_on_to_the_same_bits_with_any_threads(
     data: Dataset, policy: str, tmp_path: Path
@@ -253,6 +263,7 @@ _KILLED = """
 import json, os, signal, sys
 from phocas.experiments.config import make_config
 from phocas.experiments.runner import execute
+from phocas.seeds import Stream, generator
 
 def watch(config, done, evaluation):
     if done.number == 230:

@@ -348,6 +348,76 @@ def test_checkpoints_attacks_momentum_adam_and_batch_norm_are_those_of_the_local
         assert mine.honest_distance == pytest.approx(theirs.honest_distance, rel=precision)
 
 
+def dense() -> nn.Module:
+    """Return a model whose workers step together, with random numbers of their own."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Dropout(), nn.Linear(12, 10)
+    )
+
+
+def normed() -> nn.Module:
+    """Return a model that has buffers, which every worker changes."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 10))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (dense, {"clients": 20, "attack": "gaussian:q=6", "server_optimizer": "nesterov:lr=0.7"}),
+        # The servers' rate does not take over the factor of the schedule, as it does above.
+        (
+            normed,
+            {"optimizer": "adam", "server_optimizer": "adam:lr=0.01", "attack": "sign-flip:q=1"},
+        ),
+    ],
+)
+def test_local_steps_and_clients_are_those_of_the_local_engine(
+    ray: Any, data: Dataset, tmp_path: Path, model: Any, options: dict[str, Any]
+) -> None:
+    script = """
+        raise:round=2,worker=0
+        shape:round=3,worker=4
+        kill:round=4,worker=3
+        kill:round=4,server=1
+    """
+    common: dict[str, Any] = {
+        "num_workers": 5,
+        "rule": "nnm:b=2|phocas:b=2",
+        "lr": 0.02,
+        "local_steps": 3,
+        "schedule": lambda t: 1 / (1 + t),
+        **options,
+    }
+    with make("local", data, model=model(), **common) as local:
+        expected = list(local.rounds(5))
+        whole = bits(local)
+        sums = local.attendance.sums.copy()
+        statistics = {name: value.clone() for name, value in local.model.named_buffers()}
+    engine: dict[str, Any] = {"processes": 2, "missing": 0, "faults": script}
+    with make("ray", data, model=model(), **engine, **common) as trainer:
+        rounds = list(trainer.rounds(3))
+        save_checkpoint(tmp_path / "c", trainer)
+        rounds += trainer.rounds(2)
+        assert np.array_equal(bits(trainer), whole)
+        load_checkpoint(tmp_path / "c", trainer)
+        rounds += trainer.rounds(2)
+        assert np.array_equal(bits(trainer), whole)
+        np.testing.assert_allclose(trainer.attendance.sums, sums, rtol=1e-6, atol=1e-9)
+        for name, value in trainer.model.named_buffers():
+            assert torch.equal(value, statistics[name]), name
+    news = [line for done in rounds for line in done.news]
+    for line in ("raised InjectedError", "worker 4 sent shape", "died, and is", "server 1 died"):
+        assert any(line in text for text in news), line
+    for mine, theirs in zip(rounds, [*expected, *expected[3:]], strict=True):
+        assert mine.loss == theirs.loss
+        assert mine.touched == theirs.touched
+        np.testing.assert_equal(mine.participants, theirs.participants)
+        np.testing.assert_allclose(mine.dropped, theirs.dropped, rtol=1e-6, atol=1e-9)
+        assert mine.suspects == theirs.suspects
+
+
 def test_cells_that_are_cleaned_on_one_server_are_cleaned_on_all(ray: Any, data: Dataset) -> None:
     options = {
         "rule": "cleaning:b=3|nnm:b=2|trimmed-mean:b=2",

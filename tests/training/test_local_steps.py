@@ -12,10 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 from phocas.data import Dataset, load
+from phocas.engines.local import LocalSettings
+from phocas.engines.ray import RaySettings
 from phocas.experiments.config import ConfigError, make_config
 from phocas.training import Task, Trainer, local_steps
-from phocas.training.lanes import one_torch_thread
+from phocas.training.lanes import Lanes, one_torch_thread
 from phocas.training.optimizers import ServerOptimizer, parse_server_optimizer
+from phocas.training.parameters import FlatParameters
 
 M, N, LR = 6, 8, 0.07  # a rate that no power of two is, so that roundings would show
 
@@ -170,6 +173,49 @@ def test_bits_depend_neither_on_threads_nor_on_servers_nor_on_what_is_drawn_at_o
     assert torch.equal(state, again)
 
 
+@pytest.mark.parametrize("model", ["dense", "dropout", "normed"])
+@pytest.mark.parametrize(("steps", "optimizer"), [(1, "sgd"), (3, "sgd"), (3, "adam")])
+def test_some_of_the_workers_alone_come_to_the_bits_of_all_at_once(
+    data: Dataset, model: str, steps: int, optimizer: str
+) -> None:
+    """As in worker processes, of which each has some of them."""
+    settings: dict[str, Any] = {"clients": 9, "attack": "label-flip:q=4", "optimizer": optimizer}
+
+    def walk(first: int, last: int) -> list[torch.Tensor]:
+        task = Task.make(
+            models()[model],
+            data=data,
+            rule="mean",
+            num_workers=M,
+            batch_size=48,  # three workers are a block
+            local_steps=steps,
+            **settings,
+        )
+        with Lanes(1) as lanes:
+            gradients = task.differentiate(FlatParameters(task.model), lanes)
+            assert task.local is not None
+            walking = local_steps.local_steps(gradients, task.local)
+            rows = gradients.flat.vector.new_empty(last - first, gradients.flat.size)
+
+            def draw(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+                return task.batches(2, first, last, step=step)
+
+            losses = walking(draw, rows, task.seed, 2, 0.5, first)
+        found = [rows, losses]
+        if model == "normed":
+            left = [torch.cat([part.flatten() for part in each.values()]) for each in walking.left]
+            found.append(torch.stack(left))
+        return found
+
+    whole = walk(0, M)
+    assert float(whole[0].std(0).max()) > 0
+    for parts in ([(0, 1), (1, 3), (3, 6)], [(0, 4), (4, 6)]):
+        found = [walk(*part) for part in parts]
+        joined = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+        assert len(joined) == len(whole)
+        assert all(map(torch.equal, joined, whole))
+
+
 def test_the_two_ways_to_step_agree_on_dropout(data: Dataset) -> None:
     settings: dict[str, Any] = {"local_steps": 5, "rounds": 1}
     fast, slow = (
@@ -247,5 +293,16 @@ def test_a_run_without_local_steps_keeps_the_identity_that_it_had() -> None:
     plain = make_config({})
     assert plain.identity() == make_config({"local_steps": None}).identity()
     assert plain.identity() != make_config({"local_steps": 1}).identity()
-    with pytest.raises(ConfigError, match="local engine only"):
-        make_config({"local_steps": 2, "engine": "ray"})
+
+
+@pytest.mark.parametrize("engine", ["local", "ray"])
+@pytest.mark.parametrize("setting", ["local_steps", "clients"])
+def test_where_nobody_waits_workers_send_gradients(
+    data: Dataset, engine: str, setting: str
+) -> None:
+    asked: dict[str, Any] = {setting: 30}
+    with pytest.raises(ConfigError, match=f"{setting}: where nobody waits, all workers send"):
+        make_config({**asked, "engine": engine, "asynchronous": "mean", "rule": "mean"})
+    settings = (LocalSettings if engine == "local" else RaySettings)(asynchronous="mean")
+    with pytest.raises(ValueError, match="leave local_steps and clients out"):
+        Trainer("softmax", data=data, rule="mean", num_workers=M, engine=settings, **asked)

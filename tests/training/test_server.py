@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phocas.rules import parse_rule
-from phocas.training.server import NonfiniteError, ParameterServer
+from phocas.training.server import Aggregate, NonfiniteError, ParameterServer
 
 HOSTILE = [np.nan, np.inf, -np.inf, 1e38, -1e38, 1e-42, 0.0]
 RULES = [
@@ -161,3 +161,40 @@ def test_any_optimiser_steps_as_it_does_alone(
         alone.step()
     flat = torch.cat([twin.weight.flatten(), twin.bias]).detach()
     torch.testing.assert_close(server.vector, flat, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_plain_step_over_all_columns_has_the_bits_of_one_over_each_parameter(
+    dtype: torch.dtype,
+) -> None:
+    """Parameters of odd sizes begin anywhere in a vector register, where bits could differ."""
+    torch.manual_seed(0)
+    shapes = [(1,), (7, 3), (1, 5), (2, 2, 2), (33,), (3, 17), (1,)]
+    twin = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    model = torch.nn.ParameterList([tensor.detach().clone() for tensor in twin])
+    server = ParameterServer(model, num_workers=1, rule="mean", lr=0.3, on_nonfinite="apply")
+    alone = torch.optim.SGD(twin, lr=0.3)
+    for round_, factor in enumerate((1.0, 0.7, 1e-3)):
+        gradient = torch.randn(server.vector.numel()).to(dtype)
+        gradient[round_::29] = float(np.random.default_rng(round_).choice(HOSTILE))
+        server.rows.copy_(gradient)
+        server.step(factor=factor)
+        for tensor, view in zip(twin, server.parameters.views(gradient), strict=True):
+            tensor.grad = view.clone()
+        alone.param_groups[0]["lr"] = 0.3 * factor
+        alone.step()
+    wanted = torch.cat([tensor.detach().flatten() for tensor in twin])
+    assert server.vector.view(torch.uint8).equal(wanted.view(torch.uint8))
+
+
+def test_large_values_are_finite_though_their_length_is_not() -> None:
+    nobody = np.zeros(1)
+    for values, norm, finite in (
+        ([3.0, -4.0], 5.0, True),
+        ([3e38, -3e38], np.inf, True),
+        ([3e38, np.inf], np.inf, False),
+        ([1.0, np.nan], np.nan, False),
+    ):
+        aggregate = Aggregate(torch.tensor(values), nobody, 0.0, nobody[None])
+        assert aggregate.finite == finite
+        np.testing.assert_equal(aggregate.norm, norm)

@@ -146,9 +146,8 @@ class LocalCluster:
         return self.steps(draw, rows, task.seed, round, float(task.schedule(round)))
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
-        """Let the server step; the changes that workers sent may have the factor in them."""
-        local = self.task.local
-        return self.server.update(aggregate, factor if local is None or local.linear else 1.0)
+        """Let the server step."""
+        return self.server.update(aggregate, self.task.server_factor(factor))
 
     def _corrupt(self, rows: torch.Tensor, round: int) -> int:
         attack = self.task.attack_of(round)

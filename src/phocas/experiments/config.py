@@ -254,9 +254,9 @@ class RunConfig(BaseModel):
         if self.clients is not None and self.worker_momentum:
             problems.append("worker_momentum is for workers that take part in every round")
         problems += [
-            f"{name}: runs on the local engine only, so far"
+            f"{name}: where nobody waits, all workers send gradients: leave it or asynchronous out"
             for name in ("local_steps", "clients")
-            if self.engine != "local" and getattr(self, name) is not None
+            if self.asynchronous is not None and getattr(self, name) is not None
         ]
         try:
             FaultScript.parse(self.faults).check(self.workers, self.servers)

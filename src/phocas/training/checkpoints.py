@@ -110,7 +110,7 @@ def _capture(trainer: Trainer) -> tuple[dict[str, Any], Tensors]:
         tensors[f"suspicion.{name}"] = torch.from_numpy(array)
     tensors |= {f"course.{name}": tensor for name, tensor in trainer.course.state().items()}
     numbers: dict[str, dict[str, Any]] = {}
-    for index, entries in trainer.server.optimizer.state_dict()["state"].items():
+    for index, entries in trainer.server.optimizer_state().items():
         numbers[str(index)] = {}
         for key, value in entries.items():
             if isinstance(value, torch.Tensor):
@@ -148,8 +148,7 @@ def _restore(trainer: Trainer, tensors: Tensors, header: Mapping[str, Any]) -> N
     for name, tensor in _part(tensors, "optimizer").items():
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = tensor
-    groups = trainer.server.optimizer.state_dict()["param_groups"]
-    trainer.server.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    trainer.server.load_optimizer_state(state)
 
 
 def _part(tensors: Tensors, part: str) -> Tensors:

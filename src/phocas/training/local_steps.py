@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from phocas.training.dropout import worker_generator
-from phocas.training.gradients.base import WorkerGradients, empty_losses
+from phocas.training.gradients.base import Buffers, WorkerGradients, empty_losses
 from phocas.training.gradients.merged import Merged
-from phocas.training.optimizers import Optimizers
+from phocas.training.optimizers import Optimizers, is_plain
 
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """What the workers see in a step (from 0) of a round: inputs (m, n, ...) and targets (m, n)."""
@@ -47,7 +47,7 @@ class LocalOptimizer:
     @property
     def plain(self) -> bool:
         """Whether a step is x - lr g and nothing else."""
-        return self.kind is torch.optim.SGD and not self.options
+        return is_plain(self.kind, self.options)
 
     def make(self, tensors: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
         """Begin anew, for tensors whose ``grad`` somebody fills."""
@@ -60,21 +60,32 @@ class LocalSteps(ABC):
     def __init__(self, gradients: WorkerGradients, local: LocalOptimizer) -> None:
         self.gradients = gradients
         self.local = local
+        self.left: list[Buffers] = []
+        """The buffers as each worker left them in the last round, if the model has any."""
 
     def __call__(
-        self, batches: Batches, out: torch.Tensor, seed: int, round: int, factor: float
+        self,
+        batches: Batches,
+        out: torch.Tensor,
+        seed: int,
+        round: int,
+        factor: float,
+        first_worker: int = 0,
     ) -> torch.Tensor:
         """Write the rows into out (m, d), and return the workers' mean losses over their steps.
 
-        ``factor`` scales the learning rate in this round.
+        ``factor`` scales the learning rate in this round; ``first_worker`` is the number of row 0.
         """
         lr = self.local.lr * factor
         flat = self.gradients.flat
         first = round * self.local.steps
         if self.local.steps == 1 and self.local.plain and self.local.linear:
-            return self.gradients(*batches(0), out, seed, first)
+            losses = self.gradients(*batches(0), out, seed, first, first_worker)
+            self.left = self.gradients.left
+            return losses
         start = flat.vector.clone()
-        losses = self._walk(batches, out, seed, first, lr)
+        numbers = range(first_worker, first_worker + len(out))
+        losses = self._walk(batches, out, numbers, seed, first, lr)
         torch.sub(start, out, out=out)
         if self.local.linear:
             out.div_(lr)
@@ -82,11 +93,18 @@ class LocalSteps(ABC):
 
     @abstractmethod
     def _walk(
-        self, batches: Batches, out: torch.Tensor, seed: int, first: int, lr: float
+        self,
+        batches: Batches,
+        out: torch.Tensor,
+        numbers: range,
+        seed: int,
+        first: int,
+        lr: float,
     ) -> torch.Tensor:
         """Write the parameters that workers come to into out, and return their mean losses.
 
-        ``first`` is the number of the first step of the round, counted from the start of the run.
+        ``numbers`` are those of the workers, and ``first`` is the number of the first step of the
+        round, counted from the start of the run.
         """
 
 
@@ -100,7 +118,13 @@ class MergedSteps(LocalSteps):
     gradients: Merged
 
     def _walk(
-        self, batches: Batches, out: torch.Tensor, seed: int, first: int, lr: float
+        self,
+        batches: Batches,
+        out: torch.Tensor,
+        numbers: range,
+        seed: int,
+        first: int,
+        lr: float,
     ) -> torch.Tensor:
         out.copy_(self.gradients.flat.vector.expand_as(out))
         inputs, targets = batches(0)
@@ -122,7 +146,7 @@ class MergedSteps(LocalSteps):
             def walk(start: int, drawn: Any = drawn, steps: range = steps) -> None:
                 rows = slice(start, start + size)
                 for step, (inputs, targets) in zip(steps, drawn, strict=True):
-                    workers = range(start, min(start + size, m)) if random else ()
+                    workers = numbers[rows] if random else ()
                     generators = [worker_generator(seed, first + step, i) for i in workers]
                     total[rows] += blocks[start].step(inputs[rows], targets[rows], generators)
 
@@ -208,7 +232,13 @@ class OneByOne(LocalSteps):
     """Step one worker after another, each in the model itself: for any model and optimiser."""
 
     def _walk(
-        self, batches: Batches, out: torch.Tensor, seed: int, first: int, lr: float
+        self,
+        batches: Batches,
+        out: torch.Tensor,
+        numbers: range,
+        seed: int,
+        first: int,
+        lr: float,
     ) -> torch.Tensor:
         flat = self.gradients.flat
         start = flat.vector.clone()
@@ -228,20 +258,21 @@ class OneByOne(LocalSteps):
         total = torch.zeros_like(empty_losses(m, out))
         for step in range(self.local.steps):
             inputs, targets = batches(step)
-            for worker in range(m):
-                one = slice(worker, worker + 1)
-                flat.vector.copy_(out[worker])
+            for i, worker in enumerate(numbers):
+                one = slice(i, i + 1)
+                flat.vector.copy_(out[i])
                 for name, buffer in buffers.items():
-                    buffer.copy_(kept[worker][name])
+                    buffer.copy_(kept[i][name])
                 total[one] += self.gradients(
                     inputs[one], targets[one], gradient, seed, first + step, worker
                 )
                 for name, buffer in buffers.items():
-                    kept[worker][name].copy_(buffer)
-                optimizers[worker].step()
+                    kept[i][name].copy_(buffer)
+                optimizers[i].step()
         flat.vector.copy_(start)
         for name, buffer in buffers.items():  # a worker may lie there too
             buffer.copy_(torch.stack([each[name] for each in kept]).median(0).values)
+        self.left = kept
         return total.div_(self.local.steps)
 
 

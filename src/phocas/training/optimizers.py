@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,15 @@ OPTIMIZERS: dict[str, Optimizers] = {
     and cls is not torch.optim.Optimizer
     and name != "LBFGS"  # evaluates the loss again within a step, which servers cannot
 }
+
+
+def is_plain(kind: Optimizers, options: Mapping[str, Any]) -> bool:
+    """Say whether a step is x - lr g and nothing else.
+
+    >>> is_plain(torch.optim.SGD, {}), is_plain(torch.optim.SGD, {"momentum": 0.9})
+    (True, False)
+    """
+    return kind is torch.optim.SGD and not options
 
 
 def check_optimizer_text(text: str) -> str:

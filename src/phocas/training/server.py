@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,9 +13,10 @@ import torch
 
 from phocas.rules import parse_rule
 from phocas.rules.sharded import Evaluation
+from phocas.settings import nonnegative
 from phocas.sharding import shard_bounds
 from phocas.specs import count, unknown
-from phocas.training.optimizers import parse_optimizer
+from phocas.training.optimizers import is_plain, parse_optimizer
 from phocas.training.parameters import FlatParameters
 
 if TYPE_CHECKING:
@@ -45,7 +47,16 @@ class Aggregate:
     """The share that an honest worker expects to lose."""
     by_server: npt.NDArray[np.float64]
     """The same shares within each server's columns, (s, m)."""
-    finite: bool
+
+    @functools.cached_property
+    def norm(self) -> float:
+        """The length of the value."""
+        return float(torch.linalg.vector_norm(self.value))
+
+    @functools.cached_property
+    def finite(self) -> bool:
+        """Whether every value is; of large ones that are, the length may still be infinite."""
+        return math.isfinite(self.norm) or bool(self.value.isfinite().all())
 
 
 class ParameterServer:
@@ -105,12 +116,17 @@ class ParameterServer:
         self.on_nonfinite: OnNonfinite = on_nonfinite
         self.bounds = [slice(*bounds) for bounds in shard_bounds(d, self.num_servers)]
         self.rows = self.vector.new_empty(self.num_workers, d)
-        self.gradient = torch.zeros_like(self.vector)
-        self._gradients = list(self.parameters.views(self.gradient))
         kind = parse_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
         self.make_optimizer = functools.partial(kind, lr=lr, **(optimizer_options or {}))
-        self.optimizer = self.make_optimizer(self.parameters.tensors)
-        self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._lr = nonnegative("ParameterServer", "lr", lr)
+        self.optimizer: torch.optim.Optimizer | None = None
+        """What steps; none where x - lr g over all columns gives the same bits in less time."""
+        # torch rounds the last few values of a bfloat16 tensor otherwise than the others, and to
+        # make an optimiser it imports its compiler, which takes 2 s.
+        if not is_plain(kind, optimizer_options or {}) or self.vector.dtype == torch.bfloat16:
+            self.optimizer = self.make_optimizer(self.parameters.tensors)
+            self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self._gradient = torch.zeros_like(self.vector)
         self._arrived: set[int] | None = None
 
     @property
@@ -157,7 +173,7 @@ class ParameterServer:
             whole = self.rule.explain(self.rows, rng=rng)
             value, dropped, expected = whole.value, whole.dropped, whole.expected
             shares = np.broadcast_to(dropped, (s, self.num_workers))
-        return Aggregate(value, dropped, float(expected), shares, bool(value.isfinite().all()))
+        return Aggregate(value, dropped, float(expected), shares)
 
     def _by_server(self, rng: np.random.Generator | None) -> list[Explanation]:
         """Reduce each server's columns by itself; return nothing where that is not the same."""
@@ -175,7 +191,7 @@ class ParameterServer:
 
     def verdict(self, aggregate: Aggregate) -> Action:
         """Say what the policy does with an aggregate."""
-        if aggregate.finite or self.on_nonfinite == "apply":
+        if self.on_nonfinite == "apply" or aggregate.finite:
             return "applied"
         return "skipped" if self.on_nonfinite == "skip" else "stopped"
 
@@ -185,13 +201,30 @@ class ParameterServer:
         action = self.verdict(aggregate)
         if action != "applied":
             return action
-        self.gradient.copy_(aggregate.value)
-        for tensor, view in zip(self.parameters.tensors, self._gradients, strict=True):
-            tensor.grad = view
+        if self.optimizer is None:
+            self.vector.add_(aggregate.value, alpha=-self._lr * factor)
+            return "applied"
         for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
+        self._gradient.copy_(aggregate.value)
+        views = self.parameters.views(self._gradient)
+        for tensor, view in zip(self.parameters.tensors, views, strict=True):
+            tensor.grad = view
         self.optimizer.step()
         return "applied"
+
+    def optimizer_state(self) -> dict[int, dict[str, Any]]:
+        """Return what the optimiser keeps of each parameter, by its number."""
+        if self.optimizer is None:
+            return {}
+        kept: dict[int, dict[str, Any]] = self.optimizer.state_dict()["state"]
+        return kept
+
+    def load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on with what an optimiser kept."""
+        if self.optimizer is not None:
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
 
     def step(self, *, rng: np.random.Generator | None = None, factor: float = 1.0) -> Aggregate:
         """Aggregate and update; raise where the policy is to stop."""

@@ -116,6 +116,7 @@ class ServerTask:
 
     num_workers: int
     num_servers: int
+    clients: int | None
     rule: Rule
     attack: Attack | None
     optimizer: Optimizers
@@ -145,6 +146,21 @@ class ServerTask:
         """Return the randomness of the attack in one round, wherever a part of it runs."""
         return attack_rng(self.seed, round)
 
+    def participants(self, round: int) -> npt.NDArray[np.int64] | None:
+        """Return which client each row of a round is of, in ascending order, if there are any."""
+        if self.clients is None:
+            return None
+        rng = generator(Stream.CLIENTS, self.seed, round)
+        return np.sort(rng.choice(self.clients, self.num_workers, replace=False))
+
+    def attack_of(self, round: int) -> Attack | None:
+        """Return what the attack is in a round: of clients, the liars who take part strike."""
+        who = self.participants(round)
+        if self.attack is None or self.clients is None or who is None:
+            return self.attack
+        rng = generator(Stream.CLIENTS, self.seed, round, 1)
+        return among(self.attack, who, self.clients, rng)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Task(ServerTask):
@@ -159,7 +175,6 @@ class Task(ServerTask):
     loss: Loss
     samples: Samples
     assignment: Assignment
-    clients: int | None
     batch_size: int
     schedule: Callable[[int], float]
     worker_momentum: float
@@ -256,20 +271,9 @@ class Task(ServerTask):
             path=self.gradient_path,
         )
 
-    def participants(self, round: int) -> npt.NDArray[np.int64] | None:
-        """Return which client each row of a round is of, in ascending order, if there are any."""
-        if self.clients is None:
-            return None
-        rng = generator(Stream.CLIENTS, self.seed, round)
-        return np.sort(rng.choice(self.clients, self.num_workers, replace=False))
-
-    def attack_of(self, round: int) -> Attack | None:
-        """Return what the attack is in a round: of clients, the liars who take part strike."""
-        who = self.participants(round)
-        if self.attack is None or self.clients is None or who is None:
-            return self.attack
-        rng = generator(Stream.CLIENTS, self.seed, round, 1)
-        return among(self.attack, who, self.clients, rng)
+    def server_factor(self, factor: float) -> float:
+        """Return the factor of the servers' rate: the changes of workers may have it in them."""
+        return factor if self.local is None or self.local.linear else 1.0
 
     def batches(
         self, round: int, first: int = 0, last: int | None = None, *, step: int = 0

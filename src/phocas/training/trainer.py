@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.nn import functional
 
 from phocas.rules.cells import lost_cells
@@ -108,7 +107,7 @@ class Round:
 class Trainer:
     """Train a model by rounds of m workers and s servers, under a rule and perhaps an attack.
 
-    >>> import phocas
+    >>> import phocas, torch
     >>> from phocas.data import load
     >>> data = load("synthetic:train=500,test=100")
     >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
@@ -204,7 +203,6 @@ class Trainer:
             before = time.perf_counter()
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
-            norm = float(torch.linalg.vector_norm(aggregate.value))
             self.attendance.update(seen.participants, aggregate.dropped)
             if seen.participants is None:
                 if samples:
@@ -230,7 +228,7 @@ class Trainer:
             lr=self.task.lr * factor,
             action=action,
             finite=aggregate.finite,
-            gradient_norm=norm,
+            gradient_norm=aggregate.norm,
             honest_distance=seen.honest_distance,
             dropped=aggregate.dropped,
             expected_dropped=aggregate.expected,

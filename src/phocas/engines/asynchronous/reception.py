@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -149,12 +148,10 @@ class Reception:
                 whole = self.server.aggregate(rng=self.task.rule_rng(round), by_server=False)
             dropped = whole.dropped[list(verdict.rows)]
             shares = whole.by_server[:, list(verdict.rows)]
-            return Aggregate(whole.value, dropped, whole.expected, shares, whole.finite)
+            return Aggregate(whole.value, dropped, whole.expected, shares)
         value = self.rows[verdict.workers[0]] if verdict.along is None else verdict.along
         shares = np.full((self.task.num_servers, 1), 0.0 if verdict.accepted else 1.0)
-        # The largest of all is one pass, and not finite if any is not.
-        finite = math.isfinite(float(torch.linalg.vector_norm(value, math.inf)))
-        return Aggregate(value, shares[0], 0.0, shares, finite)
+        return Aggregate(value, shares[0], 0.0, shares)
 
     def steps(self, aggregate: Aggregate) -> bool:
         """Say whether :meth:`update` will change the parameters."""

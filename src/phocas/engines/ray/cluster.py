@@ -53,7 +53,7 @@ class RayCluster:
     def __init__(self, task: Task, settings: RaySettings) -> None:
         self.task = task
         self.kind = type(self).__name__
-        self.same_rows = True
+        self.same_rows = task.clients is None
         self.server = task.serve(task.model)
         self.gradients = task.differentiate(self.server.parameters, Lanes(task.threads))
         self.allowed = _check(task, self.server, settings)
@@ -146,8 +146,11 @@ class RayCluster:
     def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:
         call = host.actor.gradients.options(num_returns=len(self.servers.actors) + 1)
         job = [] if host.ready else [self.job]
+        factor = float(self.task.schedule(round))
         # References as arguments of their own: in a list, a worker would ask the trainer for each.
-        references: list[Any] = call.remote(job, round, self._buffers, faults, *self._parameters)
+        references: list[Any] = call.remote(
+            job, round, factor, self._buffers, faults, *self._parameters
+        )
         return references
 
     def gather(
@@ -188,6 +191,7 @@ class RayCluster:
                 sample.joined([answer.sampled[number] for answer in answers])
                 for number, sample in enumerate(samples)
             ),
+            self.task.participants(round),
         )
 
     def _reduce(
@@ -241,7 +245,6 @@ class RayCluster:
             widths @ shares / widths.sum(),
             answers[0].expected,
             shares,
-            all(answer.finite for answer in answers),
         )
 
     def _losses(self, harvest: Harvest, missing: set[int]) -> np.ndarray:
@@ -278,6 +281,7 @@ class RayCluster:
         action = self.server.verdict(aggregate)
         if action != "applied":
             return action
+        factor = self.task.server_factor(factor)
         self.servers.begin()
         results = self.servers.call(
             "step",
@@ -353,10 +357,6 @@ def _check(task: Task, server: ParameterServer, settings: RaySettings) -> int:
     """Refuse what cannot be before any process is started; return how many rows may be missing."""
     m, s = task.num_workers, task.num_servers
     FaultScript.of(settings.faults).check(m, s)
-    if task.local is not None or task.clients is not None:
-        raise ValueError(
-            "local_steps and clients run on the local engine only, so far: leave engine out"
-        )
     if s > 1 and task.attack is not None and not task.attack.sharded:
         raise ValueError(
             f"{task.attack} looks at all columns, and a server holds only its own: run it on"

@@ -65,7 +65,6 @@ class Answer:
     """What it measured, if the rule wants to know more before it decides."""
     dropped: npt.NDArray[np.float64] | None = None
     expected: float = 0.0
-    finite: bool = True
     touched: int = 0
     honest: Values | None = None
     """The mean of the rows that came, before the attack."""
@@ -95,7 +94,7 @@ class Shard:
         # One server of its own columns, which does not know whether the others' are finite.
         alone = replace(job.task, num_servers=1, on_nonfinite="apply")
         self.server = alone.serve(nn.ParameterList(pieces))
-        _load_optimizer(self.server.optimizer, state)
+        _load_optimizer(self.server, state)
         self._evaluation: Evaluation | None = None
         self._rows: Any = None
         self._value: Values | None = None
@@ -122,12 +121,13 @@ class Shard:
         like = array_of(self.server.vector)
         arrays: Any = fill(rows, like)
         task = self.job.task
-        if task.attack is not None:
+        attack = task.attack_of(round)
+        if attack is not None:
             arrays = np.stack(arrays)
             past = None
             if previous is not None:
                 past = readable(np.stack(fill(self._gather(previous)[0], like)))
-            self._answer.touched = task.attack.corrupt(
+            self._answer.touched = attack.corrupt(
                 readable(arrays),
                 rng=task.attack_rng(round),
                 round=round,
@@ -162,7 +162,6 @@ class Shard:
         answer.partial = None
         answer.dropped, answer.expected = explained.dropped, float(explained.expected)
         self._value = sent(explained.value)
-        answer.finite = bool(np.isfinite(numbers(self._value)).all())
         return self._value, answer
 
     def step(
@@ -177,8 +176,8 @@ class Shard:
             raise RuntimeError("there is nothing to step along: no round was reduced here")
         gradient = tensor_of(known)
         nobody = np.zeros(self.job.task.num_workers)
-        self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None], finite=True), factor)
-        return array_of(self.server.vector), optimizer_state(self.server.optimizer)
+        self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None]), factor)
+        return array_of(self.server.vector), _optimizer_state(self.server)
 
     def pid(self) -> int:
         """Return the number of the process."""
@@ -187,8 +186,7 @@ class Shard:
     def restore(self, vector: Values, state: Mapping[str, npt.NDArray[Any]]) -> tuple[None, None]:
         """Go on from a checkpoint."""
         array_of(self.server.vector)[:] = vector
-        self.server.optimizer.state.clear()
-        _load_optimizer(self.server.optimizer, state)
+        _load_optimizer(self.server, state)
         self._value = None
         self._marks.clear()
         return None, None
@@ -277,29 +275,26 @@ def _fetch(references: Sequence[Any], patience: float) -> list[Any]:
     return found
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, npt.NDArray[Any]]:
+def _optimizer_state(server: ParameterServer) -> dict[str, npt.NDArray[Any]]:
     """Return what an optimiser keeps, as arrays by ``index.key``; plain numbers as float64."""
     return {
         f"{index}.{key}": array_of(value)
         if isinstance(value, torch.Tensor)
         else np.array(value, np.float64)
-        for index, entries in optimizer.state_dict()["state"].items()
+        for index, entries in server.optimizer_state().items()
         for key, value in entries.items()
         if value is not None
     }
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, npt.NDArray[Any]]
-) -> None:
+def _load_optimizer(server: ParameterServer, state: Mapping[str, npt.NDArray[Any]]) -> None:
     entries: dict[int, dict[str, Any]] = {}
     for name, values in state.items():
         index, _, key = name.partition(".")
         number = values.ndim == 0 and values.dtype == np.float64
         kept = float(values) if number else tensor_of(np.array(values))
         entries.setdefault(int(index), {})[key] = kept
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    server.load_optimizer_state(entries)
 
 
 def piece_shapes(shapes: Sequence[torch.Size], bounds: slice) -> list[tuple[int, ...]]:
@@ -322,9 +317,9 @@ def piece_shapes(shapes: Sequence[torch.Size], bounds: slice) -> list[tuple[int,
 
 def check_optimizer(server: ParameterServer) -> None:
     """Refuse an optimiser that looks beside a value, where servers would cut its parameters."""
-    if server.num_servers == 1:
-        return
     optimizer = server.optimizer
+    if server.num_servers == 1 or optimizer is None:
+        return
     if len(optimizer.param_groups) != 1:
         raise ValueError(
             f"servers step on their own columns: {type(optimizer).__name__} with"

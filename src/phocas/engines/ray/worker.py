@@ -20,6 +20,7 @@ from phocas.engines.faults import Fault, RowFault, strike
 from phocas.engines.ray.session import the_ray
 from phocas.engines.ray.values import Values, array_of, numbers, stored, tensor_of
 from phocas.training.lanes import Lanes
+from phocas.training.local_steps import local_steps
 from phocas.training.parameters import FlatParameters
 from phocas.training.task import Task
 
@@ -113,6 +114,8 @@ class Workers:
         torch.set_num_threads(1)
         self.flat = FlatParameters(job.task.model)
         self.compute = job.task.differentiate(self.flat, Lanes(1))
+        local = job.task.local
+        self.steps = None if local is None else local_steps(self.compute, local)
         self.rows = torch.zeros(last - first, self.flat.size, dtype=self.flat.vector.dtype)
         self.velocity = torch.zeros_like(self.rows) if job.task.worker_momentum else None
         self._before: torch.Tensor | None = None
@@ -122,6 +125,7 @@ class Workers:
     def gradients(
         self,
         round: int,
+        factor: float,
         buffers: Mapping[str, npt.NDArray[Any]] | None,
         faults: Sequence[Fault],
         *parameters: Values,
@@ -138,7 +142,7 @@ class Workers:
         vector = array_of(self.flat.vector)
         for bounds, values in zip(self.job.bounds, parameters, strict=True):
             vector[bounds] = values
-        losses, changed = self.differentiate(round, buffers)
+        losses, changed = self.compute_rows(round, factor, buffers)
         if self.velocity is not None:
             beta = self.job.task.worker_momentum
             self.velocity.mul_(beta).add_(self.rows, alpha=1 - beta)
@@ -179,29 +183,29 @@ class Workers:
                 sent = _changed(fault, sent, past, 0)
         return [cut(sent)], Report(losses.numpy(), [], time.perf_counter() - start)
 
-    def differentiate(
-        self,
-        round: int,
-        buffers: Mapping[str, npt.NDArray[Any]] | None,
+    def compute_rows(
+        self, round: int, factor: float, buffers: Mapping[str, npt.NDArray[Any]] | None
     ) -> tuple[Values, list[dict[str, npt.NDArray[Any]]]]:
-        """Draw the batches, write their gradients into ``rows``; return losses and buffers."""
-        task = self.job.task
-        inputs, targets = task.batches(round, self.first, self.last)
-        if buffers is None:
-            losses = self.compute(inputs, targets, self.rows, task.seed, round, self.first)
-            return losses.numpy(), []
+        """Write gradients into ``rows``, or how far local steps came; return losses and buffers."""
+        task, first, last = self.job.task, self.first, self.last
         own = dict(task.model.named_buffers())
-        found, changed = [], []
-        for i in range(self.last - self.first):
-            for name, values in buffers.items():
-                own[name].copy_(tensor_of(np.array(values)).view(own[name].dtype))
-            one = slice(i, i + 1)
-            worker = self.first + i
-            found.append(
-                self.compute(inputs[one], targets[one], self.rows[one], task.seed, round, worker)
-            )
-            changed.append({name: array_of(buffer).copy() for name, buffer in own.items()})
-        return torch.cat(found).numpy(), changed
+        for name, values in (buffers or {}).items():
+            own[name].copy_(tensor_of(np.array(values)).view(own[name].dtype))
+        if self.steps is None:
+            inputs, targets = task.batches(round, first, last)
+            losses = self.compute(inputs, targets, self.rows, task.seed, round, first)
+        else:
+
+            def draw(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+                return task.batches(round, first, last, step=step)
+
+            losses = self.steps(draw, self.rows, task.seed, round, factor, first)
+        if buffers is None:
+            return losses.numpy(), []
+        left = (self.steps or self.compute).left
+        return losses.numpy(), [
+            {name: array_of(buffer) for name, buffer in each.items()} for each in left
+        ]
 
     def _slices(self, faults: Sequence[RowFault]) -> list[list[Any]]:
         rows = array_of(self.rows)

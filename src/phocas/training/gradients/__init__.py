@@ -31,6 +31,7 @@ from phocas.training.dropout import (
 )
 from phocas.training.gradients.base import (
     SAMPLES_A_BLOCK,
+    Buffers,
     Loss,
     Reduction,
     WorkerGradients,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from phocas.training.lanes import Lanes
     from phocas.training.parameters import FlatParameters
 
-Buffers = dict[str, torch.Tensor]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -192,6 +192,7 @@ class Looped(WorkerGradients):
                 kept.append({key: b.clone() for key, b in self.replica.named_buffers()})
         for name, buffer in theirs.items():
             buffer.copy_(torch.stack([buffers[name] for buffers in kept]).median(0).values)
+        self.left = kept
 
 
 def worker_gradients(

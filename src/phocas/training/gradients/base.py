@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Reduction = Literal["mean", "sum"]
+Buffers = dict[str, torch.Tensor]
 
 SAMPLES_A_BLOCK = 320  # the smallest merged batch that costs less than 5% more a sample than 640
 
@@ -40,6 +41,8 @@ class WorkerGradients(ABC):
         self.lanes = lanes
         self.reduction = reduction
         self.device = flat.vector.device
+        self.left: list[Buffers] = []
+        """The buffers as each worker left them in the last call, if the model changes any."""
 
     @abstractmethod
     def __call__(
