@@ -30,7 +30,7 @@ test-ray: $(VENV)/.installed
 test-integrations: $(VENV)/.installed $(TRACKERS)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,adapters]"
 	$(BIN)/python -m pytest tests/integrations/adapters
-	$(TRACKERS)/bin/python -m pytest tests/experiments/trackers
+	$(TRACKERS)/bin/python -m pytest tests/experiments/trackers/test_libraries.py
 
 # In an environment of its own: trackers bring a hundred packages that nothing else needs.
 $(TRACKERS)/.installed: pyproject.toml constraints.txt

@@ -175,7 +175,7 @@ def draw(arguments: argparse.Namespace, plain: list[float], protected: list[floa
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - only for figures
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    from phocas.report import figures  # noqa: PLC0415
+    from phocas.report import figures, palette  # noqa: PLC0415
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -183,17 +183,19 @@ def draw(arguments: argparse.Namespace, plain: list[float], protected: list[floa
     steps = range(1, arguments.steps + 1)
     finite = [loss if abs(loss) < 10 else float("nan") for loss in plain]
     gone = next((i for i, loss in enumerate(finite) if loss != loss), None)  # noqa: PLR0124 - NaN
-    axes.plot(steps, finite, color="#d55e00", label="plain FSDP2", linewidth=1.8)
-    axes.plot(steps, protected, color="#0072b2", label=arguments.rule, linewidth=1.2)
+    styles = palette.Palette()
+    mean, rule = styles.style("mean").colour, styles.style(arguments.rule).colour
+    axes.plot(steps, finite, color=mean, label="plain FSDP2", linewidth=1.8)
+    axes.plot(steps, protected, color=rule, label=arguments.rule, linewidth=1.2)
     axes.axvline(arguments.begin + 1, color="0.6", linewidth=0.8, linestyle=":")
     if gone:
-        axes.plot(gone, finite[gone - 1], "x", color="#d55e00", markersize=9, markeredgewidth=2)
+        axes.plot(gone, finite[gone - 1], "x", color=mean, markersize=9, markeredgewidth=2)
         axes.annotate(
             f"not finite from step {gone + 1} on",
             (gone, finite[gone - 1]),
             xytext=(12, 45),
             textcoords="offset points",
-            color="#d55e00",
+            color=mean,
         )
     axes.set_xlabel("step")
     axes.set_ylabel("loss a character, nats")

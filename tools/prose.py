@@ -90,17 +90,16 @@ def main() -> None:
     """Say what is too long, or mend it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fix", action="store_true", help="wrap what is too long")
-    parser.add_argument("files", nargs="*", type=Path, help="pages; all if there are none")
-    given = parser.parse_args()
+    fix = parser.parse_args().fix
     bad = 0
-    for page in given.files or pages():
+    for page in pages():
         text = page.read_text()
-        if given.fix:
+        if fix:
             page.write_text(wrapped(text))
             continue
         for line in too_long(text):
             bad += 1
-            print(f"{page}: {len(line)} characters: {line[:60]}...")
+            print(f"{page.relative_to(ROOT)}: {len(line)} characters: {line[:60]}...")
     raise SystemExit(bool(bad))
 
 

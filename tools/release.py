@@ -17,6 +17,7 @@ import time
 import tomllib
 import venv
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,26 +53,52 @@ class Trial:
     commands: tuple[str, ...] = ()
 
 
-ENVIRONMENTS: dict[str, list[Trial]] = {
-    "constraints.txt": [
-        Trial("", BARE, ("--version", "rules", "attacks", "bounds --workers 20 --byzantine 6")),
-        Trial("train", "import phocas.training.trainer", (TRAIN, "report runs.sqlite -o it.html")),
-        Trial("report", "import phocas.report.figures", ("reproduce mnist --dry-run",)),
-        Trial("ray", "import ray, phocas.engines.ray.cluster"),
-        Trial("adapters", "import phocas.integrations.lightning, phocas.integrations.transformers"),
-        Trial("gpu", "import phocas.kernels.triton"),
-        Trial("tensorboard", _TRACKED.format("tensorboard"), (f"{TRAIN} --track tensorboard:tb",)),
-        Trial("wandb", _TRACKED.format("wandb")),
-        Trial("mlflow", _TRACKED.format("mlflow")),
-    ],
-    "constraints-flower.txt": [
-        Trial("flower", "from phocas.integrations.flower import RobustStrategy"),
-        Trial("nvflare", "from phocas.integrations.nvflare import RobustAggregator"),
-    ],
-}
-"""Constraints of an environment that begins empty, and the extras that are then added to it.
+@dataclass(frozen=True)
+class Environment:
+    """An environment that begins empty, and the extras that are then added to it one by one."""
 
-Those that share torch share an environment, each tried before the next is there.
+    constraints: str
+    trials: tuple[Trial, ...]
+
+
+ENVIRONMENTS = (
+    Environment(
+        "constraints.txt",
+        (
+            Trial("", BARE, ("--version", "rules", "attacks", "bounds --workers 20 --byzantine 6")),
+            Trial(
+                "train", "import phocas.training.trainer", (TRAIN, "report runs.sqlite -o it.html")
+            ),
+            Trial("report", "import phocas.report.figures", ("reproduce mnist --dry-run",)),
+            Trial("ray", "import ray, phocas.engines.ray.cluster"),
+            Trial("gpu", "import phocas.kernels.triton"),
+            Trial("wandb", _TRACKED.format("wandb")),
+        ),
+    ),
+    Environment(
+        "constraints.txt",
+        (
+            Trial(
+                "adapters",
+                "import phocas.integrations.lightning, phocas.integrations.transformers",
+            ),
+            Trial(
+                "tensorboard", _TRACKED.format("tensorboard"), (f"{TRAIN} --track tensorboard:tb",)
+            ),
+            Trial("mlflow", _TRACKED.format("mlflow")),
+        ),
+    ),
+    Environment(
+        "constraints-flower.txt",
+        (
+            Trial("flower", "from phocas.integrations.flower import RobustStrategy"),
+            Trial("nvflare", "from phocas.integrations.nvflare import RobustAggregator"),
+        ),
+    ),
+)
+"""Extras share an environment where they share torch, each tried before the next is there.
+
+Environments are made two at a time, the longest first: pip keeps one core busy.
 """
 
 DEVELOPERS = {"dev", "docs", "dist", "browser", "all"}
@@ -81,7 +108,7 @@ DEVELOPERS = {"dev", "docs", "dist", "browser", "all"}
 def untried() -> set[str]:
     """Return the extras that nobody tries."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    tried = {trial.extra for trials in ENVIRONMENTS.values() for trial in trials}
+    tried = {trial.extra for each in ENVIRONMENTS for trial in each.trials}
     return set(project["optional-dependencies"]) - DEVELOPERS - tried
 
 
@@ -123,16 +150,22 @@ def build() -> Path:
     return wheel
 
 
-def try_out(wheel: Path, constraints: str, trials: list[Trial], folder: Path) -> None:
+def try_out(wheel: Path, environment: Environment) -> None:
     """Install the wheel with one extra after the other, and use it in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        _try_in(Path(folder), wheel, environment)
+
+
+def _try_in(folder: Path, wheel: Path, environment: Environment) -> None:
     started = time.monotonic()
-    venv.create(folder / "venv", with_pip=True)
+    venv.create(folder / "venv")
     binaries = folder / "venv/bin"
-    for trial in trials:
+    for trial in environment.trials:
         wanted = f"{wheel}[{trial.extra}]" if trial.extra else str(wheel)
-        # What is used once need not be compiled.
-        pip = [str(binaries / "pip"), "install", "--quiet", "--no-compile"]
-        pip += ["--disable-pip-version-check", "-c", str(ROOT / constraints)]
+        # With the pip that is here, and not compiled: both take seconds, for what is used once.
+        pip = [sys.executable, "-m", "pip", "--python", str(binaries / "python"), "install"]
+        pip += ["--quiet", "--no-compile", "--disable-pip-version-check"]
+        pip += ["-c", str(ROOT / environment.constraints)]
         subprocess.run([*pip, wanted], check=True)
         runs = [[str(binaries / "python"), "-c", trial.python]]
         runs += [[str(binaries / "phocas"), *command.split()] for command in trial.commands]
@@ -165,9 +198,9 @@ def main() -> None:
     if untried():
         raise SystemExit(f"every extra must be tried: tools/release.py lacks {sorted(untried())}")
     wheel = build()
-    for constraints, trials in ENVIRONMENTS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            try_out(wheel, constraints, trials, Path(folder))
+    with ThreadPoolExecutor(max_workers=2) as lanes:
+        for done in [lanes.submit(try_out, wheel, each) for each in ENVIRONMENTS]:
+            done.result()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers import strongest
 from typer.testing import CliRunner
 
 from phocas.attacks import ATTACKS, ConstantRows, Gaussian, LabelFlip, Touched, parse_attack
@@ -209,15 +210,13 @@ def test_data_attacks_are_not_tried() -> None:
     assert (trial.holds, trial.promised, trial.broken_promise) == (False, False, False)
 
 
-# Every rule of the table, and pipelines that were once accused of what they had not promised.
+# Every rule of the table, told to survive what it can, and what was once accused of what it had not
+# promised.
 AUDITED = [
-    *("mean", "median", "trimmed-mean:b=6", "phocas:b=6", "meamed:b=9", "krum:b=6"),
-    *("heraclius:b=6", "watch:rule=phocas:b=6"),
-    *("multi-krum:b=6", "bulyan:b=4", "geometric-median", "mda:b=6", "cge:b=6"),
-    *("centered-clipping:radius=1000", "bucketing:size=2|median", "bucketing:size=4|median"),
-    *("heraclius:b=6", "watch:rule=heraclius:b=6"),
-    *("nnm:b=6|phocas:b=6", "adaptive-clipping:b=6|median", "clipping:radius=9|median"),
-    *("heraclius:b=6", "heraclius:b=8,reach=16", "watch:rule=(heraclius:b=6)"),
+    *(str(rule) for rule in strongest(M)),
+    *("heraclius:b=6", "heraclius:b=8,reach=16", "centered-clipping:radius=1000"),
+    *("bucketing:size=2|median", "bucketing:size=4|median", "clipping:radius=9|median"),
+    *("nnm:b=6|phocas:b=6", "adaptive-clipping:b=6|median"),
 ]
 
 
@@ -227,10 +226,6 @@ AUDITED = [
 def test_no_rule_breaks_what_it_promises(rule: str, q: int) -> None:
     found = audit(rule, byzantine=q, dims=D, rounds=2)
     assert [trial for trial in found if trial.broken_promise] == []
-
-
-def test_every_rule_is_audited() -> None:
-    assert {cls.name for cls in RULES.values()} <= {text.partition(":")[0] for text in AUDITED}
 
 
 def test_honest_statistics_are_those_of_the_untouched_cells() -> None:

@@ -63,8 +63,8 @@ def test_a_rule_on_the_line_of_the_baseline_does_not_hide_it(tmp_path: Path) -> 
     assert drawn(BASELINE, rule) == drawn(rule, BASELINE) != drawn(rule, rule)
 
 
-def test_every_rule_has_a_look_of_its_own() -> None:
-    assert set(RULES) <= set(STYLES)
+def test_every_look_is_of_a_rule_and_of_no_other() -> None:
+    assert set(STYLES) <= set(RULES)
     looks = [(style.colour, style.marker) for style in STYLES.values()]
     assert len(set(looks)) == len(looks)
     assert len({style.marker for style in STYLES.values()}) == len(STYLES)
@@ -72,13 +72,13 @@ def test_every_rule_has_a_look_of_its_own() -> None:
 
 def test_two_rules_never_share_a_colour_and_a_mark() -> None:
     reaches = [f"heraclius:b=8,reach={reach}.0" for reach in (1, 2, 8, 16)]
-    pairs = [f"{before}:b=3|{rule}:b=3" for before in PRE_AGGREGATORS for rule in RULES]
+    pairs = [f"{before}:b=3|{rule}:b=3" for before in PRE_AGGREGATORS for rule in STYLES]
     rules = [*RULES, *reaches, *pairs, "own.rules:Mine:b=2", "own.rules:Other"]
     for order in (rules, rules[::-1]):
         palette = Palette()
         looks = {rule: palette.style(rule) for rule in order}
         assert len({(style.colour, style.marker) for style in looks.values()}) == len(rules)
-        assert all(looks[rule] == STYLES[rule] for rule in RULES)
+        assert all(looks[rule] == style for rule, style in STYLES.items())
         assert {style.marker for style in looks.values()} <= set(marks_of_the_page())
 
 

@@ -14,6 +14,7 @@ import typer.main
 from phocas import PRE_AGGREGATORS, RULES, Mean, PreAggregator, Rule, parse_rule
 from phocas.attacks import ATTACKS, Attack, parse_attack
 from phocas.cli import application, train
+from phocas.report.rules_table import entries
 from phocas.rules.algebra import Distances, Norms, Plausible
 from phocas.specs import Spec
 from tools.site import pictures
@@ -137,11 +138,12 @@ def rules_page() -> str:
         introduction,
         _legend("honest worker", "liar", "plain mean", "result of the rule"),
         "## What each survives and costs\n",
-        f"| rule | what it survives among {WORKERS}, at most | cost |\n|---|---|---|",
+        f"| rule | survives among {WORKERS}, at most | cost |\n|---|---|---|",
     ]
+    survival = {entry["name"]: _survives(entry["survives"]) for entry in entries(WORKERS)}
     for name, cls in RULES.items():
-        rule = parse_rule(_example(cls, RULE_EXAMPLES))
-        parts.append(f"| [`{name}`](#{name}) | {_survives(cls, rule)} | {passes(rule)} |")
+        cost = _unbroken(passes(parse_rule(_example(cls, RULE_EXAMPLES))))
+        parts.append(f"| [`{name}`](#{name}) | {survival[name]} | {cost} |")
     parts.append("\nMeasured times are on the page about [speed](../speed.md).\n")
     for name, cls in RULES.items():
         rule = parse_rule(_example(cls, RULE_EXAMPLES))
@@ -172,9 +174,7 @@ def attacks_page() -> str:
 
 def _legend(*names: str) -> str:
     kinds = ("honest", "liar", "mean", "result")
-    keys = [
-        f'<span class="key {kind}"></span>{name}' for kind, name in zip(kinds, names, strict=True)
-    ]
+    keys = [f'<span class="{kind}">{name}</span>' for kind, name in zip(kinds, names, strict=True)]
     return f'<p class="legend">{" ".join(keys)}</p>\n'
 
 
@@ -186,11 +186,16 @@ def _example(cls: type[Spec], examples: dict[str, str]) -> str:
     return cls.name + (":" + ",".join(f"{each}=2" for each in required) if required else "")
 
 
-def _survives(cls: type[Rule], example: Rule) -> str:
-    most = (cls.choices(WORKERS) or [example])[-1].tolerates(WORKERS)
-    if most.values:
-        return f"{most.values} wrong values in every column"
-    return f"{most.rows} wrong rows" if most.rows else "nothing"
+def _survives(known: dict[str, int] | None) -> str:
+    if known is None:
+        return "what it is told decides"
+    if known["values"]:
+        return f"{known['values']} wrong values in every column"
+    return f"{known['rows']} wrong rows" if known["rows"] else "nothing"
+
+
+def _unbroken(cost: str) -> str:
+    return cost.replace(" d)", "&nbsp;d)")
 
 
 def _entry(name: str, cls: type[Spec], spec: str, picture: str, cost: str | None) -> str:
@@ -205,7 +210,7 @@ def _entry(name: str, cls: type[Spec], spec: str, picture: str, cost: str | None
         if heading in found.sections:
             parts.append(f"**{heading}.** {_capital(found.sections[heading])}\n")
     if cost is not None:
-        parts.append(f"**Cost.** {_capital(cost)}.\n")
+        parts.append(f"**Cost.** {_capital(_unbroken(cost))}.\n")
     parts.append(f"[{cls.__name__} in the reference]({_reference(cls)})\n")
     return "\n".join(parts)
 

@@ -51,5 +51,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.generated_by is None:
         markdown = sources.turned(markdown, f"docs/{uri}", uri)
     return _PICTURE.sub(
-        lambda found: f'<div class="concept">{pictures.CONCEPTS[found[1]]()}</div>', markdown
+        lambda found: f'<div class="concept">{pictures.CONCEPTS[found[1]]()}</div>',
+        sources.bare_bars(markdown),
     )

@@ -24,6 +24,7 @@ MODULES = {
     "phocas.engines": "Engines",
     "phocas.engines.local": "The local engine",
     "phocas.engines.ray": "The Ray engine",
+    "phocas.engines.asynchronous": "Without rounds",
     "phocas.integrations.parallel": "DDP or FSDP2",
     "phocas.integrations.ddp": "DDP",
     "phocas.integrations.fsdp": "FSDP2",

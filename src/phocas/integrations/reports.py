@@ -92,7 +92,7 @@ def _lines(report: Report) -> Iterator[str]:
             yield f"  {name}"
             yield f"    {_places(suspect['places'][name])}"
         if more := len(suspect["places"]) - _LAYERS_SHOWN:
-            yield from [f"  and {more} more parameters"] if more > 0 else []
+            yield from [f"  and {more} more"] if more > 0 else []
     if report["unusual"]:
         yield f"unusual, which is no proof: {', '.join(map(str, report['unusual']))}"
 

@@ -38,7 +38,22 @@ _TIME = 7
 _NEWS = 26  # the least that is left for what a run says
 
 
-class Progress:
+class _Shown:
+    """Bars that move from entry to exit, where there is a terminal for them."""
+
+    _bars: Bars | None = None
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+
+class Progress(_Shown):
     """Show rounds as they are done: round, loss, accuracy, rounds a second, time left, suspects."""
 
     def __init__(self, config: RunConfig, *, quiet: bool = False) -> None:
@@ -46,7 +61,6 @@ class Progress:
         self.console = Console(stderr=True, quiet=quiet)
         self._accuracy: float | None = None
         self._first: tuple[float, int] | None = None
-        self._bars: Bars | None = None
         if self.console.is_terminal and not quiet:
             self.console.print(
                 f"{config.title()}: {config.workers} workers on {config.dataset}, {config.model}",
@@ -87,17 +101,8 @@ class Progress:
                 total = self.config.rounds
                 _say(self.console, f"round {done.number}/{total}  {news}  {left:.0f} s left")
 
-    def __enter__(self) -> Self:
-        if self._bars is not None:
-            self._bars.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-
-
-class SweepProgress:
+class SweepProgress(_Shown):
     """Show the runs of a sweep: one bar for all of them, and one for each that is running."""
 
     def __init__(self, configs: Sequence[RunConfig], *, quiet: bool = False) -> None:
@@ -108,7 +113,6 @@ class SweepProgress:
         self._begun = False
         self._started = time.monotonic()
         self._tasks: dict[int, TaskID] = {}
-        self._bars: Bars | None = None
         if self.console.is_terminal and not quiet:
             self._bars = _bars(self.console, self.labels, max(c.rounds for c in configs))
             self._all = self._bars.add_task("runs", total=len(configs), news="")
@@ -151,15 +155,6 @@ class SweepProgress:
         elapsed = time.monotonic() - self._started
         seconds = elapsed / self._done * (len(self.configs) - self._done)
         return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-    def __enter__(self) -> Self:
-        if self._bars is not None:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
 
 
 def _word(config: RunConfig) -> str:

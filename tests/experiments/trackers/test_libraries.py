@@ -10,21 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.experiments.trackers.conftest import SMALL
 
 from phocas.experiments.config import make_config
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
 
 INSTALLED = "make test-integrations installs it"
-SETTINGS = {
-    "dataset": "synthetic:train=300,test=60,side=8",
-    "model": "softmax",
-    "workers": 9,
-    "servers": 2,
-    "rounds": 30,
-    "rule": "phocas:b=2",
-    "attack": "sign-flip:q=2",
-}
 Kept = dict[str, dict[int, float]]
 """Numbers by name and round."""
 
@@ -118,7 +110,7 @@ def test_what_is_kept_is_what_happened_even_if_it_was_interrupted(
 ) -> None:
     text, read = library
     said: list[str] = []
-    config = make_config({**SETTINGS, "track": [text]})
+    config = make_config({**SMALL, "track": [text]})
     rounds = iter(range(100))
     execute(config, should_stop=lambda: next(rounds) == 14, warn=said.append)
     record = execute(config, warn=said.append)
@@ -143,7 +135,7 @@ def test_numbers_that_are_not_finite_end_nothing(
 ) -> None:
     text, _ = library
     said: list[str] = []
-    settings: dict[str, Any] = {**SETTINGS, "rule": "mean", "attack": "crash:worker=1"}
+    settings: dict[str, Any] = {**SMALL, "rule": "mean", "attack": "crash:worker=1"}
     record = execute(make_config({**settings, "rounds": 5, "track": [text]}), warn=said.append)
     assert said == []
     assert record.skipped_rounds == 5
@@ -160,7 +152,7 @@ def test_a_server_that_is_not_there_is_said_and_the_run_goes_on(
         monkeypatch.setenv(name, "1")
     said: list[str] = []
     nobody = "mlflow:http://127.0.0.1:9"
-    record = execute(make_config({**SETTINGS, "track": [nobody]}), warn=said.append)
+    record = execute(make_config({**SMALL, "track": [nobody]}), warn=said.append)
     assert record.status == "complete"
     (line,) = said
     assert line.startswith(f"{nobody} is told no more of this run: ")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.experiments.trackers.conftest import SMALL
 
 from phocas.cli import main
 from phocas.experiments.config import ConfigError, RunConfig, make_config
@@ -16,15 +17,6 @@ from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
 from phocas.experiments.trackers import TrackedRun, Tracker, open_tracker
 
-SMALL = {
-    "dataset": "synthetic:train=300,test=60,side=8",
-    "model": "softmax",
-    "workers": 9,
-    "servers": 2,
-    "rounds": 30,
-    "rule": "phocas:b=2",
-    "attack": "sign-flip:q=2",
-}
 OWN = '''
 import json
 

@@ -3,3 +3,26 @@
 A policy is a frozen value, ``buffered:buffers=15``, and knows no clock and no process; the event
 engine here gives it rows in the order of a virtual clock.
 """
+
+from phocas.engines.asynchronous.policies import (
+    POLICIES,
+    AsynchronousMean,
+    Buffered,
+    Kardam,
+    Zeno,
+    parse_policy,
+)
+from phocas.engines.asynchronous.speeds import SPEEDS, Even, Lognormal, Slow
+
+__all__ = [
+    "POLICIES",
+    "SPEEDS",
+    "AsynchronousMean",
+    "Buffered",
+    "Even",
+    "Kardam",
+    "Lognormal",
+    "Slow",
+    "Zeno",
+    "parse_policy",
+]

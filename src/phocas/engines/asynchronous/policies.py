@@ -104,7 +104,11 @@ class State(ABC):
 
 @dataclass(frozen=True)
 class AsynchronousMean(Policy):
-    """Step along every row, as soon as it comes: plain asynchronous SGD, which survives nothing."""
+    """Step along every row, as soon as it comes: plain asynchronous SGD, which survives nothing.
+
+    >>> parse_policy("mean")
+    AsynchronousMean()
+    """
 
     name = "mean"
 
@@ -129,6 +133,15 @@ class Buffered(Policy):
     silent workers, those who answer are dealt out over the buffers anew, and all buffers are
     emptied, so that no liar reaches two of them between two steps. (The paper reassigns after a
     time of waiting and leaves open how long, and what becomes of half-filled buffers.)
+
+    Args:
+        buffers: B, at most as many as there are workers.
+
+    >>> from phocas import Phocas
+    >>> Buffered(buffers=10).check(20, Phocas(b=5))
+    Traceback (most recent call last):
+        ...
+    ValueError: Phocas needs 2b < m: got b=5 with m=10 ... (the rows are the 10 buffers)
     """
 
     name = "buffered"
@@ -223,15 +236,16 @@ class SilenceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Zeno(Policy):
-    r"""Zeno++: accept a row if it goes down by the server's own gradient, at that one's length.
+    """Zeno++: accept a row if it goes down by the server's own gradient, at that one's length.
 
-    With v the gradient over ``validation`` samples that the server holds, g the row and
-    :math:`\tilde g = g \|v\| / \|g\|`, the step is along :math:`\tilde g`, taken if
+    With v the gradient over ``validation`` samples that the server holds and g the row, the step is
+    along h, taken if the second line holds:
 
-    .. math:: \gamma \langle v, \tilde g \rangle - \rho \|\tilde g\|^2 \ge -\gamma \epsilon
+        h = g |v| / |g|
+        gamma <v, h> - rho |h|^2 >= -gamma epsilon
 
-    with :math:`\gamma` the learning rate. With epsilon = 0 this asks for an angle: a cosine of at
-    least rho / gamma. Survives any number of liars, since nobody else is asked.
+    with gamma the learning rate. With epsilon = 0 this asks for an angle: a cosine of at least
+    rho / gamma. Survives any number of liars, since nobody else is asked.
 
     rho = 0.001, epsilon = 0 and a gradient that is renewed every 10 rows are those of the authors'
     program. It renews after rows that came, and each time over other samples, of a set that no
@@ -240,6 +254,15 @@ class Zeno(Policy):
 
     rho is weighed against gamma, so a smaller step asks for a better angle. The rows of stale
     parameters want a small one: see docs/asynchronous.md.
+
+    Args:
+        validation: how many samples the server holds.
+        rho: how much is asked of the angle.
+        epsilon: how far uphill a row may lead.
+        every: after how many accepted rows the server's gradient is computed anew.
+
+    >>> parse_policy("zeno++:validation=64")
+    Zeno(validation=64, rho=0.001, epsilon=0.0, every=10)
     """
 
     name = "zeno"
@@ -306,13 +329,16 @@ class ZenoState(State):
 
 @dataclass(frozen=True)
 class Kardam(Policy):
-    r"""Kardam: accept a row if it changed no faster than rows do, from nobody who sends too many.
+    """Kardam: accept a row if it changed no faster than rows do, from nobody who sends too many.
 
-    Worker p's row and its last one, g and g', with the parameters they were computed at, give
-    :math:`K_p = \|g - g'\| / \|x - x'\|`. It is accepted if :math:`K_p` is at most the (m - b)/m
-    quantile of the workers' latest, and if among 2b + 1 rows accepted in a row no b workers have
-    sent more than b (the frequency filter). Needs m > 3b. Steps are damped by
-    exp(-damping staleness).
+    Worker p's row and its last one, g and g', with the parameters x and x' they were computed at,
+    give its rate of change:
+
+        K_p = |g - g'| / |x - x'|
+
+    The row is accepted if K_p is at most the (m - b)/m quantile of the workers' latest, and if
+    among 2b + 1 rows accepted in a row no b workers have sent more than b (the frequency filter).
+    Needs m > 3b. Steps are damped by exp(-damping staleness).
 
     Left open is what is done with a worker's first row, which has none to be compared to: here it
     is only remembered. Nor is it said what K is of parameters that have not moved: here such rows
@@ -322,6 +348,15 @@ class Kardam(Policy):
     The authors' template is another filter: it compares a row with the last one accepted from
     anybody, against two thirds of the workers' largest of 25 coefficients, accepts any row after m
     were refused, has no frequency filter, and damps with 0.2.
+
+    Args:
+        b: how many workers may lie, 3b < m.
+        damping: how much less a stale row counts.
+
+    >>> Kardam(b=7).check(20, Mean())
+    Traceback (most recent call last):
+        ...
+    ValueError: kardam needs m > 3b: got b=7 with m=20 workers, the largest b is 6
     """
 
     name = "kardam"
@@ -405,6 +440,9 @@ POLICIES: Table[Policy] = Table("policy", [Buffered, Zeno, Kardam, AsynchronousM
 
 def parse_policy(text: str) -> Policy:
     """Read a policy; ``buffers=10`` is short for ``buffered:buffers=10``.
+
+    Args:
+        text: the policy as on the command line.
 
     >>> parse_policy("buffers=10"), parse_policy("zeno:validation=64").validation
     (Buffered(buffers=10), 64)
