@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,20 +31,30 @@ def _tensor(name: str, array: Array) -> Tensor:
     if array.stype != "numpy.ndarray":
         raise ValueError(f"key {name!r} must be serialised as numpy.ndarray: it is {array.stype}")
     data = array.data
-    shape, fortran, dtype, start = _layout(bytes(data[: _header_size(data)]))
-    kind = storage(dtype.name, f"key {name!r}") if dtype.isnative else dtype
-    columns = math.prod(shape)
-    if len(data) != start + columns * kind.itemsize:
+    try:
+        layout = _layout(bytes(data[: _header_size(data)]))
+    except ValueError as error:
+        raise ValueError(f"key {name!r}: {error}") from None
+    if len(data) != layout.end:
         raise ValueError(f"key {name!r} is cut short: it has {len(data)} bytes")
-    ordered = shape if fortran and len(shape) > 1 else None
-    return Tensor(name, dtype.name, shape, kind, partial(_values, data, kind, start, ordered))
+    return Tensor(name, layout.element, layout.shape, layout.kind, partial(layout.values, data))
 
 
-def _values(
-    data: bytes, kind: np.dtype[Any], start: int, fortran: tuple[int, ...] | None
-) -> NDArray[Any]:
-    stored = np.frombuffer(data, kind, offset=start)
-    return stored if fortran is None else stored.reshape(fortran, order="F").reshape(-1)
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the header of a serialised array says."""
+
+    element: str
+    shape: tuple[int, ...]
+    kind: np.dtype[Any]
+    start: int
+    end: int
+    fortran: bool
+
+    def values(self, data: bytes) -> NDArray[Any]:
+        """Return the values where they are, in a row."""
+        stored = np.frombuffer(data, self.kind, offset=self.start)
+        return stored.reshape(self.shape, order="F").reshape(-1) if self.fortran else stored
 
 
 def _header_size(data: bytes) -> int:
@@ -51,13 +62,16 @@ def _header_size(data: bytes) -> int:
 
 
 @lru_cache(maxsize=4096)  # the same for all clients, and reading it takes longer than the values
-def _layout(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+def _layout(header: bytes) -> _Layout:
     """Read the header of a serialised array."""
     file = io.BytesIO(header)
     if npy.read_magic(file) != (1, 0):
-        raise ValueError("arrays must be serialised as numpy.save does")
+        raise ValueError("it must be serialised as numpy.save does")
     shape, fortran, dtype = npy.read_array_header_1_0(file)
-    return shape, fortran, dtype, file.tell()
+    element, start = dtype.name, file.tell()
+    kind = storage(element, "its values") if dtype.isnative else dtype
+    end = start + math.prod(shape) * kind.itemsize
+    return _Layout(element, shape, kind, start, end, fortran and len(shape) > 1)
 
 
 def serialised(tensor: Tensor, parts: Sequence[NDArray[Any]]) -> Array:
