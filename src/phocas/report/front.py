@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
+from matplotlib.transforms import Bbox
 
 from phocas.experiments.reproduction.tasks import BASELINE
 from phocas.report.figures import plain, save_png
 from phocas.report.palette import STYLES, Palette
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from phocas.report.palette import Style
 
 FAMILY = "Heraclius"
+_BESIDE = [
+    (side, across, up)
+    for up in sorted(range(-43, 46, 8), key=abs)
+    for side, across in (("left", 7), ("right", -7))
+]
+"""Where a name may stand: its side, and how far from the point in points, the nearest first."""
 
 
 def quiet_accuracies(outcomes: Outcomes) -> dict[str, float]:
@@ -64,7 +71,7 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
     shown = {label: (x, quiet[label]) for label, x in places.items() if label in quiet}
     colours = Palette()
     styles = {label: colours.style(each.rule) for label, each in errors.items()}
-    _points(left, shown, lambda x: x**2 < edge, styles)
+    _points(left, shown, styles)
     left.set_xscale("log")
     left.invert_xaxis()  # better is to the right, on both sides
     ticks = [tick for tick in (1, 2, 3, 5, 10, 20, 50, 100) if tick < edge]
@@ -72,12 +79,8 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
     left.minorticks_off()
     left.set_xlabel("worst error by who knows the rule, in lengths of the gradient")
     left.set_ylabel("accuracy without failures")
-    _points(
-        right,
-        {label: (low.accuracy, quiet[label]) for label, low in lowest.items()},
-        lambda x: x > 0.5,
-        styles,
-    )
+    weakest = {label: (low.accuracy, quiet[label]) for label, low in lowest.items()}
+    _points(right, weakest, styles)
     right.set_xlim(0, 1)
     right.set_xlabel("lowest accuracy under the attacks that were run")
     for axes in (left, right):
@@ -90,28 +93,41 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
         ha="left",
         fontsize=10.5,
     )
+    canvas.draw_without_rendering()  # from here on places on the canvas are known
+    _names(left, shown)
+    _names(right, weakest)
     save_png(canvas, path)
 
 
 def _points(
     axes: Axes,
     places: Mapping[str, tuple[float, float]],
-    is_right: Callable[[float], bool],
     styles: Mapping[str, Style],
 ) -> None:
-    """Draw named points; those of one family, by how far it reaches, are joined."""
+    """Draw points; those of one family, by how far it reaches, are joined."""
     family = [place for label, place in places.items() if label.startswith(FAMILY)]
     if family:
         ordered = sorted(family, key=lambda place: place[1])
         colour = STYLES["heraclius"].colour
         axes.plot(*zip(*ordered, strict=True), color=colour, linewidth=1, zorder=1)
-    ordered_labels = sorted(places.items(), key=lambda item: -item[1][1])
-    for number, (label, (x, y)) in enumerate(ordered_labels):
+    for label, place in places.items():
         style = styles[label]
-        axes.plot([x], [y], style.marker, color=style.colour, markersize=6)
-        side, across = ("right", -6) if is_right(x) else ("left", 6)
-        up = 3 if number % 2 == 0 else -9  # neighbours by height are written on either side
-        axes.annotate(label, (x, y), (across, up), textcoords="offset points", fontsize=8, ha=side)
+        axes.plot(*place, style.marker, color=style.colour, markersize=6)
+
+
+def _names(axes: Axes, places: Mapping[str, tuple[float, float]]) -> None:
+    """Write each name beside its point, inside the axes, where it hides no point and no name."""
+    spots = [axes.transData.transform(place) for place in places.values()]
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in spots]
+    for label, place in sorted(places.items(), key=lambda item: -item[1][1]):
+        text = axes.annotate(label, place, (0, 0), textcoords="offset points", fontsize=8)
+        for side, across, up in _BESIDE:
+            text.set(position=(across, up), horizontalalignment=side)
+            box = text.get_window_extent()
+            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1
+            if inside and not box.count_overlaps(taken):
+                break
+        taken.append(box)
 
 
 def front_lines(outcomes: Outcomes, errors: Mapping[str, Errors]) -> list[str]:
