@@ -380,7 +380,6 @@ def test_local_steps_and_clients_are_those_of_the_local_engine(
         raise:round=2,worker=0
         shape:round=3,worker=4
         kill:round=4,worker=3
-        kill:round=4,server=1
     """
     common: dict[str, Any] = {
         "num_workers": 5,
@@ -408,7 +407,7 @@ def test_local_steps_and_clients_are_those_of_the_local_engine(
         for name, value in trainer.model.named_buffers():
             assert torch.equal(value, statistics[name]), name
     news = [line for done in rounds for line in done.news]
-    for line in ("raised InjectedError", "worker 4 sent shape", "died, and is", "server 1 died"):
+    for line in ("raised InjectedError", "worker 4 sent shape", "died, and is started"):
         assert any(line in text for text in news), line
     for mine, theirs in zip(rounds, [*expected, *expected[3:]], strict=True):
         assert mine.loss == theirs.loss
@@ -566,7 +565,7 @@ def test_rows_that_never_come_or_do_not_fit_are_rows_of_nan_and_no_servers_fault
 ) -> None:
     # Two rows are lost, and the straggler may send one that was lost before: b = 3.
     options: dict[str, Any] = {"rule": "phocas:b=3", "attack": "straggler:q=1"}
-    with make("ray", data, processes=4, server_deadline=12, **options) as trainer:
+    with make("ray", data, processes=4, server_deadline=6, **options) as trainer:
         cluster = trainer.cluster
         assert isinstance(cluster, RayCluster)
         host = cluster.hosts.hosts[1]
@@ -577,7 +576,7 @@ def test_rows_that_never_come_or_do_not_fit_are_rows_of_nan_and_no_servers_fault
         ]
         collect = cluster.hosts.collect
         for references, reason in (
-            ([never, never], "its values did not come within 3 s"),
+            ([never, never], "its values did not come within 1.5 s"),
             # The rows of the round before are read too: still out of reach, for as long again.
             (hostile, "worker 2 sent >f4 where float32 was due"),
         ):
@@ -690,12 +689,18 @@ def test_rows_are_of_the_parameters_that_were_given_whatever_their_senders_say(
     assert torch.equal(found, versions[-1])
 
 
-POLICIES = ["buffers=7", "zeno:validation=64,rho=0", "kardam:b=1", "mean"]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "late"),
+    # Who is late or dead is the engine's business: two policies are enough to wait for them with.
+    [
+        ("buffers=7", True),
+        ("zeno:validation=64,rho=0", True),
+        ("kardam:b=1", False),
+        ("mean", False),
+    ],
+)
 def test_every_policy_survives_the_faults_of_real_processes(
-    ray: Any, data: Dataset, policy: str, tmp_path: Path
+    ray: Any, data: Dataset, policy: str, late: bool, tmp_path: Path
 ) -> None:
     script = """
         corrupt:round=3,worker=0
@@ -703,10 +708,20 @@ def test_every_policy_survives_the_faults_of_real_processes(
         shape:round=5,worker=2
         raise:round=6,worker=3
         stale:round=8,worker=1
-        kill:round=9,worker=6
         dtype:round=9,worker=5
-        delay:round=9,worker=4,seconds=1.5
     """
+    said = {
+        "worker 2 sent shape",
+        "workers 2 to 3 raised InjectedError",
+        "worker 5 sent float64 where float32 was due",
+    }
+    if late:
+        script += "kill:round=9,worker=6\ndelay:round=9,worker=4,seconds=1.5"
+        said |= {
+            "workers 6 to 7 died, and is started again",
+            "workers 6 to 7 is back",
+            "workers 4 to 5 is late: no row after 1",
+        }
     options: dict[str, Any] = {
         "rule": "phocas:b=3" if policy.startswith("buffers") else "mean",
         "lr": 0.05,
@@ -720,17 +735,14 @@ def test_every_policy_survives_the_faults_of_real_processes(
         before = trainer.evaluate().loss
         rounds = list(trainer.rounds(40))
         news = "; ".join(line for each in rounds for line in each.news)
-        while "workers 6 to 7 is back" not in news and len(rounds) < 20_000:
+        faults = cluster.script
+        while len(rounds) < 20_000 and not (
+            faults.struck == faults.faults and all(text in news for text in said)
+        ):
             rounds += trainer.rounds(1)
             news += "; ".join(rounds[-1].news)
-        assert cluster.script.struck == cluster.script.faults
-        for text in (
-            "worker 2 sent shape",
-            "workers 2 to 3 raised InjectedError",
-            "worker 5 sent float64 where float32 was due",
-            "workers 6 to 7 died, and is started again",
-            "workers 4 to 5 is late: no row after 1",
-        ):
+        assert faults.struck == faults.faults
+        for text in said:
             assert text in news, text
         assert bool(trainer.server.vector.isfinite().all())
         if policy != "mean":  # which takes the garbage of worker 0
@@ -748,17 +760,17 @@ def test_every_policy_survives_the_faults_of_real_processes(
 
 
 def test_a_worker_that_never_answers_does_not_stall_buffers(ray: Any, data: Dataset) -> None:
-    options: dict[str, Any] = {"num_workers": 6, "num_servers": 1, "rule": "phocas:b=1", "lr": 0.1}
-    engine = {"asynchronous": "buffers=5", "processes": 6, "faults": "hang:round=4,worker=3"}
+    options: dict[str, Any] = {"num_workers": 4, "num_servers": 1, "rule": "phocas:b=1", "lr": 0.1}
+    engine = {"asynchronous": "buffers=3", "processes": 4, "faults": "hang:round=4,worker=2"}
     with make("ray", data, **engine, **options) as trainer:
         before = trainer.evaluate().loss
         rounds = list(trainer.rounds(40))
         assert trainer.evaluate().loss < before
     news = [line for each in rounds for line in each.news]
-    assert news == ["workers 3 are silent: the others were dealt over the buffers anew"]
+    assert news == ["workers 2 are silent: the others were dealt over the buffers anew"]
     assert all(each.action == "applied" for each in rounds)
     who = [set(each.participants.tolist()) for each in rounds if each.participants is not None]
-    assert who[-1] == {0, 1, 2, 4, 5}
+    assert who[-1] == {0, 1, 3}
 
 
 def test_rows_that_come_too_late_are_refused_and_recorded(ray: Any, tmp_path: Path) -> None:
