@@ -25,6 +25,11 @@ from phocas import data
 from phocas.integrations.flower import RobustStrategy
 
 CLIENTS, ATTACKERS, ROUNDS = 10, 2, 5
+BACKEND = {
+    "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    # On this machine alone, whatever its address is and whatever else of Ray runs on it.
+    "init_args": {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"},
+}
 client = ClientApp()
 
 
@@ -100,6 +105,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it Ray warns
     print("test accuracy before the first round and after each")
     for each in ("fedavg", arguments.rule):
-        run_simulation(server_app(each, arguments.rounds), client, CLIENTS)
+        run_simulation(server_app(each, arguments.rounds), client, CLIENTS, backend_config=BACKEND)
