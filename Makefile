@@ -68,9 +68,10 @@ test-flower: $(FLOWER)/.installed
 		tests/integrations/nvflare src/phocas/integrations/nvflare.py
 
 # The site, in site/: pages made from the code, no broken link, no public name without words.
+# tests/site needs no mkdocs, and is in make test.
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
-	$(BIN)/python -m pytest tools tests/site
+	$(BIN)/python -m pytest tools/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # What would be released, in dist/, and installed with each extra where the sources are not.
