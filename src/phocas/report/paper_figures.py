@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 AXES = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
 DODGE = 0.05  # between the points of two rules with the same b, which may coincide
+CROWDED = 8  # with more lines than this, bands and single repeats would hide them
 
 
 def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
@@ -46,9 +47,11 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
         _by_panel(canvas, figure, lines, metric)
     else:
         _by_round(canvas, figure, lines, metric)
-    thin = figure.axis == "rounds" and any(crashes(case.accuracy) for case in cases)
+    by_round = figure.axis == "rounds"
+    thin = by_round and not lines.crowded and any(crashes(case.accuracy) for case in cases)
     several = any(len(case.seeds) > 1 for case in cases)
-    marks = "; line: mean, band: lowest to highest" if several else ""
+    marks = "; line: mean" if several else ""
+    marks += ", band: lowest to highest" if several and not (by_round and lines.crowded) else ""
     marks += "; thin: each repeat, where some crash" if thin else ""
     canvas.suptitle(
         f"{outcomes.reproduction.title}. {figure.title}\n{_repeats(cases)}{marks}",
@@ -96,14 +99,16 @@ class _Lines:
             else:
                 style = colours.named(label)
             self._styles.setdefault(label, style)
+        self.crowded = len(self._styles) > CROWDED
 
     def style(self, case: Repeats) -> Style:
         """Return the style of a case."""
         return self._styles[case.case.label]
 
     def draw(self, axes: Axes, case: Repeats, index: int, label: str) -> None:
-        """Draw the repeats of a case by round."""
-        draw_band(axes, case.rounds, case.accuracy, Line(label, self.style(case), index))
+        """Draw the repeats of a case by round, or their mean alone among many others."""
+        repeats = case.accuracy.mean(axis=0, keepdims=True) if self.crowded else case.accuracy
+        draw_band(axes, case.rounds, repeats, Line(label, self.style(case), index))
 
 
 def _by_round(canvas: Canvas, figure: Figure, lines: _Lines, metric: str) -> None:

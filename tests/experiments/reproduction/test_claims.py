@@ -412,6 +412,17 @@ def test_where_some_repeats_crash_each_is_drawn(tmp_path: Path) -> None:
     assert wild.count('id="FillBetween') == calm.count('id="FillBetween') - 2
 
 
+def test_among_many_lines_only_means_are_drawn(tmp_path: Path) -> None:
+    outcomes = made_up(as_cleaning_does, task="choosing")
+    outcomes.get("min-max", "Krum").accuracy[:, -1] = [0.1, 0.9, 0.1, 0.9, 0.1]
+    figure = _figure(outcomes.reproduction, "min-max")
+    text = draw(figure, outcomes, tmp_path / "many")[1].read_text()
+    assert "line: mean" in text
+    assert "band" not in text
+    assert "thin" not in text
+    assert "FillBetween" not in text
+
+
 def test_reasons_found_on_mnist_are_marked_as_such_elsewhere() -> None:
     outcomes = made_up(as_the_paper_says)
     outcomes.get("gaussian", "Krum").accuracy[:] -= 0.2
