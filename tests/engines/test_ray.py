@@ -783,16 +783,16 @@ def test_rows_that_come_too_late_are_refused_and_recorded(ray: Any, tmp_path: Pa
         "asynchronous": "mean",
         "max_staleness": 5,
         "processes": 3,
-        "rounds": 300,
-        "evaluate_every": 100,
-        "faults": ["delay:round=4,worker=1,seconds=2"],
+        "rounds": 1000,
+        "evaluate_every": 500,
+        "faults": ["delay:round=4,worker=1,seconds=1"],
         "results": str(tmp_path / "r"),
     }
     record = execute(make_config(values))
     assert record.status == "complete"
     with Results(tmp_path / "r", read=True) as results:
         clock = results.table("virtual", record.id)
-    assert len(clock) == 300
+    assert len(clock) == 1000
     assert max(row["staleness"] for row in clock) <= 5
     assert sum(row["refused"] for row in clock) >= 1
 
