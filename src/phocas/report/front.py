@@ -59,12 +59,16 @@ def lowest_accuracies(outcomes: Outcomes) -> dict[str, Lowest]:
 
 
 def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> None:
-    """Draw accuracy without failures against the worst error, and against the lowest accuracy."""
+    """Draw accuracy without failures against the worst error, and against the lowest accuracy.
+
+    The second is left out if nothing was run under attack.
+    """
     quiet = quiet_accuracies(outcomes)
     lowest = lowest_accuracies(outcomes)
-    canvas = Canvas(figsize=(11, 5), layout="constrained")
+    weakest = {label: (low.accuracy, quiet[label]) for label, low in lowest.items()}
+    canvas = Canvas(figsize=(11 if weakest else 7, 5), layout="constrained")
     FigureCanvasAgg(canvas)
-    left, right = canvas.subplots(1, 2, sharey=True)
+    left, *others = canvas.subplots(1, 2 if weakest else 1, sharey=True, squeeze=False)[0]
     bounded = {label: each.worst for label, each in errors.items() if each.worst is not None}
     edge = 1.6 * max(bounded.values(), default=1.0)
     places = {label: bounded.get(label, edge) for label in errors}
@@ -79,11 +83,11 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
     left.minorticks_off()
     left.set_xlabel("worst error by who knows the rule, in lengths of the gradient")
     left.set_ylabel("accuracy without failures")
-    weakest = {label: (low.accuracy, quiet[label]) for label, low in lowest.items()}
-    _points(right, weakest, styles)
-    right.set_xlim(0, 1)
-    right.set_xlabel("lowest accuracy under the attacks that were run")
-    for axes in (left, right):
+    for right in others:
+        _points(right, weakest, styles)
+        right.set_xlim(0, 1)
+        right.set_xlabel("lowest accuracy under the attacks that were run")
+    for axes in (left, *others):
         plain(axes)
     repeats = sorted({len(case.seeds) for case in outcomes.figure("none")})
     told = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
@@ -95,7 +99,8 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
     )
     canvas.draw_without_rendering()  # from here on places on the canvas are known
     _names(left, shown)
-    _names(right, weakest)
+    for right in others:
+        _names(right, weakest)
     save_png(canvas, path)
 
 

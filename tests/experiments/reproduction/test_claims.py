@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from phocas.experiments.reproduction.claims import CLAIMS, CLEANED, PAPER
 from phocas.experiments.reproduction.front import Errors, worst_errors
@@ -227,6 +228,14 @@ def test_the_front_is_drawn_and_told(tmp_path: Path) -> None:
     lines = front_lines(outcomes, errors)
     assert any("cleaning:b=8\\|nnm:b=6" in line and "| 2.00 |" in line for line in lines)
     assert any(line.startswith("| Mean") and "no bound" in line for line in lines)
+    quiet = [figure for figure in outcomes.reproduction.figures if figure.name == "none"]
+    alone = Outcomes(
+        dataclasses.replace(outcomes.reproduction, figures=tuple(quiet)),
+        {"none": outcomes.figure("none")},
+    )
+    draw_front(alone, errors, tmp_path / "alone.png")
+    sizes = [imread(tmp_path / name).shape for name in ("front.png", "alone.png")]
+    assert sizes[0][1] > sizes[1][1] > 0  # one side instead of two
 
 
 def test_worst_errors_are_measured_once(tmp_path: Path) -> None:
