@@ -54,6 +54,16 @@ class LocalOptimizer:
         return self.kind(tensors, lr=lr, **self.options)
 
 
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Whose steps a round has, and which: ``first`` is the first one's number in the run."""
+
+    workers: range
+    seed: int
+    first: int
+    lr: float
+
+
 class LocalSteps(ABC):
     """Let workers take H steps each from the server's parameters, and write how far they came."""
 
@@ -84,28 +94,16 @@ class LocalSteps(ABC):
             self.left = self.gradients.left
             return losses
         start = flat.vector.clone()
-        numbers = range(first_worker, first_worker + len(out))
-        losses = self._walk(batches, out, numbers, seed, first, lr)
+        workers = range(first_worker, first_worker + len(out))
+        losses = self._walk(batches, out, Walk(workers, seed, first, lr))
         torch.sub(start, out, out=out)
         if self.local.linear:
             out.div_(lr)
         return losses
 
     @abstractmethod
-    def _walk(
-        self,
-        batches: Batches,
-        out: torch.Tensor,
-        numbers: range,
-        seed: int,
-        first: int,
-        lr: float,
-    ) -> torch.Tensor:
-        """Write the parameters that workers come to into out, and return their mean losses.
-
-        ``numbers`` are those of the workers, and ``first`` is the number of the first step of the
-        round, counted from the start of the run.
-        """
+    def _walk(self, batches: Batches, out: torch.Tensor, walk: Walk) -> torch.Tensor:
+        """Write the parameters that workers come to into out, and return their mean losses."""
 
 
 class MergedSteps(LocalSteps):
@@ -117,15 +115,7 @@ class MergedSteps(LocalSteps):
 
     gradients: Merged
 
-    def _walk(
-        self,
-        batches: Batches,
-        out: torch.Tensor,
-        numbers: range,
-        seed: int,
-        first: int,
-        lr: float,
-    ) -> torch.Tensor:
+    def _walk(self, batches: Batches, out: torch.Tensor, walk: Walk) -> torch.Tensor:
         out.copy_(self.gradients.flat.vector.expand_as(out))
         inputs, targets = batches(0)
         m, n = targets.shape[:2]
@@ -133,7 +123,7 @@ class MergedSteps(LocalSteps):
         starts = range(0, m, size)
         total = torch.zeros_like(empty_losses(m, out))
         blocks = {
-            start: _Block(self.gradients, self.local, out[start : start + size], lr)
+            start: _Block(self.gradients, self.local, out[start : start + size], walk.lr)
             for start in starts
         }
         random = any(isinstance(layer, nn.Dropout) and layer.p for layer in self.gradients.layers)
@@ -143,14 +133,16 @@ class MergedSteps(LocalSteps):
             # Drawn samples are good until the next draw.
             drawn = [tuple(part.clone() for part in batches(step)) for step in steps]
 
-            def walk(start: int, drawn: Any = drawn, steps: range = steps) -> None:
+            def go(start: int, drawn: Any = drawn, steps: range = steps) -> None:
                 rows = slice(start, start + size)
                 for step, (inputs, targets) in zip(steps, drawn, strict=True):
-                    workers = numbers[rows] if random else ()
-                    generators = [worker_generator(seed, first + step, i) for i in workers]
+                    workers = walk.workers[rows] if random else ()
+                    generators = [
+                        worker_generator(walk.seed, walk.first + step, i) for i in workers
+                    ]
                     total[rows] += blocks[start].step(inputs[rows], targets[rows], generators)
 
-            self.gradients.lanes.map(walk, starts)
+            self.gradients.lanes.map(go, starts)
         return total.div_(self.local.steps)
 
 
@@ -231,15 +223,7 @@ class _Block:
 class OneByOne(LocalSteps):
     """Step one worker after another, each in the model itself: for any model and optimiser."""
 
-    def _walk(
-        self,
-        batches: Batches,
-        out: torch.Tensor,
-        numbers: range,
-        seed: int,
-        first: int,
-        lr: float,
-    ) -> torch.Tensor:
+    def _walk(self, batches: Batches, out: torch.Tensor, walk: Walk) -> torch.Tensor:
         flat = self.gradients.flat
         start = flat.vector.clone()
         buffers = dict(self.gradients.model.named_buffers())
@@ -253,18 +237,18 @@ class OneByOne(LocalSteps):
             tensors = list(flat.views(row))
             for tensor, slope in zip(tensors, flat.views(gradient[0]), strict=True):
                 tensor.grad = slope
-            optimizers.append(self.local.make(tensors, lr))
+            optimizers.append(self.local.make(tensors, walk.lr))
         kept = [{name: tensor.clone() for name, tensor in begun.items()} for _ in range(m)]
         total = torch.zeros_like(empty_losses(m, out))
         for step in range(self.local.steps):
             inputs, targets = batches(step)
-            for i, worker in enumerate(numbers):
+            for i, worker in enumerate(walk.workers):
                 one = slice(i, i + 1)
                 flat.vector.copy_(out[i])
                 for name, buffer in buffers.items():
                     buffer.copy_(kept[i][name])
                 total[one] += self.gradients(
-                    inputs[one], targets[one], gradient, seed, first + step, worker
+                    inputs[one], targets[one], gradient, walk.seed, walk.first + step, worker
                 )
                 for name, buffer in buffers.items():
                     kept[i][name].copy_(buffer)
