@@ -19,6 +19,8 @@ from phocas.rules.suspicion import stand_out
 MOST = 0.5
 """Whoever lost less of its values than this is no suspect, however little others lost."""
 POLICIES = ("skip", "stop")
+UNUSABLE = (ValueError, TypeError, KeyError, SyntaxError, RuntimeError)
+"""What reading a reply may raise: it costs the client its row, and nobody else anything."""
 
 Name = TypeVar("Name", int, str)
 Sent = TypeVar("Sent")
@@ -133,7 +135,7 @@ def usable(
     for name, sent in sorted(replies, key=lambda reply: reply[0]):
         try:
             clients.append(Client(name, sent, *opened(sent)))
-        except (ValueError, TypeError, KeyError, SyntaxError, RuntimeError) as error:
+        except UNUSABLE as error:
             warn(f"{name} is left out: {error}")
     return clients
 

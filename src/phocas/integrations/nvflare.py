@@ -18,7 +18,16 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
-from phocas.integrations.clients import Blame, Client, Terms, check_like, claimed, middle, usable
+from phocas.integrations.clients import (
+    UNUSABLE,
+    Blame,
+    Client,
+    Terms,
+    check_like,
+    claimed,
+    middle,
+    usable,
+)
 from phocas.integrations.merging.formats import Tensor, TensorFile, in_memory
 from phocas.rules import Rule
 from phocas.rules.inputs import is_tensor, like
@@ -80,7 +89,7 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         try:
             _check_round(shareable, fl_ctx)
             result = FLModelUtils.from_shareable(shareable, fl_ctx)
-        except ValueError as error:
+        except UNUSABLE as error:
             self.warning(f"{name} is left out: {error}")
             return False
         result.meta[_NAME] = name
