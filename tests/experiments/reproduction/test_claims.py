@@ -18,6 +18,7 @@ from phocas.experiments.reproduction.outcomes import Outcomes, Repeats
 from phocas.experiments.reproduction.tasks import (
     BASELINE,
     Case,
+    ClaimsOf,
     Figure,
     Reproduction,
     label_of,
@@ -172,44 +173,29 @@ def as_cleaning_does(figure: Figure, case: Case) -> float:
 
 
 @pytest.mark.parametrize(
-    ("figure", "label", "level", "broken"),
+    ("task", "figure", "label", "level", "broken"),
     [
-        ("none", "Mean", 0.93, set()),
-        ("none", CLEANED, 0.91, {"none-cleaning"}),
-        ("omniscient", CLEANED, 0.91, {"omniscient-cleaning"}),
-        ("min-max", CLEANED, 0.91, set()),
-        ("min-max", CLEANED, 0.85, {"min-max-cleaning"}),
-        ("gambler", "NNM + Trmean", 0.9, {"cells-nnm"}),
+        ("choosing", "none", "Mean", 0.93, set()),
+        ("choosing", "none", CLEANED, 0.91, {"none-cleaning"}),
+        ("choosing", "omniscient", CLEANED, 0.91, {"omniscient-cleaning"}),
+        ("choosing", "min-max", CLEANED, 0.91, set()),
+        ("choosing", "min-max", CLEANED, 0.85, {"min-max-cleaning"}),
+        ("choosing", "gambler", "NNM + Trmean", 0.9, {"cells-nnm"}),
+        ("choosing-cifar10", "none", "Mean", 0.93, set()),
+        ("choosing-cifar10", "none", CLEANED, 0.90, {"none-cleaning"}),
+        ("choosing-cifar10", "gambler", CLEANED, 0.85, {"gambler-cleaning"}),
+        ("choosing-cifar10", "gambler", "NNM + Trmean", 0.9, {"cells-nnm"}),
     ],
 )
-def test_claims_about_cleaning(figure: str, label: str, level: float, broken: set[str]) -> None:
-    def other(where: Figure, case: Case) -> float:
-        changed = where.name == figure and case.label == label
-        return level if changed else as_cleaning_does(where, case)
-
-    found = verdicts(made_up(other, task="choosing"))
-    assert len(found) == len(CLAIMS["choosing"])
-    assert {name for name, f in found.items() if f.verdict != "holds"} == broken
-
-
-@pytest.mark.parametrize(
-    ("figure", "label", "level", "broken"),
-    [
-        ("none", "Mean", 0.93, set()),
-        ("none", CLEANED, 0.90, {"none-cleaning"}),
-        ("gambler", CLEANED, 0.85, {"gambler-cleaning"}),
-        ("gambler", "NNM + Trmean", 0.9, {"cells-nnm"}),
-    ],
-)
-def test_claims_about_cleaning_on_another_task(
-    figure: str, label: str, level: float, broken: set[str]
+def test_claims_about_cleaning(
+    task: ClaimsOf, figure: str, label: str, level: float, broken: set[str]
 ) -> None:
     def other(where: Figure, case: Case) -> float:
         changed = where.name == figure and case.label == label
         return level if changed else as_cleaning_does(where, case)
 
-    found = verdicts(made_up(other, task="choosing-cifar10"))
-    assert len(found) == len(CLAIMS["choosing-cifar10"])
+    found = verdicts(made_up(other, task=task))
+    assert len(found) == len(CLAIMS[task])
     assert {name for name, f in found.items() if f.verdict != "holds"} == broken
 
 
