@@ -1,0 +1,73 @@
+# ruff: noqa: INP001 - a script, no package
+"""Time cleaning against none before the same rule, weights against none, merged files against cat.
+
+    python benchmarks/ratios.py [cleaning] [weights] [files]
+
+All are ratios of the best of several turns, which the two sides take in one run. Files are eight of
+524 MB in a temporary folder and are read from the page cache; the result is written to memory.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+import phocas
+from phocas.experiments.benchmark import in_turns
+
+WORKERS, MLP, CNN = 20, 118_282, 2_431_018
+FILES, VALUES = 8, 131_000_000
+SECONDS, TURNS = 8.0, 8
+
+
+def cleaning() -> None:
+    """Clean honest rows, and rows with 1% of the cells wrong, before NNM and the trimmed mean."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(WORKERS, CNN)).astype(np.float32)
+    plain = phocas.parse_rule("nnm:b=6|trimmed-mean:b=6")
+    cleaned = phocas.parse_rule("cleaning:b=8|nnm:b=6|trimmed-mean:b=6")
+    for what, share in (("honest rows", 0.0), ("1% of the cells wrong", 0.01)):
+        rows.reshape(-1)[rng.integers(0, rows.size, int(share * rows.size))] = 1e6
+        found = in_turns(partial(plain, rows), partial(cleaned, rows), SECONDS, TURNS)
+        print(f"cleaning, {what}: {found.ratio:.2f} of {plain}", flush=True)
+
+
+def weights() -> None:
+    """Weigh the rows of a small model."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(WORKERS, MLP)).astype(np.float32)
+    units = rng.integers(400, 900, size=WORKERS)
+    for b in (6, 8):
+        for name in ("trimmed-mean", "heraclius", "phocas", "meamed"):
+            rule = phocas.parse_rule(f"{name}:b={b}")
+            weighed = partial(rule, rows, weights=units)
+            found = in_turns(partial(rule, rows), weighed, SECONDS / 4, TURNS)
+            print(f"weights, {rule}: {found.ratio:.2f} of the rule without", flush=True)
+
+
+def files() -> None:
+    """Merge files that are in the page cache, and read them with cat."""
+    rng = np.random.default_rng(0)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
+    ):
+        names = [str(Path(folder, f"{i}.npy")) for i in range(FILES)]
+        for name in names:
+            np.save(name, rng.standard_normal(VALUES, dtype=np.float32))
+        merge = [sys.executable, "-m", "phocas", "aggregate", *names, "--rule", "phocas:b=2"]
+        merge += ["-o", str(Path(ram, "merged.npy")), "--quiet"]
+        run = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
+        found = in_turns(partial(run, ["cat", *names]), partial(run, merge), SECONDS, TURNS)
+        print(f"files: {found.ratio:.2f} of cat", flush=True)
+
+
+if __name__ == "__main__":
+    known = {"cleaning": cleaning, "weights": weights, "files": files}
+    for word in sys.argv[1:] or known:
+        known[word]()
