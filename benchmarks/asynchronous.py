@@ -19,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from phocas.data import load
@@ -82,7 +83,7 @@ class Alone:
     """A process that computes the gradients of some workers, one by one, and does nothing else."""
 
     def __init__(self, job: Sequence[Any], first: int, last: int) -> None:
-        self.workers = Workers(the_ray().get(job[0]), first, last)
+        self.workers = Workers(replace(the_ray().get(job[0]), place=None), first, last)
 
     def compute(self, number: int) -> int:
         """Compute so many gradients, and return how many they are."""

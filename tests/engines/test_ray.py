@@ -44,6 +44,7 @@ from phocas.engines.ray.hosts import MissingRowsError
 from phocas.engines.ray.servers import Servers
 from phocas.engines.ray.session import RayUnreachableError, reachable, the_ray
 from phocas.engines.ray.shard import read_rows
+from phocas.engines.ray.shared import Offer
 from phocas.engines.ray.worker import cut, join
 from phocas.experiments.config import make_config
 from phocas.experiments.results import Results
@@ -647,11 +648,21 @@ def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(
 # -- nobody waits ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "near"), [("float32", True), ("float32", False), ("bfloat16", True)]
+)
 def test_rows_are_of_the_parameters_that_were_given_whatever_their_senders_say(
-    ray: Any, data: Dataset, dtype: str
+    ray: Any, data: Dataset, dtype: str, near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process answers in order, so a plain loop knows every row: always one step behind."""
+    if not near:  # as on another machine, where no such process is
+
+        def elsewhere(*given: Any) -> Offer:
+            offer = Offer(*given)
+            offer.place = dataclasses.replace(offer.place, process=1 << 30)
+            return offer
+
+        monkeypatch.setattr(Offer, "if_possible", elsewhere)
     m, rounds, lr = 3, 20, 0.1
     options: dict[str, Any] = {"num_workers": m, "num_servers": 2, "rule": "mean", "lr": lr}
 
@@ -666,6 +677,7 @@ def test_rows_are_of_the_parameters_that_were_given_whatever_their_senders_say(
     with make("ray", data, model=model(), asynchronous="mean", processes=1, **options) as trainer:
         assert isinstance(trainer.cluster, AsynchronousRayCluster)
         done = list(trainer.rounds(rounds))
+        assert bool(trainer.cluster._near) == near
         found, task = trainer.server.vector.clone(), trainer.task
     assert [each.staleness for each in done] == [0, *[1] * (rounds - 1)]
     assert [int(each.participants[0]) for each in done if each.participants is not None] == [
@@ -695,7 +707,7 @@ def test_rows_are_of_the_parameters_that_were_given_whatever_their_senders_say(
     [
         ("buffers=7", True),
         ("zeno:validation=64,rho=0", True),
-        ("kardam:b=1", False),
+        ("kardam:b=2", False),  # workers 0 and 1 may lie at once
         ("mean", False),
     ],
 )
@@ -733,7 +745,7 @@ def test_every_policy_survives_the_faults_of_real_processes(
         cluster = trainer.cluster
         assert isinstance(cluster, AsynchronousRayCluster)
         before = trainer.evaluate().loss
-        rounds = list(trainer.rounds(40))
+        rounds = list(trainer.rounds(40 if late else 300))  # Kardam turns most rows down
         news = "; ".join(line for each in rounds for line in each.news)
         faults = cluster.script
         while len(rounds) < 20_000 and not (

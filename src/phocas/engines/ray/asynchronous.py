@@ -21,6 +21,7 @@ from phocas.engines.faults import FaultScript, Stale
 from phocas.engines.ray.hosts import Host, MissingRowsError
 from phocas.engines.ray.session import Session
 from phocas.engines.ray.shard import read_rows
+from phocas.engines.ray.shared import Offer
 from phocas.engines.ray.start import (
     LEAST_STORE,
     await_start,
@@ -54,6 +55,8 @@ class Question:
     worker: int
     references: list[Any]
     """To the row and to its report."""
+    slot: int | None
+    """Which of the shared parameters it is asked at; None if they were sent."""
 
 
 class AsynchronousRayCluster:
@@ -78,6 +81,7 @@ class AsynchronousRayCluster:
         self._patience = settings.server_deadline / 4
         self._steps = np.zeros(task.num_workers, np.int64)  # how many rows each was asked for
         self._parameters: Any = None  # a reference to them, as long as they are the latest
+        self._slot: int | None = None  # where they are in shared memory
         self._serial = 0
         cores = task.threads or available_cores()
         processes = min(task.num_workers, settings.processes or cores)
@@ -95,14 +99,19 @@ class AsynchronousRayCluster:
 
     def _start(self, processes: int) -> None:
         self._ray = self.session.ray
+        m = self.task.num_workers
+        slots = _QUESTIONS * min(m, processes) + 1
+        self._offer = Offer.if_possible(array_of(self.server.vector), slots, m)
+        self._near: set[Host] = set()  # who left the last row in shared memory
         self.job = self._ray.put(  # kept: a worker that is started again reads it once more
             WorkerJob(
                 self.task.for_worker(path_of(self.gradients)),
                 bounds=[slice(0, self.server.parameters.size)],
                 keeps_rows=any(isinstance(fault, Stale) for fault in self.script.faults),
+                place=None if self._offer is None else self._offer.place,
             )
         )
-        self.hosts = start_hosts(self.task.num_workers, processes)
+        self.hosts = start_hosts(m, processes)
         await_start(self.hosts, self.job)
         self._forget_questions()
 
@@ -178,9 +187,7 @@ class AsynchronousRayCluster:
                 self._question(host, idle.popleft(), round)
 
     def _question(self, host: Host, worker: int, round: int) -> None:
-        if self._parameters is None:
-            self._parameters = self._ray.put(cut(array_of(self.server.vector)))
-            self._serial += 1
+        near = host.ready and host in self._near
         faults = self.script.take(round + 1, workers=[worker], late=True)
         references = host.actor.row.options(num_returns=2).remote(
             [] if host.ready else [self.job],
@@ -188,11 +195,33 @@ class AsynchronousRayCluster:
             int(self._steps[worker]),
             self._serial,
             faults,
-            self._parameters,
+            self._shared() if near else self._sent(),
         )
         self._steps[worker] += 1
         self.reception.give(worker)
-        self.pending[references[-1]] = Question(host, worker, references)
+        slot = self._slot if near else None
+        self.pending[references[-1]] = Question(host, worker, references, slot)
+
+    def _sent(self) -> Any:
+        """Return a reference to the parameters as they are now."""
+        if self._parameters is None:
+            self._parameters = self._ray.put(cut(array_of(self.server.vector)))
+        return self._parameters
+
+    def _shared(self) -> int:
+        """Return where the parameters of now are in shared memory, where nobody reads others."""
+        assert self._offer is not None
+        if self._slot is None:
+            vectors = self._offer.memory.parameters
+            used = {question.slot for question in self.pending.values()}
+            self._slot = next(slot for slot in range(len(vectors)) if slot not in used)
+            np.copyto(vectors[self._slot], array_of(self.server.vector))
+        return self._slot
+
+    def _step_away(self) -> None:
+        """Forget where the parameters are: they are others now."""
+        self._parameters = self._slot = None
+        self._serial += 1
 
     def _read(self, question: Question) -> bool:
         """Read an answer; False says that there is no row in it that can be used."""
@@ -207,11 +236,16 @@ class AsynchronousRayCluster:
             return False
         host.answers(news)
         row = array_of(self.reception.rows[worker])
-        found, problems = read_rows([(0, 1, question.references[0])], row, 1, self._patience)
-        if found[0] is None:
-            news.append(f"worker {worker} {problems[0]}")
-            return False
-        np.copyto(row, found[0])
+        if report.in_place and self._offer is not None:
+            self._near.add(host)
+            np.copyto(row, self._offer.memory.rows[worker])
+        else:
+            self._near.discard(host)
+            found, problems = read_rows([(0, 1, question.references[0])], row, 1, self._patience)
+            if found[0] is None:
+                news.append(f"worker {worker} {problems[0]}")
+                return False
+            np.copyto(row, found[0])
         self.reception.losses[worker] = report.losses[0]
         self.compute_seconds += report.seconds
         self._came = self._heard[host]
@@ -239,7 +273,7 @@ class AsynchronousRayCluster:
         """Step along what was decided on; whoever is asked from now on gets what comes of it."""
         begun = time.monotonic()
         if self.reception.steps(aggregate):
-            self._parameters = None
+            self._step_away()
         action = self.reception.update(aggregate, factor)
         self._left = time.monotonic()
         self.now += self._left - begun
@@ -263,7 +297,7 @@ class AsynchronousRayCluster:
         self.reception.load_state(state)
         self.now = float(state["now"])
         np.copyto(self._steps, state["steps"].numpy())
-        self._parameters = None
+        self._step_away()
         self._forget_questions()
         if "velocity" in state:
             set_momentum(self.hosts, self.job, state["velocity"])
@@ -275,6 +309,8 @@ class AsynchronousRayCluster:
                 self._ray.kill(host.actor)
         self.session.close()
         self.reception.close()
+        if self._offer is not None:
+            self._offer.close()
 
 
 def _check(task: Task, settings: RaySettings, script: FaultScript) -> None:

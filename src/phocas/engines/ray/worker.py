@@ -18,6 +18,7 @@ import torch
 
 from phocas.engines.faults import Fault, RowFault, strike
 from phocas.engines.ray.session import the_ray
+from phocas.engines.ray.shared import Place
 from phocas.engines.ray.values import Values, array_of, numbers, stored, tensor_of
 from phocas.training.lanes import Lanes
 from phocas.training.local_steps import local_steps
@@ -43,6 +44,8 @@ class WorkerJob:
     """The columns of each server."""
     keeps_rows: bool
     """Whether a script will want the row of the round before."""
+    place: Place | None = None
+    """Where rows may be left, and parameters found, without Ray."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,8 @@ class Report:
     buffers: list[dict[str, npt.NDArray[Any]]]
     """For each worker, the buffers that its model changed; empty if there are none."""
     seconds: float
+    in_place: bool = False
+    """Whether the row lies in shared memory."""
 
 
 class WorkerProcess:
@@ -116,7 +121,12 @@ class Workers:
         self.compute = job.task.differentiate(self.flat, Lanes(1))
         local = job.task.local
         self.steps = None if local is None else local_steps(self.compute, local)
-        self.rows = torch.zeros(last - first, self.flat.size, dtype=self.flat.vector.dtype)
+        self.memory = None if job.place is None else job.place.find(first, last)
+        self.rows = (
+            torch.zeros(last - first, self.flat.size, dtype=self.flat.vector.dtype)
+            if self.memory is None
+            else tensor_of(self.memory.rows)
+        )
         self.velocity = torch.zeros_like(self.rows) if job.task.worker_momentum else None
         self._before: torch.Tensor | None = None
         self._last: tuple[int, Report] | None = None
@@ -157,16 +167,17 @@ class Workers:
         step: int,
         serial: int,
         faults: Sequence[Fault],
-        parameters: Sequence[Values],
+        parameters: Sequence[Values] | int,
     ) -> tuple[list[list[Values]], Report]:
         """Return one worker's row number ``step``, alone in a list as others are, and a report.
 
-        The parameters are cut, and told apart by their serial number.
+        The parameters are cut, or the number of those in shared memory, and told apart by their
+        serial number. The list is empty if the row is in shared memory.
         """
         strike(faults)
         start = time.perf_counter()
         if serial != self._serial:
-            array_of(self.flat.vector)[:] = join(parameters)
+            array_of(self.flat.vector)[:] = self._given(parameters)
             self._serial = serial
         task = self.job.task
         i = worker - self.first
@@ -177,11 +188,20 @@ class Workers:
         if self.velocity is not None:
             velocity, beta = self.velocity[i], task.worker_momentum
             row.copy_(velocity.mul_(beta).add_(row, alpha=1 - beta))
-        sent = array_of(row)
+        own = sent = array_of(row)
         for fault in faults:
             if isinstance(fault, RowFault):
                 sent = _changed(fault, sent, past, 0)
-        return [cut(sent)], Report(losses.numpy(), [], time.perf_counter() - start)
+        in_place = self.memory is not None and sent is own
+        report = Report(losses.numpy(), [], time.perf_counter() - start, in_place)
+        return [] if in_place else [cut(sent)], report
+
+    def _given(self, parameters: Sequence[Values] | int) -> Values:
+        if not isinstance(parameters, int):
+            return join(parameters)
+        assert self.memory is not None  # who never left a row there is sent parameters
+        found: Values = self.memory.parameters[parameters]
+        return found
 
     def compute_rows(
         self, round: int, factor: float, buffers: Mapping[str, npt.NDArray[Any]] | None

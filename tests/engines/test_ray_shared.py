@@ -1,0 +1,80 @@
+"""Memory that processes share: found by those of this machine, and by nobody else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phocas.engines.ray.shared import Offer
+
+D = 1500  # no whole page
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="the system has no files without a name"
+)
+
+OTHER = """
+import pickle, sys
+import numpy as np
+place = pickle.loads(bytes.fromhex(sys.argv[1]))
+memory = place.find(1, 3)
+assert memory.rows.shape == (2, 1500) and memory.parameters.shape == (4, 1500)
+memory.rows[:] = memory.parameters[2] * np.array([[1], [10]])
+try:
+    memory.parameters[0, 0] = 1
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_another_process_reads_parameters_and_leaves_rows() -> None:
+    offer = Offer(np.zeros(D, np.float32), slots=4, num_workers=5)
+    offer.memory.rows[:] = -1
+    offer.memory.parameters[2] = np.arange(D)
+    told = pickle.dumps(offer.place).hex()
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER, told], check=True, capture_output=True, text=True
+    )
+    assert "read-only" in done.stdout
+    expected = np.full((5, D), -1.0)
+    expected[1:3] = np.arange(D) * np.array([[1], [10]])
+    assert np.array_equal(offer.memory.rows, expected)
+    assert np.array_equal(offer.memory.parameters[2], np.arange(D))
+
+
+def test_what_is_not_the_memory_that_was_offered_is_not_found() -> None:
+    offer = Offer(np.zeros(D, np.uint16), slots=2, num_workers=2)
+    place = offer.place
+    assert place.find(0, 2) is not None
+    other = Offer(np.zeros(D, np.uint16), slots=2, num_workers=2)
+    assert replace(place, file=other.place.file).find(0, 2) is None
+    assert replace(place, num_workers=1).find(0, 1) is None
+    assert replace(place, process=1 << 30).find(0, 2) is None
+    found = place.find(0, 2)
+    offer.close()
+    assert place.find(0, 2) is None
+    assert found is not None
+    found.rows[1] = 7
+    assert np.all(offer.memory.rows[1] == 7)  # who has it keeps it
+
+
+def test_memory_goes_with_those_who_hold_it() -> None:
+    def held() -> list[str]:
+        links = [
+            str(entry.readlink()) for entry in Path("/proc/self/fd").glob("*") if entry.is_symlink()
+        ]
+        return [link for link in links if "memfd:phocas" in link]
+
+    offer = Offer(np.zeros(D), slots=1, num_workers=1)
+    assert held()
+    del offer
+    gc.collect()
+    assert not held()
