@@ -73,8 +73,27 @@ def test_memory_goes_with_those_who_hold_it() -> None:
         ]
         return [link for link in links if "memfd:phocas" in link]
 
+    before = held()
     offer = Offer(np.zeros(D), slots=1, num_workers=1)
-    assert held()
+    assert len(held()) > len(before)
     del offer
     gc.collect()
-    assert not held()
+    assert held() == before
+
+
+LIMITED = """
+import resource
+import numpy as np
+from phocas.engines.ray.shared import Offer
+place = Offer(np.zeros(1500), slots=1, num_workers=1).place
+resource.setrlimit(resource.RLIMIT_FSIZE, (place.size - 1, place.size - 1))
+print(Offer.if_possible(np.zeros(1500), 1, 1))
+resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+print(place.find(0, 1))
+"""
+
+
+def test_where_no_memory_is_given_there_is_none() -> None:
+    command = [sys.executable, "-c", LIMITED]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["None", "None"]

@@ -109,8 +109,8 @@ def by_hand(
     return torch.cat([tensor.detach().flatten().double() for tensor in model.parameters()])
 
 
-class RowByRow(torch.optim.Optimizer):
-    """An optimiser that knows rows from columns."""
+class Clipped(torch.optim.Optimizer):
+    """An optimiser of one's own that looks at all that it is given, and wants it in order."""
 
     def __init__(self, tensors: Any, lr: float) -> None:
         super().__init__(tensors, {"lr": lr})
@@ -118,9 +118,9 @@ class RowByRow(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # no closure
         for group in self.param_groups:
+            slopes = torch.cat([tensor.grad.view(-1) for tensor in group["params"]])
             for tensor in group["params"]:
-                for number, (row, slope) in enumerate(zip(tensor, tensor.grad, strict=True)):
-                    row.sub_(slope, alpha=group["lr"] * (1 + number) / 4)
+                tensor.view(-1).sub_(tensor.grad.view(-1) / slopes.norm(), alpha=group["lr"])
 
 
 INNER: dict[str, tuple[dict[str, Any], Any]] = {
@@ -133,7 +133,11 @@ INNER: dict[str, tuple[dict[str, Any], Any]] = {
         {"optimizer": "adamw", "lr": 0.003},
         lambda tensors: torch.optim.AdamW(tensors, lr=0.003),
     ),
-    "rows": ({"optimizer": RowByRow}, lambda tensors: RowByRow(tensors, lr=LR)),
+    "adafactor": (
+        {"optimizer": "adafactor", "lr": 0.05},
+        lambda tensors: torch.optim.Adafactor(tensors, lr=0.05),
+    ),
+    "clipped": ({"optimizer": Clipped}, lambda tensors: Clipped(tensors, lr=LR)),
 }
 OUTER = {
     "sgd": lambda tensors: torch.optim.SGD(tensors, lr=1.0),

@@ -12,7 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 from phocas.training.dropout import worker_generator
 from phocas.training.gradients.base import SAMPLES_A_BLOCK, Buffers, WorkerGradients, empty_losses
 from phocas.training.gradients.merged import Merged
-from phocas.training.optimizers import Optimizers, is_plain
+from phocas.training.optimizers import OPTIMIZERS, Optimizers, is_plain
 
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """What the workers see in a step (from 0) of a round: inputs (m, n, ...) and targets (m, n)."""
@@ -121,20 +120,22 @@ class MergedSteps(LocalSteps):
         out.copy_(torch.cat([tensor.detach().t().flatten() for tensor in tensors]).expand_as(out))
         random = any(isinstance(layer, nn.Dropout) and layer.p for layer in merged.layers)
         blocks: list[_Block] = []
+
+        def go(block: _Block) -> None:
+            place = block.place
+            workers = walk.workers[place] if random else ()
+            generators = [
+                worker_generator(walk.seed, walk.first + step, i, out.device) for i in workers
+            ]
+            total[place] += block.step(inputs[place], targets[place], generators)
+
         for step in range(self.local.steps):
             inputs, targets = batches(step)
-            if not blocks:
+            if not blocks:  # smaller ones cost more in calls than they save in caches
                 size = math.ceil(SAMPLES_A_BLOCK / targets.shape[1])
                 places = [slice(start, start + size) for start in range(0, len(out), size)]
                 blocks = [_Block(merged, self.local, out, place, walk.lr) for place in places]
-
-            def go(block: _Block, step: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-                place = block.place
-                workers = walk.workers[place] if random else ()
-                generators = [worker_generator(walk.seed, walk.first + step, i) for i in workers]
-                total[place] += block.step(inputs[place], targets[place], generators)
-
-            merged.lanes.map(partial(go, step=step, inputs=inputs, targets=targets), blocks)
+            merged.lanes.map(go, blocks)
         merged.lanes.map(_Block.turn_back, blocks)
         return total.div_(self.local.steps)
 
@@ -268,8 +269,13 @@ class OneByOne(LocalSteps):
 
 
 def local_steps(gradients: WorkerGradients, local: LocalOptimizer) -> LocalSteps:
-    """Choose how workers step, by how their gradients are computed."""
+    """Choose how workers step, by how their gradients are computed.
+
+    Only torch's own optimisers are known to step every tensor for itself: another may look at all
+    that it is given, so it gets one worker's.
+    """
     dense = isinstance(gradients, Merged) and not any(
         isinstance(layer, nn.Embedding) for layer in gradients.layers
     )
-    return (MergedSteps if dense else OneByOne)(gradients, local)
+    known = local.kind in OPTIMIZERS.values()
+    return (MergedSteps if dense and known else OneByOne)(gradients, local)

@@ -231,6 +231,7 @@ class AsynchronousRayCluster:
         try:
             report = self._ray.get(question.references[-1])
         except self._ray.exceptions.RayError as error:
+            self._near.discard(host)
             if host.fails(error, news):
                 self._rested[host] = self._heard[host] + _PAUSE
             return False

@@ -3,8 +3,8 @@
 Ray's store takes a copy of every vector, tells several processes of it, and frees it again: half of
 what a step of 2.4 million parameters costs besides its gradient. Here the trainer offers memory
 with parameters that workers read where they are, and a row for each worker, who computes it there.
-It has no name and goes with the processes that hold it. Processes of other machines, or without
-leave to see the trainer's, find nothing, and take Ray's way.
+It has no name and goes with the processes that hold it. Where the system gives none, and in
+processes of other machines or without leave to see the trainer's, Ray's way is taken.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import secrets
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -59,16 +60,18 @@ class Place:
 
         Parameters can be read only.
         """
+        path = Path(f"/proc/{self.process}/fd/{self.file}")
         try:
-            file = os.open(f"/proc/{self.process}/fd/{self.file}", os.O_RDWR)
+            if path.stat().st_size != self.size:  # before it is opened: it may be anything
+                return None
+            file = os.open(path, os.O_RDWR)
+            try:
+                found = os.pread(file, _MARK, 0) == self.mark
+                return self.map(file, first, last, mmap.ACCESS_READ) if found else None
+            finally:
+                os.close(file)
         except OSError:
             return None
-        try:
-            if os.fstat(file).st_size != self.size or os.pread(file, _MARK, 0) != self.mark:
-                return None
-            return self.map(file, first, last, mmap.ACCESS_READ)
-        finally:
-            os.close(file)
 
     def map(self, file: int, first: int, last: int, access: int) -> Memory:
         """Return a file's memory; ``access`` is that to the parameters."""
@@ -97,5 +100,8 @@ class Offer:
 
     @classmethod
     def if_possible(cls, like: Values, slots: int, num_workers: int) -> Offer | None:
-        """Offer memory for vectors like this one, where the system has files without a name."""
-        return cls(like, slots, num_workers) if hasattr(os, "memfd_create") else None
+        """Offer memory for vectors like this one, where the system gives it."""
+        try:
+            return cls(like, slots, num_workers)
+        except (AttributeError, OSError):  # no files without a name, or not so large
+            return None
