@@ -30,7 +30,7 @@ from phocas.engines.ray.start import (
     set_momentum,
     start_hosts,
 )
-from phocas.engines.ray.values import array_of
+from phocas.engines.ray.values import array_of, tensor_of
 from phocas.engines.ray.worker import WorkerJob, cut
 from phocas.machine import available_cores
 from phocas.training.cluster import Gathered
@@ -102,6 +102,10 @@ class AsynchronousRayCluster:
         m = self.task.num_workers
         slots = _QUESTIONS * min(m, processes) + 1
         self._offer = Offer.if_possible(array_of(self.server.vector), slots, m)
+        self._copies = self._offer is None or self.task.attack is not None
+        if self._offer is not None and not self._copies:
+            # Liars look at everybody's last row. Without them each is read where it was computed.
+            self.reception.rows = tensor_of(self._offer.memory.rows)
         self._near: set[Host] = set()  # who left the last row in shared memory
         self.job = self._ray.put(  # kept: a worker that is started again reads it once more
             WorkerJob(
@@ -239,7 +243,8 @@ class AsynchronousRayCluster:
         row = array_of(self.reception.rows[worker])
         if report.in_place and self._offer is not None:
             self._near.add(host)
-            np.copyto(row, self._offer.memory.rows[worker])
+            if self._copies:
+                np.copyto(row, self._offer.memory.rows[worker])
         else:
             self._near.discard(host)
             found, problems = read_rows([(0, 1, question.references[0])], row, 1, self._patience)
