@@ -18,6 +18,7 @@ from phocas.kernels import (
     columns,
     distances,
     jit,
+    masses,
     means,
     mixing,
     normals,
@@ -51,10 +52,10 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     "table reach": lambda t, e: programs.blocks_module(t, e, True, True, blame=True),
     "table marks": lambda t, e: programs.blocks_module(t, e, True, True, False, gives="marks"),
     "weighted": lambda t, e: weighted.weighted_module(
-        t, e, True, True, True, radii=False, straight=(20, weighted.Sure(6, 11, 6, 9))
+        t, e, True, True, True, radii=False, straight=(20, masses.Sure(6, 11, 6, 9))
     ),
     "weighted trim": lambda t, e: weighted.weighted_module(
-        t, e, False, False, True, radii=False, straight=(9, weighted.Sure(2, 4))
+        t, e, False, False, True, radii=False, straight=(9, masses.Sure(2, 4))
     ),
     "weighted pairs": lambda t, e: weighted.weighted_module(t, e, True, True, True, radii=False),
     "combine": mixing.combine_module,
@@ -251,9 +252,9 @@ def test_weights_have_the_same_bits_on_lesser_processors(
     values[rng.integers(20, size=83), np.arange(83)] = rng.choice([np.nan, np.inf, 3e38, -0.0], 83)
     weights = rng.integers(1, 9, size=20)
     units = weighted.padded_weights(weights, np.float32)
-    masses = weighted.Masses(cut, cut if nearest else None)
-    numbers = weighted.constants(masses, int(weights.sum()), np.float32)
-    sure = weighted.Sure.of(weighted.Weighing(weights, masses))
+    cuts = masses.Masses(cut, cut if nearest else None)
+    numbers = weighted.constants(cuts, int(weights.sum()), np.float32)
+    sure = masses.Sure.of(masses.Weighing(weights, cuts))
     assert bool(sure.inner(20)) == (cut == 6.0)
     table = values.ctypes.data + np.arange(20, dtype=np.uint64) * np.uint64(values.strides[0])
     found = []

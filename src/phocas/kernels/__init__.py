@@ -15,13 +15,13 @@ from phocas.kernels.calls import (
 )
 from phocas.kernels.columns import PLAIN_MEAN, Window, scale_for
 from phocas.kernels.distances import granule_columns
+from phocas.kernels.masses import LARGEST_TOTAL, Masses, Weighing
 from phocas.kernels.memory import Dirt, Rows, aligned, compute_dtype, half_supported, row_table
 from phocas.kernels.mixes import SparseMix
 from phocas.kernels.sums import packed_sums, pair_matrix, pair_sums, square_sums
 from phocas.kernels.target import instructions
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
 from phocas.kernels.washing import cleaned
-from phocas.kernels.weighted import LARGEST_TOTAL, Masses, Weighing
 
 __all__ = [
     "BLOCK_COLUMNS",

@@ -13,11 +13,11 @@ from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.code import ColumnKernel, column_kernel, compiled, eight_words, knowing_kernel
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.emit import ELEMENTS
+from phocas.kernels.masses import Weighing
 from phocas.kernels.memory import SCRATCH, Rows, compute_dtype, row_table, tallies_of
 from phocas.kernels.mixes import SparseMix, identity
 from phocas.kernels.threads import CHUNK_COLUMNS, POOL, address
 from phocas.kernels.washing import Patch, clean_chunks, over_columns
-from phocas.kernels.weighted import Weighing
 
 NORMAL_GROUPS = 256  # of normal numbers that a thread draws at a time
 TILE_BYTES = 20480  # a mixed tile, its sources and the next tile stay in L1

@@ -25,10 +25,11 @@ from phocas.kernels import (
 )
 from phocas.kernels.columns import Window
 from phocas.kernels.emit import ELEMENTS, ColumnArguments
+from phocas.kernels.masses import Sure, Weighing
 from phocas.kernels.memory import compute_dtype
+from phocas.kernels.sorted_masses import SORTED_ROWS
 from phocas.kernels.target import Target
 from phocas.kernels.threads import address
-from phocas.kernels.weighted import Sure, Weighing
 
 # Straight-line code beats the program up to here: 200 rows 2.9 against 4.3 times the mean; past
 # it, compiling takes more than a second.
@@ -102,7 +103,7 @@ def _weighted_kernel(element: str, weighing: Weighing, blame: bool, radii: bool)
     kind, number = ELEMENTS[element], compute_dtype(element).type
     drop, reach = bool(weighing.masses.drop), bool(weighing.masses.reach)
     m = len(weighing.units)
-    straight = (m, Sure.of(weighing)) if m <= weighted.SORTED_ROWS else None
+    straight = (m, Sure.of(weighing)) if m <= SORTED_ROWS else None
     work = jit.address(
         ("weighted", element, drop, reach, blame, radii, straight),
         lambda target: weighted.weighted_module(target, kind, drop, reach, blame, radii, straight),
