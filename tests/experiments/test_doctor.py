@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from phocas.cli import application, main
 from phocas.experiments import benchmark, doctor
 from phocas.kernels.triton import loader
-from phocas.rules import device, inputs
+from phocas.rules import device, host, inputs
 
 
 def test_the_processor_is_sound() -> None:
@@ -27,12 +27,12 @@ def test_the_processor_is_sound() -> None:
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose every answer is a little off fails every case, and the status says so."""
-    real = inputs.HostMatrix.apply
+    real = host.HostMatrix.apply
 
     def off(self: Any, decision: Any, counts: Any) -> Any:
         return real(self, decision, counts) * 1.1
 
-    monkeypatch.setattr(inputs.HostMatrix, "apply", off)
+    monkeypatch.setattr(host.HostMatrix, "apply", off)
     result = CliRunner().invoke(application(), ["doctor", "--device", "cpu"])
     assert result.exit_code == 1
     assert "0 of 48 cases" in result.output

@@ -35,7 +35,8 @@ from phocas.rules.base import (
     decision_rows,
     shares,
 )
-from phocas.rules.inputs import HostMatrix, open_rows
+from phocas.rules.host import HostMatrix
+from phocas.rules.inputs import open_rows
 from phocas.rules.measures import Partial
 from phocas.rules.table import RULES
 from phocas.rules.washing import Marks

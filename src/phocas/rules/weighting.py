@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from phocas.kernels import LARGEST_TOTAL, Masses, Weighing, Window
 from phocas.rules.algebra import Decision, Floats, Matrix, Mix, Planning, select, through
 from phocas.rules.base import Pipeline, Rule, Told
-from phocas.rules.inputs import HostMatrix
+from phocas.rules.host import HostMatrix
 from phocas.rules.promise import Tolerance, mass_spreads
 from phocas.specs import normalise
 

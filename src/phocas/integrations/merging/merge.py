@@ -20,7 +20,8 @@ from phocas.integrations.merging.formats import Tensor, TensorFile, open_tensors
 from phocas.integrations.merging.writers import write
 from phocas.rules import Evaluation, Relative, Rule
 from phocas.rules.base import Explanation
-from phocas.rules.inputs import HostMatrix, Piece, lower_median
+from phocas.rules.host import HostMatrix, Piece
+from phocas.rules.inputs import lower_median
 from phocas.rules.table import RULES
 
 PART_COLUMNS = 1 << 20
