@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,15 @@ def test_a_fork_while_another_thread_compiles(
         compiling.join()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C is heard, also where tests run in the background of a shell."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_during_the_work_leaves_the_pool_in_use() -> None:
     """The signal is delivered when the machine code returns; the helpers must stay at hand."""
     rows = np.random.default_rng(0).normal(size=(20, 1_000_000)).astype(np.float32)
