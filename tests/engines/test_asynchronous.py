@@ -16,19 +16,12 @@ import torch
 
 from phocas.data import Dataset, load
 from phocas.engines import EngineError
-from phocas.engines.asynchronous.policies import (
-    SILENT,
-    Arrival,
-    Buffered,
-    Kardam,
-    Policy,
-    State,
-    Verdict,
-    Zeno,
-    ZenoState,
-    parse_policy,
-)
+from phocas.engines.asynchronous.buffers import SILENT, Buffered
+from phocas.engines.asynchronous.kardam import Kardam
+from phocas.engines.asynchronous.policies import parse_policy
+from phocas.engines.asynchronous.policy import Arrival, Policy, State, Verdict
 from phocas.engines.asynchronous.speeds import SPEEDS
+from phocas.engines.asynchronous.zeno import Zeno, ZenoState
 from phocas.engines.local import LocalSettings
 from phocas.experiments.config import ConfigError, expand_grid, make_config, read_toml
 from phocas.experiments.results import Results

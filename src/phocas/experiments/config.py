@@ -23,7 +23,8 @@ from pydantic import (
 from phocas.attacks import ATTACKS, Attack, parse_attack
 from phocas.attacks.participation import check_among
 from phocas.data import DATASETS, SPLITS
-from phocas.engines.asynchronous.policies import Policy, read_policy
+from phocas.engines.asynchronous.policies import read_policy
+from phocas.engines.asynchronous.policy import Policy
 from phocas.engines.asynchronous.speeds import SPEEDS
 from phocas.engines.faults import FaultScript
 from phocas.experiments.trackers import check_tracker

@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from phocas.engines.asynchronous.policies import Policy, read_policy
+from phocas.engines.asynchronous.policies import read_policy
+from phocas.engines.asynchronous.policy import Policy
 from phocas.experiments.config import check_setting
 from phocas.experiments.curves import read_curve
 from phocas.report.figures import Line, crashes, draw_band, plain, save_figure

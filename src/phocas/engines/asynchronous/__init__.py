@@ -4,15 +4,11 @@ A policy is a frozen value, ``buffered:buffers=15``, and knows no clock and no p
 engine here gives it rows in the order of a virtual clock.
 """
 
-from phocas.engines.asynchronous.policies import (
-    POLICIES,
-    AsynchronousMean,
-    Buffered,
-    Kardam,
-    Zeno,
-    parse_policy,
-)
+from phocas.engines.asynchronous.buffers import Buffered
+from phocas.engines.asynchronous.kardam import Kardam
+from phocas.engines.asynchronous.policies import POLICIES, AsynchronousMean, parse_policy
 from phocas.engines.asynchronous.speeds import SPEEDS, Even, Lognormal, Slow
+from phocas.engines.asynchronous.zeno import Zeno
 
 __all__ = [
     "POLICIES",

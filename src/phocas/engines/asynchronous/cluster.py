@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from phocas.engines import EngineError
-from phocas.engines.asynchronous.policies import Policy, SilenceError
+from phocas.engines.asynchronous.buffers import SilenceError
+from phocas.engines.asynchronous.policy import Policy
 from phocas.engines.asynchronous.reception import Reception
 from phocas.engines.asynchronous.speeds import Speeds
 from phocas.training.cluster import Clock, Gathered

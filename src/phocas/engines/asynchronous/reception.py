@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from phocas.attacks import RowAttack
-from phocas.engines.asynchronous.policies import Arrival, Policy, State, Verdict, ZenoState
+from phocas.engines.asynchronous.policy import Arrival, Policy, State, Verdict
+from phocas.engines.asynchronous.zeno import ZenoState
 from phocas.rules import Mean
 from phocas.seeds import Stream, generator
 from phocas.training.cluster import Clock, Gathered

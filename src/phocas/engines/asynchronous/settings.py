@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phocas.engines.asynchronous.policies import Policy, parse_policy
+from phocas.engines.asynchronous.policies import parse_policy
+from phocas.engines.asynchronous.policy import Policy
 from phocas.settings import Settings, at_least, setting
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from phocas.engines.asynchronous.policies import Policy, SilenceError
+from phocas.engines.asynchronous.buffers import SilenceError
+from phocas.engines.asynchronous.policy import Policy
 from phocas.engines.asynchronous.reception import Reception
 from phocas.engines.faults import FaultScript, Stale
 from phocas.engines.ray.hosts import Host, MissingRowsError
