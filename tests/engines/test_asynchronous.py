@@ -130,6 +130,28 @@ def test_zeno_takes_what_goes_down_at_the_length_of_its_own_gradient() -> None:
     assert 60 < sum(taken) < 240
 
 
+@pytest.mark.parametrize(
+    ("dtype", "vanishing"),
+    [(torch.float32, 2e-23), (torch.float64, 1.5e-162), (torch.bfloat16, 2e-23)],
+)
+def test_zeno_steps_no_farther_along_a_row_whose_squares_vanish(
+    dtype: torch.dtype, vanishing: float
+) -> None:
+    """One value says how long the row is; all others are longer together, and squares of zero."""
+    d = 10_000
+    state = Zeno(rho=0).begin(M, d, torch.zeros(M, d, dtype=dtype), lr=0.1)
+    assert isinstance(state, ZenoState)
+    state.own[0] = 1
+    state.renewed()
+    for first in np.geomspace(1, 1e14, 60) * vanishing:
+        row = torch.full((d,), vanishing, dtype=dtype)
+        row[0] = first
+        verdict = state.receive(Arrival(0, row, 0, None))
+        along = verdict.along
+        assert along is None or float(torch.linalg.vector_norm(along)) < 1.01, first
+    assert verdict.accepted  # the last one is long enough
+
+
 def test_kardam_filters_by_rate_and_by_frequency() -> None:
     policy = Kardam(b=2, damping=0.1)
     state, _ = begin(policy)

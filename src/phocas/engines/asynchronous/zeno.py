@@ -77,6 +77,9 @@ class ZenoState(State):
         self.policy = policy
         self.own = own
         self.lr = lr
+        # Of a shorter row so many squares may vanish that its length cannot be known: a liar would
+        # be stretched to many times the length of the server's gradient.
+        self.shortest = 1e3 * math.sqrt(len(own) * torch.finfo(own.dtype).tiny)
         self.accepted = torch.zeros((), dtype=torch.int64)
         self.computed = torch.full((), -1, dtype=torch.int64)
 
@@ -95,7 +98,7 @@ class ZenoState(State):
         who = (arrival.worker,)
         length = float(torch.linalg.vector_norm(arrival.row))
         own = float(torch.linalg.vector_norm(self.own))
-        if not 0 < length < math.inf or not 0 < own < math.inf:
+        if not self.shortest < length < math.inf or not 0 < own < math.inf:
             return Verdict(None, who, accepted=False)
         scale = own / length
         score = self.lr * scale * float(self.own @ arrival.row) - self.policy.rho * own**2
