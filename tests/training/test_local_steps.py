@@ -193,8 +193,9 @@ def test_bits_depend_neither_on_threads_nor_on_servers(
 
 @pytest.mark.parametrize("model", ["dense", "dropout", "normed"])
 @pytest.mark.parametrize(("steps", "optimizer"), [(1, "sgd"), (3, "sgd"), (3, "adam")])
+@pytest.mark.parametrize("batch_size", [7, 32, 120])  # of the last three workers are a block
 def test_some_of_the_workers_alone_come_to_the_bits_of_all_at_once(
-    data: Dataset, model: str, steps: int, optimizer: str
+    data: Dataset, model: str, steps: int, optimizer: str, batch_size: int
 ) -> None:
     """As in worker processes, of which each has some of them."""
     settings: dict[str, Any] = {"clients": 9, "attack": "label-flip:q=4", "optimizer": optimizer}
@@ -205,7 +206,7 @@ def test_some_of_the_workers_alone_come_to_the_bits_of_all_at_once(
             data=data,
             rule="mean",
             num_workers=M,
-            batch_size=120,  # three workers are a block
+            batch_size=batch_size,
             local_steps=steps,
             **settings,
         )
@@ -213,7 +214,7 @@ def test_some_of_the_workers_alone_come_to_the_bits_of_all_at_once(
             gradients = task.differentiate(FlatParameters(task.model), lanes)
             assert task.local is not None
             walking = local_steps.local_steps(gradients, task.local)
-            rows = gradients.flat.vector.new_empty(last - first, gradients.flat.size)
+            rows = gradients.flat.rows(last - first)
 
             def draw(step: int) -> tuple[torch.Tensor, torch.Tensor]:
                 return task.batches(2, first, last, step=step)

@@ -21,6 +21,7 @@ from phocas.training.dropout import worker_generator
 from phocas.training.gradients.base import SAMPLES_A_BLOCK, Buffers, WorkerGradients, empty_losses
 from phocas.training.gradients.merged import Merged
 from phocas.training.optimizers import OPTIMIZERS, Optimizers, is_plain
+from phocas.training.parameters import apart
 
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """What the workers see in a step (from 0) of a round: inputs (m, n, ...) and targets (m, n)."""
@@ -109,7 +110,8 @@ class MergedSteps(LocalSteps):
     With A the inputs of a linear layer and D the gradient at its outputs, a step of SGD is
     ``W_i^T -= lr A_i^T D_i``: one batched product that changes the weights where they are. They are
     turned while workers walk, since the products ``A_i W_i^T`` of few samples take half as long
-    again when every worker's weights must be turned first.
+    again when every worker's weights must be turned first. What products write, and the slopes that
+    they read, lies :func:`apart`, so that a worker's bits do not depend on who else is there.
     """
 
     gradients: Merged
@@ -153,7 +155,7 @@ class _Block:
         self.weights = _turned(self.straight)
         self.optimizer: torch.optim.Optimizer | None = None
         if not local.plain:
-            self.slopes = _turned(merged.by_tensor(torch.empty_like(rows[place])))
+            self.slopes = _turned(merged.by_tensor(merged.flat.rows(len(rows[place]))))
             tensors = []
             for key, stack in self.weights.items():
                 for weight, slope in zip(stack, self.slopes[key], strict=True):
@@ -174,16 +176,17 @@ class _Block:
     ) -> torch.Tensor:
         """Take one step of all workers of the block, and return their losses."""
         k, n = targets.shape[:2]
-        values = inputs.reshape(k, n, -1)
+        values = given = inputs.reshape(k, n, -1)
         tape: list[tuple[nn.Module, torch.Tensor]] = []
         for layer in self.merged.layers:
             if isinstance(layer, nn.Linear):
                 tape.append((layer, values))
-                values = torch.bmm(values, self.weights[id(layer.weight)])
+                weights = self.weights[id(layer.weight)]
+                values = torch.bmm(values, weights, out=apart(values, k, n, weights.shape[2]))
                 if layer.bias is not None:
                     values += self.weights[id(layer.bias)].unsqueeze(1)
             elif isinstance(layer, nn.ReLU):
-                values = values.relu()
+                values = values.relu() if values is given else values.relu_()
                 tape.append((layer, values))
             elif isinstance(layer, nn.Dropout) and layer.p:
                 mask = torch.empty_like(values)
@@ -192,13 +195,14 @@ class _Block:
                 values = values * mask.div_(1 - layer.p)
                 tape.append((layer, mask))
         losses = empty_losses(k, values)
-        delta = self.merged.slope(values.view(k * n, -1), targets, losses).view(k, n, -1)
+        delta = self.merged.slope(values.reshape(k * n, -1), targets, losses).view(k, n, -1)
         lowest = next(i for i, (layer, _) in enumerate(tape) if isinstance(layer, nn.Linear))
         for place in range(len(tape) - 1, lowest - 1, -1):
             layer, saved = tape[place]
             if isinstance(layer, nn.ReLU):
                 delta = torch.ops.aten.threshold_backward(delta, saved, 0)
             elif isinstance(layer, nn.Linear):
+                delta = apart(delta, *delta.shape).copy_(delta)
                 below = delta
                 if place > lowest:
                     below = torch.bmm(delta, self.weights[id(layer.weight)].transpose(1, 2))

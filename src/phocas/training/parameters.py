@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+
+_LINE = 64  # bytes
 
 
 class FlatParameters:
@@ -53,9 +56,27 @@ class FlatParameters:
             view.copy_(tensor.detach())
             tensor.data = view
 
+    def rows(self, m: int) -> torch.Tensor:
+        """Return room for m vectors of d values, each at the start of a cache line.
+
+        What a product of matrices comes to depends in its last bits on where it is written. So a
+        worker's row must lie alike whoever else's rows are there.
+
+        >>> rows = FlatParameters(torch.nn.Linear(3, 2)).rows(4)
+        >>> rows.shape, rows.stride()
+        (torch.Size([4, 8]), (16, 1))
+        """
+        return apart(self.vector, m, self.size)
+
     def views(self, vector: torch.Tensor) -> Iterator[torch.Tensor]:
         """Cut a vector of d values into views of the parameters' shapes."""
         offset = 0
         for shape in self.shapes:
             yield vector[offset : offset + shape.numel()].view(shape)
             offset += shape.numel()
+
+
+def apart(like: torch.Tensor, k: int, *shape: int) -> torch.Tensor:
+    """Return room for k tensors of a shape, each at the start of a cache line."""
+    size, line = math.prod(shape), _LINE // like.element_size()
+    return like.new_empty(k, -(-size // line) * line)[:, :size].view(k, *shape)

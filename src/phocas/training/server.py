@@ -115,7 +115,7 @@ class ParameterServer:
         self.rule.check(self.num_workers)
         self.on_nonfinite: OnNonfinite = on_nonfinite
         self.bounds = [slice(*bounds) for bounds in shard_bounds(d, self.num_servers)]
-        self.rows = self.vector.new_empty(self.num_workers, d)
+        self.rows = self.parameters.rows(self.num_workers)
         kind = parse_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
         self.make_optimizer = functools.partial(kind, lr=lr, **(optimizer_options or {}))
         self._lr = nonnegative("ParameterServer", "lr", lr)

@@ -51,7 +51,7 @@ class Reception:
         d = self.server.parameters.size
         like = self.server.rows
         self.state_of_policy: State = policy.begin(m, d, like, task.lr)
-        self.rows = like.new_zeros(m, d)
+        self.rows = self.server.parameters.rows(m).zero_()
         """What each worker computed last."""
         self.losses = np.zeros(m)
         self.version = 0

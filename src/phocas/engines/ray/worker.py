@@ -123,7 +123,7 @@ class Workers:
         self.steps = None if local is None else local_steps(self.compute, local)
         self.memory = None if job.place is None else job.place.find(first, last)
         self.rows = (
-            torch.zeros(last - first, self.flat.size, dtype=self.flat.vector.dtype)
+            self.flat.rows(last - first).zero_()
             if self.memory is None
             else tensor_of(self.memory.rows)
         )
