@@ -71,6 +71,18 @@ def test_one_step_of_sgd_is_a_synchronous_round_to_the_bit(
     assert torch.equal(plain[1], stepped[1])
 
 
+@pytest.mark.parametrize("model", ["dense", "normed"])
+def test_at_the_end_of_a_schedule_nothing_moves(data: Dataset, model: str) -> None:
+    settings: dict[str, Any] = {"local_steps": 4, "schedule": "cosine:rounds=3"}
+    with Trainer(
+        models()[model], data=data, rule="phocas:b=2", num_workers=M, batch_size=N, **settings
+    ) as trainer:
+        list(trainer.rounds(3))
+        before = trainer.server.vector.clone()
+        assert [done.action for done in trainer.rounds(2)] == ["applied", "applied"]
+        assert torch.equal(trainer.server.vector, before)
+
+
 def by_hand(
     data: Dataset,
     steps: int,

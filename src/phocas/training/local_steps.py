@@ -95,7 +95,7 @@ class LocalSteps(ABC):
         workers = range(first_worker, first_worker + len(out))
         losses = self._walk(batches, out, Walk(workers, seed, first, lr))
         torch.sub(start, out, out=out)
-        if self.local.linear:
+        if self.local.linear and lr:  # at the end of a schedule nothing has moved
             out.div_(lr)
         return losses
 
