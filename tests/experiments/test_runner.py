@@ -273,6 +273,20 @@ def test_more_rounds_go_on_from_fewer_with_the_same_bits(
     assert content(tmp_path / "r.sqlite", 1) == before  # the shorter one is still there
 
 
+def test_more_rounds_that_end_at_once_do_not_begin_anew(tmp_path: Path) -> None:
+    config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
+    execute(config.model_copy(update={"rounds": 18}))
+
+    def die(*_told: object) -> None:
+        raise SystemExit("killed in the first round")
+
+    with pytest.raises(SystemExit):
+        execute(config, watch=die)
+    told: list[str] = []
+    assert execute(config, tell=told.append).status == "complete"
+    assert told == ["going on with run 2 from round 18"]
+
+
 def test_a_run_that_is_running_is_refused(tmp_path: Path) -> None:
     config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
     refusals = []

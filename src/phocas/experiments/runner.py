@@ -224,6 +224,7 @@ class _Run:
             done = self.trainer.rounds_done
             self._begin(f"run {origin.id}, round {done}")
             self.results.copy(origin.id, self.id, done, self.config.evaluate_every)
+            self._checkpoint()  # whoever is killed before the next one does not begin at round 0
             self.tell(
                 f"run {self.id} is run {origin.id} with more rounds: going on from round {done}"
             )
