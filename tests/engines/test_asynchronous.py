@@ -28,6 +28,7 @@ from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
 from phocas.seeds import Stream, generator
 from phocas.training import Trainer
+from phocas.training.lanes import one_torch_thread
 
 M, D = 7, 5
 SETS = "synthetic:train=300,test=60,side=8,noise=20"
@@ -152,6 +153,19 @@ def test_zeno_steps_no_farther_along_a_row_whose_squares_vanish(
     assert verdict.accepted  # the last one is long enough
 
 
+@pytest.mark.parametrize("d", [1, (1 << 15) + 1])
+def test_kardam_survives_what_is_too_long_to_be_squared(d: int) -> None:
+    state = Kardam(b=1).begin(M, d, torch.zeros(M, d, dtype=torch.float64), 0.1)
+    place = torch.zeros(d, dtype=torch.float64)
+    for number in range(40):
+        value = 1e200 * (-1) ** number if number % M == 0 else 1.0 + number / 100
+        row = torch.full((d,), value, dtype=torch.float64)
+        verdict = state.receive(Arrival(number % M, row, 0, place + number))
+        assert verdict is not None
+        assert not verdict.accepted or number % M
+    assert verdict.accepted
+
+
 def test_kardam_filters_by_rate_and_by_frequency() -> None:
     policy = Kardam(b=2, damping=0.1)
     state, _ = begin(policy)
@@ -256,7 +270,7 @@ def test_a_run_goes_on_to_the_same_bits_with_any_threads(
         rounds = list(whole.rounds(90))
         expected = whole.server.vector.clone()
         shares = whole.attendance.sums.copy()
-    with make(data, policy, threads=2, **settings) as begun:
+    with one_torch_thread(), make(data, policy, threads=2, **settings) as begun:
         list(begun.rounds(41))
         begun.save(tmp_path / "half")
     with make(data, policy, threads=2, num_servers=1, **settings) as resumed:

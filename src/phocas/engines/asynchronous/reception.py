@@ -15,7 +15,7 @@ from phocas.rules import Mean
 from phocas.seeds import Stream, generator
 from phocas.training.cluster import Clock, Gathered
 from phocas.training.gradients import Looped
-from phocas.training.lanes import Lanes, kernel_threads
+from phocas.training.lanes import Lanes, kernel_threads, one_torch_thread
 from phocas.training.server import Aggregate, ParameterServer
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ class Reception:
         self._renew()
         self.clock.stop("gradients")
         given = None if self._given is None else self._given[worker]
-        self._verdict = self.state_of_policy.receive(Arrival(worker, row, self.staleness, given))
+        with one_torch_thread():  # the last bits of a length depend on how many there are
+            arrival = Arrival(worker, row, self.staleness, given)
+            self._verdict = self.state_of_policy.receive(arrival)
         self.news += self.state_of_policy.news
         return self._verdict is not None
 
