@@ -90,9 +90,9 @@ def test_aliases_and_names_are_one_table() -> None:
         ("multi-krum:b=1,select=x", ["select must be an integer", "got 'x'"]),
         ("nn:b=6|phocas:b=6", ["unknown pre-aggregator 'nn'", "did you mean 'nnm'?"]),
         ("krum:b=1|phocas:b=6", ["krum is a rule, which must come last"]),
-        ("nnm:b=6", ["unknown rule 'nnm'"]),
-        ("nnm:b=6|", ["unknown rule ''"]),
-        ("|median", ["unknown pre-aggregator ''"]),
+        ("nnm:b=6", ["nnm is a pre-aggregator", "write nnm:b=6|median"]),
+        ("nnm:b=6|", ["both sides of every |", "nnm:b=6|"]),
+        ("|median", ["both sides of every |"]),
     ],
 )
 def test_text_that_is_no_rule(text: str, words: list[str]) -> None:

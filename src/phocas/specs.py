@@ -299,7 +299,8 @@ def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None
     close = difflib.get_close_matches(_key(got), keys, n=1, cutoff=0.5)
     hint = f"; did you mean {keys[close[0]]!r}?" if close else ";"
     listing = ", ".join(names) if names else "none"
-    return f"unknown {kind} {got!r}{hint} {plural or kind + 's'}: {listing}"
+    plural = plural or (f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s")
+    return f"unknown {kind} {got!r}{hint} {plural}: {listing}"
 
 
 def count(owner: str, parameter: str, value: object, minimum: int = 0) -> int:

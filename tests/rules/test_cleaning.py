@@ -263,7 +263,9 @@ def test_an_accelerator_cleans_too(text: str) -> None:
 
 
 def test_what_cannot_be_cleaned_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"pre-aggregator, which needs a rule after it: cleaning"):
+    with pytest.raises(
+        ValueError, match=r"pre-aggregator, which needs a rule after it: write cleaning"
+    ):
         parse_rule("cleaning:b=8")
     for text in ("cleaning:b=2|cleaning:b=2|median", "nnm:b=2|cleaning:b=2|median"):
         with pytest.raises(ValueError, match="Cleaning must come first and once"):

@@ -13,7 +13,7 @@ from phocas.rules.heraclius import Heraclius
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
 from phocas.rules.watch import Watch
-from phocas.specs import Foreign, Table, loaded, split, unknown
+from phocas.specs import Foreign, Table, loaded, split
 
 PRE_AGGREGATORS: Table[PreAggregator] = Table(
     "pre-aggregator", [Cleaning, NNM, Bucketing, Clipping, AdaptiveClipping], PreAggregator
@@ -26,24 +26,34 @@ class RuleTable(Table[Rule]):
     def read(self, text: str) -> Rule | Foreign:
         """Read a rule and import nothing; it is foreign if one of its steps is."""
         *before, last = split(text, "|")
+        if before and not all(part.strip() for part in (*before, last)):
+            raise ValueError(f"a step must stand on both sides of every |: got {text!r}")
         for part in before:
             name = part.partition(":")[0].strip()
             if name not in PRE_AGGREGATORS and name in self:
                 raise ValueError(
-                    unknown("pre-aggregator", name, PRE_AGGREGATORS)
-                    + f"; {name} is a rule, which must come last"
+                    f"{name} is a rule, which must come last: got {text!r}; before it stand"
+                    f" pre-aggregators: {', '.join(PRE_AGGREGATORS)}"
                 )
         name = last.partition(":")[0].strip()
         if name in PRE_AGGREGATORS and name not in self:
             raise ValueError(
-                unknown("rule", name, self)
-                + f"; {name} is a pre-aggregator, which needs a rule after it: {last}|median"
+                f"{name} is a pre-aggregator, which needs a rule after it: write {last}|median"
             )
         rule = super().read(last)
         stages = [PRE_AGGREGATORS.read(part) for part in before]
         if isinstance(rule, Foreign) or any(isinstance(stage, Foreign) for stage in stages):
             return Foreign("|".join(str(step) for step in (*stages, rule)), self.parse)
         return _joined(stages, rule)
+
+    def of(self, value: object, owner: str) -> Rule:
+        """Return a rule that may also be given as text or as a function."""
+        if isinstance(value, PreAggregator):
+            raise TypeError(
+                f"{owner} needs a rule, and {value!r} is a pre-aggregator: write a rule after it,"
+                f" {value!r} | Median()"
+            )
+        return super().of(value, owner)
 
     def parse(self, text: str) -> Rule:
         """Read a rule, and import those of its steps that are the user's own."""

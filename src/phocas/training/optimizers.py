@@ -34,10 +34,11 @@ def is_plain(kind: Optimizers, options: Mapping[str, Any]) -> bool:
     return kind is torch.optim.SGD and not options
 
 
-def check_optimizer_text(text: str) -> str:
-    """Return the text of an optimiser if it can be read; nothing is imported."""
-    if text.strip().lower() not in OPTIMIZERS and not is_place(text):
-        raise ValueError(unknown("optimizer", text.strip(), OPTIMIZERS) + ", or module:callable")
+def check_optimizer_text(text: str, *others: str) -> str:
+    """Return the text of an optimiser, or of another that is known; nothing is imported."""
+    known = (*others, *OPTIMIZERS)
+    if text.strip().lower() not in known and not is_place(text):
+        raise ValueError(unknown("optimizer", text.strip(), known) + ", or module:callable")
     return text
 
 
@@ -88,8 +89,7 @@ def parse_server_optimizer(text: str) -> ServerOptimizer:
     if is_place(text):
         kind, rest = text.strip(), ""
     name = kind.strip().lower() if kind.strip().lower() in OPTIMIZERS else kind.strip()
-    if name != "nesterov":
-        check_optimizer_text(name)
+    check_optimizer_text(name, "nesterov")
     options = {key: _option(name, key, said) for key, said in split_arguments(rest, name).items()}
     lr = positive(name, "lr", options.pop("lr", 1.0))
     found = ServerOptimizer(name, lr, options)

@@ -52,5 +52,7 @@ def parse_policy(text: str) -> Policy:
 
 def read_policy(text: str) -> Policy | Foreign:
     """Read a policy and import nothing: what is the user's own comes back as text."""
-    short = text.strip().startswith("buffers=")
-    return POLICIES.read(f"buffered:{text.strip()}" if short else text)
+    short, told, _ = text.strip().partition("=")
+    if short == "buffers":
+        text = f"buffered:{text.strip()}" if told else "buffered"
+    return POLICIES.read(text)

@@ -55,7 +55,10 @@ class Policy(Spec):
     def check(self, m: int, rule: Rule) -> None:
         """Raise if this is impossible with m workers and this rule."""
         if rule != Mean():
-            raise ValueError(f"{self.name} decides by itself: leave rule={rule} out, of m={m} rows")
+            raise ValueError(
+                f"{self.name} decides by itself on every row of m={m} workers: rule must be mean,"
+                f" got rule={rule}"
+            )
 
     @abstractmethod
     def begin(self, m: int, d: int, rows: torch.Tensor, lr: float) -> State:

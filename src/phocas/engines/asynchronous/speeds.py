@@ -14,6 +14,18 @@ from phocas.settings import nonnegative
 from phocas.specs import Spec, Table, count, normalise, number
 
 _AHEAD = 16  # steps drawn at once: one by one among other work, each takes three times as long
+LARGEST_SPREAD = 20.0
+
+
+def _spread(owner: str, name: str, value: object) -> float:
+    """Return the spread of a logarithm, if no worker can be so slow that it is not a number."""
+    found = nonnegative(owner, name, value)
+    if found > LARGEST_SPREAD:
+        raise ValueError(
+            f"{owner} needs {name} <= {LARGEST_SPREAD:g}, the spread of a logarithm: got"
+            f" {name}={found:g}; for workers who never answer write slow:workers=1,factor=inf"
+        )
+    return found
 
 
 @functools.lru_cache(1 << 16)
@@ -67,7 +79,7 @@ class Even(Speeds):
     noise: float = 0.1
 
     def __post_init__(self) -> None:
-        normalise(self, noise=nonnegative("even", "noise", self.noise))
+        normalise(self, noise=_spread("even", "noise", self.noise))
 
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
         """Return 1."""
@@ -96,8 +108,8 @@ class Lognormal(Speeds):
     def __post_init__(self) -> None:
         normalise(
             self,
-            sigma=nonnegative("lognormal", "sigma", self.sigma),
-            noise=nonnegative("lognormal", "noise", self.noise),
+            sigma=_spread("lognormal", "sigma", self.sigma),
+            noise=_spread("lognormal", "noise", self.noise),
         )
 
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
@@ -134,7 +146,7 @@ class Slow(Speeds):
             self,
             workers=count("slow", "workers", self.workers),
             factor=factor,
-            noise=nonnegative("slow", "noise", self.noise),
+            noise=_spread("slow", "noise", self.noise),
         )
 
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
