@@ -46,8 +46,9 @@ def aggregate(
 ) -> None:
     """Merge files of tensors: .safetensors, .npz, .npy or .pt, by their content.
 
-    Keys, shapes and types must be the same in all. Files are mapped and merged in parts, so they
-    may be larger than memory. Whole numbers become what more than half of the files say.
+    Keys, shapes and types must be the same in all. Files are mapped and
+    merged in parts, so they may be larger than memory. Whole numbers become
+    what more than half of the files say.
     """
     from phocas.files import check_writable
     from phocas.integrations import merging

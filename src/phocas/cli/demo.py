@@ -31,8 +31,9 @@ def demo(
 ) -> None:
     """Train six rules under the gambler attack, and the mean without one; a figure and a report.
 
-    One of the twenty servers is hit: each value that reaches it is multiplied by -1e20 with
-    probability 0.05%. That is three values of each worker, so that no worker can be trusted whole.
+    One of the twenty servers is hit: each value that reaches it is
+    multiplied by -1e20 with probability 0.05%. That is three values of each
+    worker, so that no worker can be trusted whole.
     """
     import time
 

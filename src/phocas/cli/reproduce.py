@@ -60,8 +60,8 @@ def reproduce(
 ) -> None:
     """Run the paper's experiments, draw its figures, and judge its claims.
 
-    What is complete is not run again: the same command goes on after an interruption, and one with
-    more repeats adds to those that there are.
+    What is complete is not run again: the same command goes on after an
+    interruption, and one with more repeats adds to those that there are.
     """
     from phocas.experiments.reproduction.tasks import plan
     from phocas.files import check_writable
