@@ -157,7 +157,7 @@ def test_zeno_steps_no_farther_along_a_row_whose_squares_vanish(
 def test_kardam_survives_what_is_too_long_to_be_squared(d: int) -> None:
     state = Kardam(b=1).begin(M, d, torch.zeros(M, d, dtype=torch.float64), 0.1)
     place = torch.zeros(d, dtype=torch.float64)
-    accepted = []
+    accepted: list[int] = []
     for number in range(40):
         value = 1e200 * (-1) ** number if number % M == 0 else 1.0 + number / 100
         row = torch.full((d,), value, dtype=torch.float64)

@@ -212,7 +212,7 @@ def test_the_front_is_drawn_and_told(tmp_path: Path) -> None:
     assert low.figure in ("bit-flip", "gambler")
     assert low.attacks == 8
     lines = front_lines(outcomes, errors)
-    assert any("cleaning:b=8\\|nnm:b=6" in line and "| 2.00 |" in line for line in lines)
+    assert any("cleaning:b=8\\|nnm:b=8" in line and "| 2.00 |" in line for line in lines)
     assert any(line.startswith("| Mean") and "no bound" in line for line in lines)
     quiet = [figure for figure in outcomes.reproduction.figures if figure.name == "none"]
     alone = Outcomes(
