@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -124,6 +125,48 @@ def test_a_watched_rule_is_advised_on_and_ones_own_is_not_imported(folder: Path)
     screen, told = advised(folder, "own")
     assert (told["told"], told["costs"]) == (None, [])
     assert "is your own: what it survives is not asked here" in screen
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            {"clients": 40},
+            "every worker has its row in every round: got clients 40; a run without clients",
+        ),
+        ({"asynchronous": "kardam:b=2"}, "got asynchronous kardam:b=2"),
+        ({}, "none of its rounds is recorded"),
+    ],
+)
+def test_why_nothing_was_counted(tmp_path: Path, changed: dict[str, Any], reason: str) -> None:
+    values = {
+        "dataset": "synthetic:train=120,test=20,side=8",
+        "model": "softmax",
+        "workers": 7,
+        "servers": 1,
+        "rounds": 2,
+        "results": str(tmp_path / "r.sqlite"),
+        **({"rule": "median"} if "asynchronous" not in changed else {}),
+        **changed,
+    }
+    if changed:
+        execute(make_config(values))
+    else:
+        with Results(tmp_path / "r.sqlite") as results:
+            results.begin(make_config(values), {}, {})
+    status, out, errors = run(tmp_path, "r.sqlite")
+    assert (status, out) == (2, "")
+    assert reason in errors
+    assert "older phocas" not in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_run_of_an_older_phocas_is_to_be_run_again(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "r.sqlite", tmp_path / "r.sqlite")
+    with sqlite3.connect(tmp_path / "r.sqlite") as connection:
+        connection.execute("DELETE FROM implausible")
+    connection.close()
+    assert "recorded by an older phocas; run it again" in run(tmp_path, "r.sqlite")[2]
 
 
 def test_the_last_run_is_the_default_and_mistakes_are_one_line(folder: Path) -> None:

@@ -72,10 +72,7 @@ def advise(results: Results, record: RunRecord) -> Advice:
     """Work out what a run would have needed; refuse one of which nothing was counted."""
     rows = results.table("implausible", record.id)
     if not rows:
-        raise ValueError(
-            f"run {record.id} has no counts of implausible values: it was recorded by an older"
-            " phocas, or had no round; run it again to be advised on it"
-        )
+        raise ValueError(f"run {record.id} has no counts of implausible values: {_why(record)}")
     counts = [Count(row["reach"], row["most"], row["rows"], row["share"]) for row in rows]
     seen = tuple(
         _sum_up([one for one in counts if one.reach == reach]) for reach in _reaches(counts)
@@ -96,6 +93,20 @@ def advise(results: Results, record: RunRecord) -> Advice:
         needed=needed,
         costs=() if isinstance(judged, Foreign) else _costs(judged, m, needed),
     )
+
+
+def _why(record: RunRecord) -> str:
+    """Say why nothing was counted, and what can be done about it."""
+    for key in ("clients", "asynchronous"):
+        value = record.config.get(key)
+        if value is not None:
+            return (
+                "values are counted only where every worker has its row in every round: got"
+                f" {key} {value}; a run without {key} can be advised on"
+            )
+    if not record.rounds_done:
+        return "none of its rounds is recorded; let it go on, by the command that began it"
+    return "it was recorded by an older phocas; run it again with --restart to be advised on it"
 
 
 def _proven(record: RunRecord) -> int:
