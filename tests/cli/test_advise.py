@@ -26,7 +26,8 @@ CASES = {
     "krum": ("krum:b=2", "gaussian:q=2"),
     "too many": ("phocas:b=1", "gaussian:q=3"),
     "mixed": ("nnm:b=3|trimmed-mean:b=3", "omniscient:q=1"),
-    "watched": ("watch:rule=(heraclius:b=3)", "none"),
+    "watched": ("watch:rule=(heraclius:b=3)", "gaussian:q=2"),
+    "most": ("phocas:b=5", "gaussian:q=6,std=1e39"),
     "own": ("own_rules:Middle", "none"),
 }
 
@@ -118,9 +119,24 @@ def test_too_small_a_b_is_said_to_have_no_bound(folder: Path) -> None:
     assert [cost["bound"] is None for cost in told["costs"]] == [True, False]
 
 
-def test_a_watched_rule_is_advised_on_and_ones_own_is_not_imported(folder: Path) -> None:
-    _, told = advised(folder, "watched")
-    assert (told["needed"], told["told"]) == (0, 3)
+def test_where_most_are_wrong_no_b_is_enough(folder: Path) -> None:
+    screen, told = advised(folder, "most")
+    assert 2 * told["needed"] >= 11
+    assert "needed: no b is enough" in screen
+    assert f"{told['needed']} of 11 were wrong" in " ".join(screen.split())
+    assert "b >=" not in screen
+
+
+def test_who_only_watches_is_told_that_the_mean_survives_nothing(folder: Path) -> None:
+    screen, told = advised(folder, "watched")
+    assert (told["needed"], told["told"], told["would"]) == (2, 0, 3)
+    assert told["watched"].startswith("heraclius:b=3")
+    assert "NO PROTECTION: watch takes the mean, which survives nothing" in " ".join(screen.split())
+    assert "never used" not in screen
+    assert {cost["b"] for cost in told["costs"]} == {1, 2, 3}
+
+
+def test_ones_own_rule_is_not_imported(folder: Path) -> None:
     (folder / "own_rules.py").write_text("raise SystemExit('imported')\n")
     screen, told = advised(folder, "own")
     assert (told["told"], told["costs"]) == (None, [])
@@ -171,7 +187,7 @@ def test_a_run_of_an_older_phocas_is_to_be_run_again(folder: Path, tmp_path: Pat
 
 def test_the_last_run_is_the_default_and_mistakes_are_one_line(folder: Path) -> None:
     command = [sys.executable, "-m", "phocas", "advise", "r.sqlite"]
-    assert subprocess.check_output(command, cwd=folder, text=True).startswith("run 7: ")
+    assert subprocess.check_output(command, cwd=folder, text=True).startswith("run 8: ")
     with Results(folder / "old.sqlite") as results:
         results.begin(make_config({}), {}, {})
     Results(folder / "empty.sqlite").close()

@@ -16,6 +16,7 @@ from phocas.specs import Foreign
 
 if TYPE_CHECKING:
     from phocas.experiments.results import Results, RunRecord
+    from phocas.rules.promise import Tolerance
 
 _MOST_CHOICES = 8
 _OTHER_REACHES = (0.0, 2.0, 4.0, 8.0, 16.0)
@@ -58,9 +59,18 @@ class Advice:
     """Whether the rule survives wrong rows only, so that workers count and not values."""
     told: int | None
     """What the rule survives; None for a rule of the user's own, which is not imported here."""
+    watched: str | None
+    """The rule that was only asked whom it would drop, while the mean was applied."""
+    would: int | None
+    """What that one would survive."""
     needed: int
     """What would have been enough for all that is beyond doubt."""
     costs: tuple[Cost, ...]
+
+    @property
+    def hopeless(self) -> bool:
+        """Tell whether so much was wrong that no b is enough, of whatever rule."""
+        return 2 * self.needed >= int(self.record.config["workers"])
 
     @property
     def unused(self) -> range:
@@ -79,9 +89,9 @@ def advise(results: Results, record: RunRecord) -> Advice:
     )
     m = int(record.config["workers"])
     rule = RULES.read(record.config["rule"])
-    judged = rule.rule if isinstance(rule, Watch) else rule
-    tolerance = None if isinstance(judged, Foreign) else judged.tolerates(m)
-    by_rows = tolerance is not None and tolerance.values == 0 < tolerance.rows
+    watched = rule.rule if isinstance(rule, Watch) else None
+    judged = rule if watched is None else watched
+    by_rows = not isinstance(judged, Foreign) and _survives_rows_only(judged.tolerates(m))
     gross = next(one for one in seen if one.reach == GROSS)
     needed = max(gross.rows if by_rows else gross.most, _proven(record))
     return Advice(
@@ -89,10 +99,20 @@ def advise(results: Results, record: RunRecord) -> Advice:
         counted=len(counts) // len(seen),
         seen=seen,
         by_rows=by_rows,
-        told=None if tolerance is None else max(tolerance.rows, tolerance.values),
+        told=None if isinstance(rule, Foreign) else _most(rule.tolerates(m)),
+        watched=None if watched is None else str(watched),
+        would=None if watched is None else _most(watched.tolerates(m)),
         needed=needed,
         costs=() if isinstance(judged, Foreign) else _costs(judged, m, needed),
     )
+
+
+def _survives_rows_only(tolerance: Tolerance) -> bool:
+    return tolerance.values == 0 < tolerance.rows
+
+
+def _most(tolerance: Tolerance) -> int:
+    return max(tolerance.rows, tolerance.values)
 
 
 def _why(record: RunRecord) -> str:

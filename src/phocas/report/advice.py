@@ -48,8 +48,18 @@ def print_advice(advice: Advice) -> None:
 def _verdict(advice: Advice) -> list[str]:
     record, needed, told = advice.record, advice.needed, advice.told
     what = "workers with values" if advice.by_rows else "values of a column"
-    lines = [f"needed: b >= {needed}, for the {what} beyond {GROSS:g} spreads, and for suspects"]
-    if told is None:
+    why = f"for the {what} beyond {GROSS:g} spreads, and for suspects"
+    need = f"b >= {needed}, {why}"
+    if advice.hopeless:
+        m = record.config["workers"]
+        need = f"no b is enough, {why}: {needed} of {m} were wrong, and more must be right"
+    lines = [f"needed: {need}"]
+    if advice.watched is not None:
+        lines.append(
+            "NO PROTECTION: watch takes the mean, which survives nothing; "
+            f"{advice.watched}, which it only asks, would survive {advice.would}"
+        )
+    elif told is None:
         lines.append(f"{record.rule} is your own: what it survives is not asked here")
     elif told < needed:
         lines.append(
