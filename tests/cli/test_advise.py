@@ -177,6 +177,20 @@ def test_why_nothing_was_counted(tmp_path: Path, changed: dict[str, Any], reason
     assert len(errors.splitlines()) == 1
 
 
+def test_a_run_that_was_interrupted_says_how_far_it_got(folder: Path, tmp_path: Path) -> None:
+    values = {"dataset": "synthetic:train=60,test=20,side=8", "model": "softmax", "servers": 1}
+    results = str(tmp_path / "r.sqlite")
+    done = execute(
+        make_config({**values, "rounds": 1000, "results": results}), should_stop=lambda: True
+    )
+    assert done.status == "interrupted"
+    screen = run(tmp_path, "r.sqlite")[1]
+    assert screen.splitlines()[0].endswith("20 workers; interrupted, 1 of 1000 rounds")
+    told = json.loads(run(tmp_path, "r.sqlite", "--json")[1])
+    assert (told["status"], told["rounds_done"], told["rounds"]) == ("interrupted", 1, 1000)
+    assert "; complete, 24 of 24 rounds\n" in advised(folder, "quiet")[0]
+
+
 def test_a_run_of_an_older_phocas_is_to_be_run_again(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "r.sqlite", tmp_path / "r.sqlite")
     with sqlite3.connect(tmp_path / "r.sqlite") as connection:

@@ -39,6 +39,7 @@ def advise(
     if json_:
         told = asdict(found)
         record = told.pop("record")
-        typer.echo(json.dumps({"run": record["id"], "rule": record["rule"], **told}))
+        about = {key: record[key] for key in ("rule", "rounds", "rounds_done")}
+        typer.echo(json.dumps({"run": record["id"], **about, **told}))
     else:
         print_advice(found)

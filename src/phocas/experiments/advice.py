@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from phocas.experiments.locks import actual_status
 from phocas.rules import RULES, Heraclius, Rule, Told, Watch
 from phocas.rules.census import GROSS, Count
 from phocas.specs import Foreign
@@ -52,6 +53,8 @@ class Advice:
     """What a run used of what its rule survives."""
 
     record: RunRecord
+    status: str
+    """Of the run, which may not have come to its end."""
     counted: int
     """The rounds in which values were counted."""
     seen: tuple[Seen, ...]
@@ -96,6 +99,7 @@ def advise(results: Results, record: RunRecord) -> Advice:
     needed = max(gross.rows if by_rows else gross.most, _proven(record))
     return Advice(
         record=record,
+        status=actual_status(record, results.path),
         counted=len(counts) // len(seen),
         seen=seen,
         by_rows=by_rows,

@@ -17,7 +17,8 @@ def print_advice(advice: Advice) -> None:
     record = advice.record
     m = record.config["workers"]
     attack = record.attack or "no attack"
-    _say(f"run {record.id}: {record.rule}, {attack}, {m} workers, {record.rounds_done} rounds")
+    done = f"{advice.status}, {record.rounds_done} of {record.rounds} rounds"
+    _say(f"run {record.id}: {record.rule}, {attack}, {m} workers; {done}")
     print()
     _say(f"values far from the others, in a thousand columns of {advice.counted} rounds:")
     print_table(
