@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phocas.experiments.config import expand_grid
+from phocas.experiments.config import expand_grid, make_config
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute, host
+from phocas.report.progress import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,6 +159,25 @@ def test_what_went_wrong_is_shown(phocas: Phocas, tmp_path: Path) -> None:
     known = json.loads(phocas("show", "--json"))
     assert known["skipped_rounds"] > 0
     assert f"{known['skipped_rounds']} rounds took no step" in phocas("show")
+
+
+def test_rows_that_were_turned_down_are_not_called_infinite(
+    phocas: Phocas, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {key: GRID[key] for key in ("dataset", "model", "servers", "results")}
+    refusing = {"asynchronous": "zeno:validation=30", "attack": "sign-flip:q=6", "rounds": 10}
+    config = make_config({**values, **refusing, "workers": 9})
+    with monkeypatch.context() as patch:
+        patch.delenv("FORCE_COLOR")  # so that there is a line for every round
+        execute(config, watch=Progress(config).show)
+    errors = capsys.readouterr().err
+    assert "skipped: row turned down" in errors
+    assert "not finite" not in errors
+    known = json.loads(phocas("show", "--json"))
+    assert known["nonfinite_rounds"] == 0 < known["turned_down"] == known["skipped_rounds"]
+    text = phocas("show")
+    assert f"turned down  {known['turned_down']} of 10 rows\n" in text
+    assert "not finite" not in text
 
 
 def test_a_figure_is_drawn(phocas: Phocas, here: Path) -> None:

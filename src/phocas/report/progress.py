@@ -91,7 +91,8 @@ class Progress(_Shown):
         if done.suspect_servers:
             news += f"  servers {listing(done.suspect_servers)} get wrong values"
         if done.action != "applied":
-            news += f"  round {done.number} {done.action}: not finite"
+            why = "row turned down" if done.finite else "not finite"
+            news += f"  round {done.number} {done.action}: {why}"
         if self._bars is not None:
             self._bars.update(self._task, completed=done.number, news=news)
         else:

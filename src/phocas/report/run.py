@@ -35,10 +35,17 @@ def about_run(results: Results, record: RunRecord) -> dict[str, Any]:
         "settings": changed(record.config),
         "curve": {name: [_plain(each) for each in values] for name, values in metrics.items()},
         "ms_by_phase": read_cost(results, record.id),
+        "turned_down": _turned_down(results, record.id),
         "dropped": [_plain(each.dropped) for each in results.evidence(record.id)],
         "versions": record.versions,
         "host": record.host,
     }
+
+
+def _turned_down(results: Results, run: int) -> int:
+    """Count the rows that a policy refused: finite ones along which no step was taken."""
+    rounds = results.table("rounds", run)
+    return sum(row["action"] != "applied" and bool(row["finite"]) for row in rounds)
 
 
 def changed(config: dict[str, Any]) -> dict[str, Any]:
@@ -80,10 +87,9 @@ def print_run(known: dict[str, Any]) -> None:
         ),
         "dropped": _dropped(known),
         "faults": "; ".join(config.get("faults") or []),
-        "not finite": (
-            f"{known['nonfinite_rounds']} aggregates; {known['skipped_rounds']} rounds took no step"
-            if known["nonfinite_rounds"] or known["skipped_rounds"]
-            else ""
+        "not finite": _not_finite(known),
+        "turned down": (
+            f"{known['turned_down']} of {known['rounds_done']} rows" if known["turned_down"] else ""
         ),
         "versions": ", ".join(f"{name} {version}" for name, version in known["versions"].items()),
         "host": ", ".join(str(value) for value in known["host"].values()),
@@ -142,6 +148,13 @@ def _dropped(known: dict[str, Any]) -> str:
     most = sorted(range(len(shares)), key=lambda worker: -shares[worker])[:3]
     told = ", ".join(f"worker {worker} {shares[worker]:.0%}" for worker in most)
     return f"{told} of their values; the median worker {usual:.0%}"
+
+
+def _not_finite(known: dict[str, Any]) -> str:
+    if not known["nonfinite_rounds"]:
+        return ""
+    skipped = known["skipped_rounds"] - known["turned_down"]
+    return f"{known['nonfinite_rounds']} aggregates; {skipped} rounds took no step"
 
 
 def _model(known: dict[str, Any]) -> str:
