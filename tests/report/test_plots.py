@@ -164,3 +164,25 @@ def test_what_cannot_be_drawn_is_refused(swept: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"written as \.png or \.svg: got .*curves.pdf"):
         drawn(swept, tmp_path / "curves.pdf")
     assert not list(tmp_path.iterdir())
+
+
+def test_who_refuses_rows_is_no_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "refusing.sqlite"
+    common = {**COMMON, "results": str(path)}
+    grid = {"asynchronous": ["zeno:validation=30", "mean"], "attack": ["none", "gaussian:q=2"]}
+    for config in expand_grid({**common, "grid": grid}, "grid"):
+        execute(config)
+    with Results(path, read=True) as results:
+        runs = latest(results.runs())
+        curves = {run.id: read_curve(results, run.id) for run in runs}
+        panels, _ = _arranged(runs, curves, Choice())
+        zeno = [run for run in runs if run.config["asynchronous"].startswith("zeno")]
+        alone, _ = _arranged(zeno, curves, Choice())
+    assert set(panels) == {"gaussian:q=2", "no attack"}
+    (baseline,) = [line for line in panels["gaussian:q=2"] if line.label == CLEAN]
+    (averaging,) = [
+        run for run in runs if run.attack is None and run.config["asynchronous"] == "mean"
+    ]
+    np.testing.assert_array_equal(baseline.repeats, [curves[averaging.id].top1])
+    assert any("zeno" in line.label for line in panels["no attack"])
+    assert CLEAN not in [line.label for lines in alone.values() for line in lines]

@@ -116,7 +116,7 @@ def _arranged(
     varying = differing([record.config for record in runs])
     by = choice.by or ("attack" if "attack" in varying else None)
     keys = choice.lines or _telling(runs, by, varying)
-    clean = [run for run in runs if by == "attack" and run.attack is None and run.rule == "mean"]
+    clean = [run for run in runs if by == "attack" and run.attack is None and _averages(run)]
     groups: dict[str, dict[str, list[RunRecord]]] = {}
     for record in runs:
         title = "" if by is None else said(record.config, by)
@@ -161,6 +161,11 @@ def _label(record: RunRecord, keys: Sequence[str]) -> str:
     if _decides_alone(record) and "asynchronous" in told:
         told = [key for key in told if key != "rule"]  # the mean of its one row
     return ", ".join(said(record.config, key) for key in told) or said(record.config, "rule")
+
+
+def _averages(record: RunRecord) -> bool:
+    """Tell whether a run steps along all rows: who refuses some has the mean for a rule too."""
+    return record.rule == "mean" and record.config.get("asynchronous") in (None, "mean")
 
 
 def _decides_alone(record: RunRecord) -> bool:
