@@ -180,6 +180,30 @@ def test_rows_that_were_turned_down_are_not_called_infinite(
     assert "not finite" not in text
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"asynchronous": "zeno:validation=30", "attack": "gaussian:q=2"},
+            ("mean, asynchronous zeno:validation=30", "gaussian:q=2"),
+        ),
+        (
+            {"local_steps": 2, "clients": 9, "speeds": "even", "rule": "median"},
+            ("median", "local steps 2, clients 9, speeds even"),
+        ),
+    ],
+)
+def test_how_rows_become_steps_is_said_of_every_run(
+    phocas: Phocas, changed: dict[str, object], told: tuple[str, ...]
+) -> None:
+    values = {key: GRID[key] for key in ("dataset", "model", "workers", "servers", "results")}
+    execute(make_config({**values, **changed, "rounds": 2}))
+    (headline, *_), (shown, _) = phocas("runs").splitlines(), phocas("show").split("\n\n", 1)
+    assert headline.endswith(f"softmax, {', '.join(told)}, seed 0")
+    for words in told:
+        assert words in " ".join(shown.split())
+
+
 def test_a_figure_is_drawn(phocas: Phocas, here: Path) -> None:
     assert phocas("plot") == "8 runs, 3 lines, 2 panels: curves.png\n"
     assert (here / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from phocas.experiments.config import make_config
 from phocas.experiments.curves import read_cost, read_curve
 from phocas.experiments.locks import actual_status, state_path
-from phocas.report.tables import listing, outcome, print_facts, said
+from phocas.report.tables import common, listing, outcome, print_facts, said
 from phocas.report.terminal import draw_curve
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def print_run(known: dict[str, Any]) -> None:
     config = known["config"]
     under = f" under {known['attack']}" if known["attack"] else ""
     name = f"{known['name']}: " if known["name"] else ""
-    print_facts({f"run {known['id']}": f"{name}{known['rule']}{under}, seed {known['seed']}"})
+    method = common([config], but=("name", "dataset", "model", "attack", "seed"))
+    print_facts({f"run {known['id']}": f"{name}{method}{under}, seed {known['seed']}"})
     print()
     workers = f"{config['workers']} workers, {config['servers']} servers"
     settings = [said(known["settings"], key) for key in known["settings"] if key != "faults"]

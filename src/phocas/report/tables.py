@@ -24,8 +24,22 @@ if TYPE_CHECKING:
     from phocas.experiments.results import Results, RunRecord
 
 EXPORTS = ("runs", *TABLES)
-MAIN = ("name", "dataset", "model", "rule", "attack", "seed")
-"""The settings that are said of any run, even if all have the same."""
+MAIN = (
+    "name",
+    "dataset",
+    "model",
+    "rule",
+    "asynchronous",
+    "attack",
+    "local_steps",
+    "clients",
+    "speeds",
+    "virtual_deadline",
+    "seed",
+)
+"""The settings that are said of any run that has them, even if all have the same."""
+# Their values say what they are.
+_PLAIN = ("name", "dataset", "model", "rule", "attack", "split")
 
 # These change no result, or are told elsewhere in a table.
 _UNTOLD = frozenset(
@@ -101,6 +115,8 @@ def common(configs: Sequence[Mapping[str, Any]], but: Collection[str] = ()) -> s
 
     >>> common([{"rule": "mean", "seed": 0}, {"rule": "mean", "seed": 1}])
     'mean'
+    >>> common([{"rule": "median", "local_steps": 20, "clients": None}])
+    'median, local steps 20'
     """
     told = {*differing(configs), *but}
     keys = [key for key in MAIN if key not in told and configs[0].get(key) is not None]
@@ -389,8 +405,7 @@ def said(config: Mapping[str, Any], key: str) -> str:
     value = _value(config, key)
     if key == "attack":
         return "no attack" if value == "none" else value
-    plain = (*MAIN[:-1], "split")  # whose values say what they are
-    return value if key in plain else f"{key.replace('_', ' ')} {value}"
+    return value if key in _PLAIN else f"{key.replace('_', ' ')} {value}"
 
 
 def _besides(workers: tuple[int, ...], told: tuple[int, ...]) -> tuple[int, ...]:
