@@ -322,6 +322,15 @@ def test_skipped_rounds_are_reported(tmp_path: Path, phocas: Phocas) -> None:
     assert "10 rounds had an aggregate that was not finite, and were skipped" in done.stderr
 
 
+def test_workers_that_are_late_are_not_called_liars(tmp_path: Path, phocas: Phocas) -> None:
+    options = ("--rule", "phocas:b=1", "--speeds", "slow:workers=2,factor=inf")
+    toml = write_toml(tmp_path / "run.toml", rounds=2, attack="none")
+    done = phocas("train", "--config", toml, *options, "--virtual-deadline", "2")
+    assert "2 rounds had an aggregate that was not finite" in done.stderr
+    assert "those of a worker that is late or silent count as wrong" in done.stderr
+    assert "lies" not in done.stderr
+
+
 def test_a_failing_run_is_recorded_as_failed(tmp_path: Path) -> None:
     config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
 

@@ -76,7 +76,9 @@ def _verdict(advice: Advice) -> list[str]:
     if record.suspect_servers:
         lines.append(f"servers that get wrong values: {listing(record.suspect_servers)}")
     if record.skipped_rounds:
-        lines.append(f"{record.skipped_rounds} rounds were skipped: more lies than survived")
+        lines.append(
+            f"{record.skipped_rounds} rounds were skipped: more was wrong or missing than survived"
+        )
     return lines
 
 

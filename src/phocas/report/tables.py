@@ -153,8 +153,8 @@ def print_outcome(
         what = {"skip": "skipped", "stop": "stopped at", "apply": "applied"}
         print(
             f"{record.nonfinite_rounds} rounds had an aggregate that was not finite, and were"
-            f" {what[record.config['on_nonfinite']]}: more lies in a column than {record.rule}"
-            " survives",
+            f" {what[record.config['on_nonfinite']]}: more values of a column were wrong than"
+            f" {record.rule} survives, and those of a worker that is late or silent count as wrong",
             file=sys.stderr,
         )
     if record.suspects and record.config["split"] != "iid" and not as_json:

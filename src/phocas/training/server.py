@@ -33,7 +33,7 @@ Action = Literal["applied", "skipped", "stopped"]
 
 
 class NonfiniteError(ArithmeticError):
-    """A rule was given more lies than it survives, and the policy is to stop."""
+    """A rule was given more wrong or missing values than it survives, and the policy is to stop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +233,6 @@ class ParameterServer:
             bad = int((~torch.isfinite(aggregate.value)).sum())
             raise NonfiniteError(
                 f"{self.rule} gave {bad} values that are not finite, of {aggregate.value.numel()}:"
-                " more lies in a column than it survives"
+                " more values of a column were wrong or missing than it survives"
             )
         return aggregate
