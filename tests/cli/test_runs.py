@@ -204,6 +204,24 @@ def test_how_rows_become_steps_is_said_of_every_run(
         assert words in " ".join(shown.split())
 
 
+def test_the_virtual_clock_is_shown(phocas: Phocas, here: Path) -> None:
+    assert json.loads(phocas("show", "1", "--json"))["virtual"] is None
+    assert "virtual" not in phocas("show", "1")
+    values = {key: GRID[key] for key in ("dataset", "model", "workers", "servers", "results")}
+    speeds = {"speeds": "slow:workers=2,factor=4", "rounds": 40}
+    execute(make_config({**values, **speeds, "asynchronous": "mean", "max_staleness": 9}))
+    with Results(here / "phocas.sqlite", read=True) as results:
+        rows = results.table("virtual", 10)
+    refused = sum(row["refused"] for row in rows)
+    assert refused > 0
+    text = " ".join(phocas("show").split())
+    assert f"clock {rows[-1]['seconds']:.4g} virtual seconds; a round's last row" in text
+    assert f"(median), at most {max(row['staleness'] for row in rows)}" in text
+    assert f"{refused} rows were refused as staler than 9 steps" in text
+    execute(make_config({**values, **speeds, "rule": "median"}))
+    assert "virtual seconds\n" in phocas("show")
+
+
 def test_a_figure_is_drawn(phocas: Phocas, here: Path) -> None:
     assert phocas("plot") == "8 runs, 3 lines, 2 panels: curves.png\n"
     assert (here / "curves.png").read_bytes().startswith(b"\x89PNG")

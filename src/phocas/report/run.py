@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 from typing import TYPE_CHECKING, Any
 
 from phocas.experiments.config import make_config
@@ -35,6 +36,7 @@ def about_run(results: Results, record: RunRecord) -> dict[str, Any]:
         "settings": changed(record.config),
         "curve": {name: [_plain(each) for each in values] for name, values in metrics.items()},
         "ms_by_phase": read_cost(results, record.id),
+        "virtual": _clock(results.table("virtual", record.id)),
         "turned_down": _turned_down(results, record.id),
         "dropped": [_plain(each.dropped) for each in results.evidence(record.id)],
         "versions": record.versions,
@@ -46,6 +48,19 @@ def _turned_down(results: Results, run: int) -> int:
     """Count the rows that a policy refused: finite ones along which no step was taken."""
     rounds = results.table("rounds", run)
     return sum(row["action"] != "applied" and bool(row["finite"]) for row in rounds)
+
+
+def _clock(rounds: list[dict[str, Any]]) -> dict[str, float | int | None] | None:
+    """Sum up what the virtual clock showed, if there is one, and how late rows came by it."""
+    if not rounds:
+        return None
+    stale = [row["staleness"] for row in rounds if row["staleness"] is not None]
+    return {
+        "seconds": max(row["seconds"] for row in rounds),
+        "median_staleness": statistics.median_low(stale) if stale else None,
+        "most_staleness": max(stale, default=None),
+        "refused": sum(row["refused"] for row in rounds),
+    }
 
 
 def changed(config: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +94,7 @@ def print_run(known: dict[str, Any]) -> None:
         "settings": "; ".join(settings) or "all as they are by default",
         "accuracy": _accuracies(known),
         "time": _times(known),
+        "clock": _virtual(known),
         "suspects": _suspects(known) if suspects else "none",
         "unusual": listing(tuple(each for each in known["unusual"] if each not in suspects)),
         "servers": (
@@ -131,6 +147,23 @@ def _times(known: dict[str, Any]) -> str:
     parts = sorted(phases.items(), key=lambda item: -item[1])
     told = ", ".join(f"{name} {ms:.2g}" for name, ms in parts)
     return f"{known['ms_per_round']:.1f} ms a round (median); by phase: {told}"
+
+
+def _virtual(known: dict[str, Any]) -> str:
+    clock = known["virtual"]
+    if clock is None:
+        return ""
+    kind = "virtual" if known["config"].get("engine", "local") == "local" else "real"
+    text = f"{clock['seconds']:.4g} {kind} seconds"
+    if clock["most_staleness"] is not None:
+        text += (
+            f"; a round's last row was {clock['median_staleness']} steps stale (median), at most"
+            f" {clock['most_staleness']}"
+        )
+    if clock["refused"]:
+        text += f"; {clock['refused']} rows were refused as staler than"
+        text += f" {known['config']['max_staleness']} steps"
+    return text
 
 
 def _suspects(known: dict[str, Any]) -> str:
