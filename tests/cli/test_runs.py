@@ -91,6 +91,20 @@ def test_rows_that_mix_more_than_seeds_say_so(phocas: Phocas, here: Path) -> Non
     ]
 
 
+def test_runs_of_other_lengths_are_told_apart(phocas: Phocas, here: Path) -> None:
+    common = {key: value for key, value in GRID.items() if key != "grid"}
+    longer = {"rule": "mean", "attack": "gaussian:q=2", "seed": 3, "rounds": 9}
+    execute(make_config({**common, **longer}))
+    lines = phocas("runs", "--by", "rule,attack,lr").splitlines()
+    assert lines[-1] == "  --by rule,attack,lr,rounds"
+    apart = json.loads(phocas("runs", "--by", "rule,attack,rounds", "--json"))
+    assert [(each["rounds"], each["seeds"]) for each in apart if each["rule"] == "mean"] == [
+        (6, [0, 1, 2]),
+        (9, [3]),
+    ]
+    assert phocas("runs").splitlines()[1].split().count("rounds") == 1
+
+
 def test_who_is_averaged_can_be_chosen(phocas: Phocas, here: Path) -> None:
     assert phocas("runs", "--by", "rule", "--status", "running", "--json").strip() == "[]"
     killed = json.loads(phocas("runs", "--by", "rule", "--status", "killed", "--json"))

@@ -41,7 +41,7 @@ METRICS: dict[str, tuple[Metric, str]] = {
     "loss": ("loss", "loss on the test set"),
 }
 CLEAN = "mean, no attack"
-_NO_LINE = ("seed", "name", "evaluate_every", "servers", "processes", "address")
+_NO_LINE = ("seed", "name", "rounds", "evaluate_every", "servers", "processes", "address")
 _ACROSS = 3  # panels at most
 
 

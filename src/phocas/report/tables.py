@@ -41,7 +41,7 @@ MAIN = (
 # Their values say what they are.
 _PLAIN = ("name", "dataset", "model", "rule", "attack", "split")
 
-# These change no result, or are told elsewhere in a table.
+# These change no result.
 _UNTOLD = frozenset(
     {
         "results",
@@ -50,7 +50,6 @@ _UNTOLD = frozenset(
         "checkpoint_rounds",
         "checkpoint_seconds",
         "record_matrix",
-        "rounds",
         "track",
     }
 )
@@ -268,7 +267,7 @@ def show(table: Table) -> None:
 def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None) -> None:
     """Print what runs have in common in a line, and what tells them apart in a table."""
     configs = [record.config for record in records]
-    told = differing(configs)
+    told = [key for key in differing(configs) if key != "rounds"]  # a column has those done too
     shared = common(configs)
     if shared:
         print(shared)
