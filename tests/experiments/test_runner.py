@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -329,6 +330,22 @@ def test_workers_that_are_late_are_not_called_liars(tmp_path: Path, phocas: Phoc
     assert "2 rounds had an aggregate that was not finite" in done.stderr
     assert "those of a worker that is late or silent count as wrong" in done.stderr
     assert "lies" not in done.stderr
+
+
+def test_an_engine_that_fails_says_what_is_kept_only_if_something_is(
+    tmp_path: Path, phocas: Phocas
+) -> None:
+    toml = write_toml(tmp_path / "run.toml", rounds=2)
+    silent = ("--asynchronous", "buffers=9", "--speeds", "slow:workers=4,factor=inf")
+    begun = phocas("train", "--config", toml, *silent, status=3)
+    assert begun.stderr.rstrip().endswith("; what was done is in phocas.sqlite, run 1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    nowhere = ("--engine", "ray", "--address", f"127.0.0.1:{closed}", "--results", "no.sqlite")
+    refused = phocas("train", "--config", toml, *nowhere, status=3)
+    assert refused.stderr.startswith("phocas: ")
+    assert "what was done" not in refused.stderr
+    assert not (tmp_path / "no.sqlite").exists()
 
 
 def test_a_failing_run_is_recorded_as_failed(tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ def train(
                 model_file=save_model,
             )
     except EngineError as error:
-        typer.echo(f"phocas: {error}; what was done is in {checked.results}", err=True)
+        told = [str(error), *getattr(error, "__notes__", ())]  # what is kept, if a run had begun
+        typer.echo(f"phocas: {'; '.join(told)}", err=True)
         raise typer.Exit(3) from None
     print_outcome(record, as_json=json_, model_file=save_model)
     if record.status == "interrupted":

@@ -107,6 +107,7 @@ def execute(
             except BaseException as error:
                 results.end(run.id, "failed", f"{type(error).__name__}: {error}")
                 tracking.finish("failed")
+                error.add_note(f"what was done is in {config.results}, run {run.id}")
                 raise
             results.end(run.id, status, message)
             tracking.finish(status)
