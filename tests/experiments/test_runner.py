@@ -154,11 +154,11 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path, phocas: P
     _, errors = child.communicate()
     assert child.returncode == 130
     assert "interrupted after round" in errors
-    assert f"phocas train --config {toml} --seed 4 --resume" in errors
+    assert f"go on with:\n  phocas train --config {toml} --seed 4\n" in errors
     listed = json.loads(phocas("runs", "--json").stdout)
     assert [run["status"] for run in listed] == ["interrupted"]
 
-    done = phocas("train", "--config", toml, "--seed", 4)  # --resume may be forgotten
+    done = phocas("train", "--config", toml, "--seed", 4)
     assert "going on with run 1 from round" in done.stderr
     assert "run 1 is in phocas.sqlite" in done.stdout
     whole = make_config({**TINY, "seed": 4, "results": str(tmp_path / "whole.sqlite")})

@@ -164,7 +164,7 @@ def print_outcome(
         )
     if record.status == "interrupted":
         words = [word for word in sys.argv[1:] if word not in ("--resume", "--restart")]
-        command = shlex.join(["phocas", *words, "--resume"])
+        command = shlex.join(["phocas", *words])
         print(f"{record.message}; go on with:\n  {command}", file=sys.stderr)
 
 
