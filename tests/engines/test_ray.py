@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -1031,6 +1032,19 @@ def test_without_an_address_everything_listens_on_loopback_and_ends() -> None:
     assert set(listeners) <= loopback
 
 
+def phocas(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command where nothing is set for Ray but this."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    return subprocess.run(
+        [sys.executable, "-c", "from phocas.cli import main; main()", *arguments],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 def test_the_command_line_trains_on_ray_through_a_script_of_faults(tmp_path: Path) -> None:
     script = tmp_path / "faults.txt"
@@ -1040,25 +1054,33 @@ def test_the_command_line_trains_on_ray_through_a_script_of_faults(tmp_path: Pat
         "--workers", "5", "--servers", "2", "--rule", "phocas:b=2", "--rounds", "8",
         "--faults", str(script), "--processes", "1", "--results", str(tmp_path / "r.sqlite"),
     ]  # fmt: skip
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-
-    def phocas(*extra: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", "from phocas.cli import main; main()", *arguments, *extra],
-            env=environment, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-
-    ended = phocas()
+    ended = phocas(*arguments)
     assert ended.returncode == 0, ended.stderr
     assert "round 3: worker 1 sent shape" in ended.stderr
     assert "round 4: server 1 died: restored from its checkpoint" in ended.stderr
     assert "complete" in ended.stdout
     start = time.monotonic()
-    refused = phocas("--restart", "--address", "127.0.0.1:1")
+    refused = phocas(*arguments, "--restart", "--address", "127.0.0.1:1")
     assert time.monotonic() - start < 60  # most of it is loading the data set and torch
     assert refused.returncode == 3
     assert "no Ray at 127.0.0.1:1" in refused.stderr
     assert "Traceback" not in refused.stderr
-    again = phocas()  # what was complete before the failed restart still is
+    again = phocas(*arguments)  # what was complete before the failed restart still is
     assert again.returncode == 0, again.stderr
     assert "is complete already" in again.stdout + again.stderr
+
+
+@pytest.mark.slow
+def test_stdout_is_one_json_object_whatever_ray_has_to_say(tmp_path: Path) -> None:
+    """Ray warns of more processes than cores, and of those that die."""
+    script = tmp_path / "faults.txt"
+    script.write_text("kill:round=2,worker=0\n")
+    ended = phocas(
+        "train", "--engine", "ray", "--dataset", "synthetic:train=500,test=100,side=8",
+        "--workers", "5", "--servers", "20", "--processes", "1", "--rule", "phocas:b=2",
+        "--rounds", "3", "--faults", str(script), "--results", str(tmp_path / "r.sqlite"), "--json",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert (told["status"], told["rounds_done"]) == ("complete", 3)
+    assert ended.stderr == ""

@@ -19,6 +19,9 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a worker's exception is news of the round, told once
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the coming default; without it Ray warns
+    # Ray prints on stdout what its nodes say of processes, even with log_to_driver=False, unless it
+    # is a line to skip: every line is. Who died is news of the round, and stdout may be JSON.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
 }
 # Ray binds to all interfaces, and turns 127.0.0.1 into the machine's outer address, unless it is
 # told that there are no clusters here. The name of the setting speaks of other systems; it works
