@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -859,6 +860,23 @@ def test_what_is_for_rounds_is_refused_where_nobody_waits(
 # -- without a cluster -----------------------------------------------------------------------------
 
 
+def test_a_ray_that_does_not_start_is_told_whatever_it_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray gives up after 30 seconds of a busy machine, with an exception of no type of its own."""
+
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out.\nSee its logs.")  # noqa: TRY002
+
+    slow = types.SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr(ray_session, "the_ray", lambda: slow)
+    told = "Ray did not start on this machine: The current node timed out; try again, use fewer"
+    with pytest.raises(RayUnreachableError, match=told) as ended:
+        ray_session.Session()
+    assert "--engine local" in str(ended.value)
+    assert "\n" not in str(ended.value)
+
+
 def test_addresses_that_lead_nowhere_are_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -1084,3 +1102,20 @@ def test_stdout_is_one_json_object_whatever_ray_has_to_say(tmp_path: Path) -> No
     told = json.loads(ended.stdout)
     assert (told["status"], told["rounds_done"]) == ("complete", 3)
     assert ended.stderr == ""
+
+
+@pytest.mark.slow
+def test_where_ray_cannot_start_the_command_says_so_in_one_line(tmp_path: Path) -> None:
+    directory = tmp_path / ("x" * 110)  # too long for the sockets of Ray
+    directory.mkdir()
+    refused = phocas(
+        "train", "--engine", "ray", "--dataset", "synthetic:train=500,test=100,side=8",
+        "--workers", "5", "--servers", "1", "--rule", "phocas:b=2", "--rounds", "2",
+        "--results", str(tmp_path / "r.sqlite"), RAY_TMPDIR=str(directory),
+    )  # fmt: skip
+    assert refused.returncode == 3
+    assert refused.stdout == ""
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("phocas: Ray did not start on this machine:")
+    assert "AF_UNIX path length" in line
+    assert "use fewer servers or processes, or use --engine local" in line

@@ -35,7 +35,7 @@ _PROMPT = {"RAY_free_objects_batch_size": "1"}
 
 
 class RayUnreachableError(EngineError, ConnectionError):
-    """There is no Ray where we looked; the text says where that was."""
+    """There is no Ray where we looked, or it did not start; the text says where, and why."""
 
 
 class RayNotInstalledError(EngineError, ImportError):
@@ -82,10 +82,14 @@ class Session:
         with _own_signals():
             try:
                 self.ray.init(**options)
-            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-                if address is None:
-                    raise
-                raise RayUnreachableError(f"Ray at {address} did not take us: {error}") from error
+            except Exception as error:  # Ray raises Exception itself if a node is slow to start
+                why = str(error).strip().partition("\n")[0] or type(error).__name__
+                raise RayUnreachableError(
+                    f"Ray did not start on this machine: {why.rstrip('.')}; try again, use fewer"
+                    " servers or processes, or use --engine local"
+                    if address is None
+                    else f"Ray at {address} did not take us: {why}"
+                ) from error
 
     @property
     def cores(self) -> int:
