@@ -85,7 +85,9 @@ LIMITED = """
 import resource
 import numpy as np
 from phocas.engines.ray.shared import Offer
-place = Offer(np.zeros(1500), slots=1, num_workers=1).place
+offer = Offer(np.zeros(1500), slots=1, num_workers=1)
+place = offer.place
+print(place.find(0, 1) is not None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (place.size - 1, place.size - 1))
 print(Offer.if_possible(np.zeros(1500), 1, 1))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
@@ -96,4 +98,4 @@ print(place.find(0, 1))
 def test_where_no_memory_is_given_there_is_none() -> None:
     command = [sys.executable, "-c", LIMITED]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["None", "None"]
+    assert done.stdout.split() == ["True", "None", "None"]
