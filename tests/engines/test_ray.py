@@ -807,6 +807,22 @@ def test_a_worker_that_never_answers_does_not_stall_buffers(ray: Any, data: Data
     assert who[-1] == {0, 1, 3}
 
 
+def test_too_few_for_the_buffers_are_told_once_however_many_fall_silent(
+    ray: Any, data: Dataset
+) -> None:
+    """Of five workers three sleep, and fall silent one by one: 3 answer, then 2."""
+    options: dict[str, Any] = {"num_workers": 5, "num_servers": 1, "rule": "phocas:b=1", "lr": 0.1}
+    faults = [f"delay:round=2,worker={worker},seconds=6" for worker in (1, 2, 3)]
+    engine = {"asynchronous": "buffers=4", "processes": 5, "faults": faults}
+    with make("ray", data, **engine, **options) as trainer:
+        rounds = list(trainer.rounds(2))
+        while len(rounds) < 200 and not any("too few" in line for line in rounds[-1].news):
+            rounds += trainer.rounds(1)
+    told = [line for line in rounds[-1].news if "too few" in line]
+    few = "only 3 of 5 workers answer, too few for 4 buffers: use fewer of them"
+    assert told == [f"{few}; waiting for the others"]
+
+
 def test_rows_that_come_too_late_are_refused_and_recorded(ray: Any, tmp_path: Path) -> None:
     values = {
         "dataset": "synthetic:train=300,test=60,side=8",

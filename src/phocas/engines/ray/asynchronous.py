@@ -139,7 +139,7 @@ class AsynchronousRayCluster:
         begun = time.monotonic()
         away = begun - self._left  # nobody was listened to meanwhile
         self._heard = {host: heard + away for host, heard in self._heard.items()}
-        decided = False
+        decided = waits = False
         while not decided:
             question = self._next(round, begun)
             clock.stop("gradients")
@@ -147,18 +147,21 @@ class AsynchronousRayCluster:
                 try:
                     decided = self.reception.take(question.worker)
                 except SilenceError as error:
-                    self._bear(str(error), begun)
+                    self._bear(str(error), begun, told=waits)
+                    waits = True
         self._left = time.monotonic()
         self.now += self._left - begun
         return self.reception.gathered(round, self.now)
 
-    def _bear(self, silence: str, begun: float) -> None:
-        """Wait for processes that are started again, where too few workers answer."""
+    def _bear(self, silence: str, begun: float, *, told: bool) -> None:
+        """Wait for processes that are started again, where too few workers answer.
+
+        That is told once a round, not again for each worker that falls silent.
+        """
         if time.monotonic() - begun > self.wait_seconds:
             raise MissingRowsError(silence, self._failures())
-        told = f"{silence}; waiting for the others"
-        if told not in self.reception.news:
-            self.reception.news.append(told)
+        if not told:
+            self.reception.news.append(f"{silence}; waiting for the others")
 
     def _failures(self) -> dict[str, str]:
         return {str(host): host.why or "answers" for host in self.hosts}
