@@ -19,7 +19,7 @@ from phocas.rules.suspicion import stand_out
 MOST = 0.5
 """Whoever lost less of its values than this is no suspect, however little others lost."""
 POLICIES = ("skip", "stop")
-UNUSABLE = (ValueError, TypeError, KeyError, SyntaxError, RuntimeError)
+UNUSABLE = (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RuntimeError)
 """What reading a reply may raise: it costs the client its row, and nobody else anything."""
 
 Name = TypeVar("Name", int, str)

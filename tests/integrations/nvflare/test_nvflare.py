@@ -266,7 +266,11 @@ def test_scatter_and_gather_knows_who_sent_what_and_when(
         for i, model in enumerate(models):
             assert aggregator.accept(*contribution(f"s{i}", model, 4, 4))
         assert not aggregator.accept(*contribution("s9", a_model(9), 3, 4))
+        damaged, context = contribution("s8", a_model(8), 4, 4)
+        damaged.set_cookie_jar("no jar")
+        assert not aggregator.accept(damaged, context)
     assert "s9 is left out: it must answer round 4: it answers round 3" in caplog.text
+    assert "s8 is left out: " in caplog.text
     found = FLModelUtils.from_shareable(aggregator.aggregate(FLContext()))
     rows = np.stack([flat(model) for model in models])
     assert flat(found.params).tobytes() == phocas.Phocas(b=1)(rows).tobytes()
