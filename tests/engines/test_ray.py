@@ -15,6 +15,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -650,6 +651,44 @@ def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(
 # -- nobody waits ----------------------------------------------------------------------------------
 
 
+def elsewhere(*given: Any) -> Offer:
+    """Offer memory that nobody finds: as on another machine, where no such process is."""
+    offer = Offer(*given)
+    offer.place = dataclasses.replace(offer.place, process=1 << 30)
+    return offer
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no shared memory")
+@pytest.mark.parametrize("way", ["near", "far", "rounds"])
+def test_stale_is_what_was_sent_before_whatever_a_fault_made_of_it(
+    ray: Any, data: Dataset, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker is asked once a round, so that every step is its row's."""
+    if way == "far":
+        monkeypatch.setattr(Offer, "if_possible", elsewhere)
+    script = """
+        nan:round=2,worker=0
+        stale:round=3,worker=0
+        corrupt:round=5,worker=0
+        stale:round=6,worker=0
+    """
+    options: dict[str, Any] = {"num_workers": 1, "num_servers": 1, "rule": "mean", "lr": 0.1}
+    engine = {"processes": 1, "faults": script} | (
+        {} if way == "rounds" else {"asynchronous": "mean"}
+    )
+    with make("ray", data, **engine, **options) as trainer:
+        vectors, actions = [trainer.server.vector.clone()], []
+        for _ in range(7):
+            actions += [done.action for done in trainer.rounds(1)]
+            vectors.append(trainer.server.vector.clone())
+        if isinstance(trainer.cluster, AsynchronousRayCluster):
+            assert bool(trainer.cluster._near) == (way == "near")
+    assert [i for i, action in enumerate(actions, 1) if action != "applied"] == [2, 3]
+    steps = [after - before for before, after in pairwise(vectors)]
+    torch.testing.assert_close(steps[5], steps[4])
+    assert float(steps[5].norm()) > 100 * float(steps[3].norm()) > 0
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no shared memory")
 @pytest.mark.parametrize(
     ("dtype", "near", "processes"),
@@ -668,13 +707,7 @@ def test_rows_are_of_the_parameters_that_were_given_whatever_their_senders_say(
     One process answers in order, always one step behind. Of two, one rests before it looks at its
     parameters, for longer than there is room for versions.
     """
-    if not near:  # as on another machine, where no such process is
-
-        def elsewhere(*given: Any) -> Offer:
-            offer = Offer(*given)
-            offer.place = dataclasses.replace(offer.place, process=1 << 30)
-            return offer
-
+    if not near:
         monkeypatch.setattr(Offer, "if_possible", elsewhere)
     m, rounds, lr = 3, 20, 0.1
     options: dict[str, Any] = {"num_workers": m, "num_servers": 2, "rule": "mean", "lr": lr}

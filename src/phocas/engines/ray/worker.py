@@ -43,7 +43,7 @@ class WorkerJob:
     bounds: list[slice]
     """The columns of each server."""
     keeps_rows: bool
-    """Whether a script will want the row of the round before."""
+    """Whether a script will want what was sent the round before."""
     place: Place | None = None
     """Where rows may be left, and parameters found, without Ray."""
 
@@ -128,7 +128,8 @@ class Workers:
             else tensor_of(self.memory.rows)
         )
         self.velocity = torch.zeros_like(self.rows) if job.task.worker_momentum else None
-        self._before: torch.Tensor | None = None
+        self._sent: dict[int, list[Values]] = {}
+        """What each worker sent last, if a script will want it: others write to shared rows."""
         self._last: tuple[int, Report] | None = None
         self._serial = -1  # of the parameters that are here
 
@@ -142,12 +143,9 @@ class Workers:
     ) -> tuple[Any, ...]:
         """Take the model and return the slices of the rows for each server, then a report."""
         strike(faults)
-        rows = [fault for fault in faults if isinstance(fault, RowFault)]
         if self.velocity is not None and self._last is not None and self._last[0] == round:
             # Asked again for the same round: to add the gradient to the momentum twice is wrong.
-            return *self._slices(rows), self._last[1]
-        if self.job.keeps_rows and self._last is not None:
-            self._before = self.rows.clone()
+            return *self._slices(faults), self._last[1]
         start = time.perf_counter()
         vector = array_of(self.flat.vector)
         for bounds, values in zip(self.job.bounds, parameters, strict=True):
@@ -159,7 +157,7 @@ class Workers:
             self.rows.copy_(self.velocity)
         report = Report(losses, changed, time.perf_counter() - start)
         self._last = round, report
-        return *self._slices(rows), report
+        return *self._slices(faults), report
 
     def row(
         self,
@@ -182,17 +180,14 @@ class Workers:
         task = self.job.task
         i = worker - self.first
         row = self.rows[i]
-        past = array_of(row.clone()) if self.job.keeps_rows and step else None
         inputs, targets = task.batches(step, worker, worker + 1)
         losses = self.compute(inputs, targets, row[None], task.seed, step, worker)
         if self.velocity is not None:
             velocity, beta = self.velocity[i], task.worker_momentum
             row.copy_(velocity.mul_(beta).add_(row, alpha=1 - beta))
-        own = sent = array_of(row)
-        for fault in faults:
-            if isinstance(fault, RowFault):
-                sent = _changed(fault, sent, past, 0)
-        in_place = self.memory is not None and sent is own
+        (sent,) = self._send(worker, faults)
+        changed = any(isinstance(fault, RowFault) for fault in faults)
+        in_place = self.memory is not None and not changed
         report = Report(losses.numpy(), [], time.perf_counter() - start, in_place)
         return [] if in_place else [cut(sent)], report
 
@@ -227,16 +222,22 @@ class Workers:
             {name: array_of(buffer) for name, buffer in each.items()} for each in left
         ]
 
-    def _slices(self, faults: Sequence[RowFault]) -> list[list[Any]]:
-        rows = array_of(self.rows)
-        before = None if self._before is None else array_of(self._before)
-        slices: list[list[Any]] = [[row[bounds] for row in rows] for bounds in self.job.bounds]
+    def _slices(self, faults: Sequence[Fault]) -> list[list[Any]]:
+        sent = [self._send(worker, faults) for worker in range(self.first, self.last)]
+        return [[cut(values) for values in part] for part in zip(*sent, strict=True)]
+
+    def _send(self, worker: int, faults: Sequence[Fault]) -> list[Values]:
+        """Return what a worker sends to each server in the place of the row that it computed."""
+        row = array_of(self.rows[worker - self.first])
+        sent = [row[bounds] for bounds in self.job.bounds]
         for fault in faults:
-            i = (fault.worker or 0) - self.first
-            for bounds, part in zip(self.job.bounds, slices, strict=True):
-                past = None if before is None else before[i, bounds]
-                part[i] = _changed(fault, rows[i, bounds], past, bounds.start)
-        return [[cut(row) for row in part] for part in slices]
+            if isinstance(fault, RowFault) and fault.worker == worker:
+                for k, bounds in enumerate(self.job.bounds):
+                    past = self._sent[worker][k] if worker in self._sent else None
+                    sent[k] = _changed(fault, sent[k], past, bounds.start)
+        if self.job.keeps_rows:
+            self._sent[worker] = [values.copy() for values in sent]
+        return sent
 
 
 def _changed(fault: RowFault, own: Values, past: Values | None, start: int) -> Values:
