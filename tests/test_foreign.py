@@ -211,9 +211,11 @@ def test_only_the_right_base_is_taken(mine: str) -> None:
         parse_attack(f"{mine}:Inner:b=1")
     with pytest.raises(ValueError, match="must be a subclass of PreAggregator: got"):
         PRE_AGGREGATORS.parse(f"{mine}:largest")
-    for wrong in (5, None, phocas.NNM(1), phocas.Median):
+    for wrong in (5, None, phocas.Median):
         with pytest.raises(TypeError, match="Evaluation needs a rule, as a value or as text: got"):
             Evaluation(wrong, m=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a rule after it, NNM\(b=1\) \| Median\(\)"):
+        Evaluation(phocas.NNM(1), m=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
