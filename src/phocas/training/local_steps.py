@@ -21,7 +21,7 @@ from phocas.training.dropout import worker_generator
 from phocas.training.gradients.base import SAMPLES_A_BLOCK, Buffers, WorkerGradients, empty_losses
 from phocas.training.gradients.merged import Merged
 from phocas.training.optimizers import OPTIMIZERS, Optimizers, is_plain
-from phocas.training.parameters import apart
+from phocas.training.parameters import apart, set_apart
 
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """What the workers see in a step (from 0) of a round: inputs (m, n, ...) and targets (m, n)."""
@@ -202,7 +202,7 @@ class _Block:
             if isinstance(layer, nn.ReLU):
                 delta = torch.ops.aten.threshold_backward(delta, saved, 0)
             elif isinstance(layer, nn.Linear):
-                delta = apart(delta, *delta.shape).copy_(delta)
+                delta = set_apart(delta)
                 below = delta
                 if place > lowest:
                     below = torch.bmm(delta, self.weights[id(layer.weight)].transpose(1, 2))

@@ -80,3 +80,12 @@ def apart(like: torch.Tensor, k: int, *shape: int) -> torch.Tensor:
     """Return room for k tensors of a shape, each at the start of a cache line."""
     size, line = math.prod(shape), _LINE // like.element_size()
     return like.new_empty(k, -(-size // line) * line)[:, :size].view(k, *shape)
+
+
+def set_apart(stack: torch.Tensor) -> torch.Tensor:
+    """Return k fresh tensors as :func:`apart` has room for them: the stack itself if it is so.
+
+    Memory that torch gives begins at a cache line.
+    """
+    apart_already = stack.stride(0) * stack.element_size() % _LINE == 0
+    return stack if apart_already else apart(stack, *stack.shape).copy_(stack)
