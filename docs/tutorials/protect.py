@@ -49,7 +49,8 @@ def train(rank, rule):
 
 # Every rank ends with the same weights and knows who was wrong; rank 0 prints it. Plain DDP
 # averages, and one broken device is enough to lose everything. `heraclius:b=1` survives one
-# wrong value in every column of four, and costs no accuracy while nothing is wrong.
+# wrong value in every column of four. On dense gradients like these it costs no accuracy; for
+# language models see docs/choosing.md, which recommends `watch`.
 def run(rank, meeting):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)

@@ -32,6 +32,7 @@ class Cleaning(Told, PreAggregator):
     farther than max(r, reach s) from T, wrong or not, so the result is not far either, as long as
     what follows stays near to rows that are near one another (clipping does not: no promise). NaN
     counts as +inf, which is implausible.
+    Honest values that only few workers have are replaced too (docs/choosing.md#limits).
 
     Args:
         b: how many wrong values in every column it has to survive, 2b < m.

@@ -97,6 +97,7 @@ class Median(ColumnRule):
         Median = (u_(floor((m+1)/2)) + u_(ceil((m+1)/2))) / 2,  u sorted
 
     Breakdown: survives fewer than m/2 wrong values a column. NaN counts as +inf.
+    Honest values that only few workers have are dropped too (docs/choosing.md#limits).
 
     >>> import numpy as np
     >>> Median()(np.array([[1.0], [2.0], [900.0]]))
@@ -146,6 +147,7 @@ class TrimmedMean(TrimmingRule):
         Trmean_b = (u_(b+1) + ... + u_(m-b)) / (m - 2b),  u sorted
 
     Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+    Honest values that only few workers have are dropped too (docs/choosing.md#limits).
 
     Reference: Definition 7 of the paper.
 
@@ -187,6 +189,7 @@ class Phocas(TrimmingRule):
     Of two values at the same distance the smaller is nearer.
 
     Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+    Honest values that only few workers have are dropped too (docs/choosing.md#limits).
 
     Reference: Definition 8 of the paper.
 
@@ -224,6 +227,7 @@ class MeaMed(TrimmingRule):
         MeaMed_b = mean of the m - b values u with the smallest |u - Median|
 
     Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+    Honest values that only few workers have are dropped too (docs/choosing.md#limits).
 
     Reference: Xie, Koyejo, Gupta, "Generalized Byzantine-tolerant SGD" (2018).
 

@@ -44,6 +44,10 @@ class Heraclius(TrimmingRule):
 
     Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
 
+    Limits: measured on dense gradients of equal data. A value that only one worker has in its
+    column, such as the gradient of a rare token, is dropped even if it is honest
+    (docs/choosing.md#limits).
+
     Reference: ours, with its bound Delta_3 and its proof in docs/theory.md.
 
     Args:
