@@ -19,7 +19,10 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+OnNonfinite = Literal["skip", "stop", "apply"]
+"""What to do with an aggregate that is not finite: skip it, stop the run, or apply it."""
 
 
 class Spec:
@@ -301,6 +304,12 @@ def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None
     listing = ", ".join(names) if names else "none"
     plural = plural or (f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s")
     return f"unknown {kind} {got!r}{hint} {plural}: {listing}"
+
+
+def check_on_nonfinite(value: str) -> None:
+    """Raise ValueError unless a value is a policy for aggregates that are not finite."""
+    if value not in typing.get_args(OnNonfinite):
+        raise ValueError(unknown("on_nonfinite", value, typing.get_args(OnNonfinite), "policies"))
 
 
 def count(owner: str, parameter: str, value: object, minimum: int = 0) -> int:

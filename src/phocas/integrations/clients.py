@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.integrations.merging.formats import Tensor, TensorFile
-from phocas.integrations.merging.merge import Merge, Shares
+from phocas.integrations.merging.merge import Merge, Shares, rows_not_finite
 from phocas.rules import Relative, Rule
 from phocas.rules.suspicion import stand_out
+from phocas.specs import check_on_nonfinite
 
 MOST = 0.5
 """Whoever lost less of its values than this is no suspect, however little others lost."""
@@ -48,19 +49,23 @@ class Blame:
     dropped: NDArray[np.float64]
     expected: float
     not_finite: int
-    """How many values of the result are NaN or infinite: more was wrong than the rule survives."""
+    """How many values of the aggregate are NaN or infinite."""
+    sources: tuple[int, ...] = ()
+    """Indices of the clients that sent NaN or inf; empty if the aggregate is finite."""
 
     def suspects(self, names: Sequence[Name]) -> list[Name]:
         """Return who lost most of its values, and far more than others."""
         out = stand_out(self.dropped) & (self.dropped > MOST)
         return [name for name, one in zip(names, out, strict=True) if one]
 
-    def lost(self, rule: Rule) -> str:
-        """Say that the result cannot be trusted."""
-        return (
-            f"{self.not_finite} values of the result are not finite: more clients are wrong than"
-            f" {rule} survives"
-        )
+    def lost(self, rule: Rule, names: Sequence[Name]) -> str:
+        """Describe in one line an aggregate that is not finite, and the clients that caused it."""
+        if not self.sources:
+            why = "no client sent NaN or inf; values overflow, or the model was not finite before"
+        else:
+            who = ", ".join(str(names[index]) for index in self.sources)
+            why = f"more clients are Byzantine than {rule} tolerates; NaN or inf came from {who}"
+        return f"{self.not_finite} values of the aggregate are not finite: {why}"
 
 
 @dataclass(frozen=True)
@@ -72,18 +77,21 @@ class Terms:
         on_too_few: what to do in a round with fewer usable replies than the rule needs.
         max_share: weigh clients by their examples, with nobody above this share of all.
         seed: a seed for rules that draw at random.
+        on_nonfinite: what to do with an aggregate that is not finite.
     """
 
     rule: Rule
     on_too_few: str = "skip"
     max_share: float | None = None
     seed: int = 0
+    on_nonfinite: str = "skip"
 
     def __post_init__(self) -> None:
         """Refuse now and not in a round what cannot be kept in one."""
         if self.on_too_few not in POLICIES:
             known = ", ".join(POLICIES)
             raise ValueError(f"on_too_few must be one of {known}: got {self.on_too_few!r}")
+        check_on_nonfinite(self.on_nonfinite)
         if self.max_share is not None and not 0 < self.max_share <= 1:
             raise ValueError(f"max_share must be more than 0 and at most 1: got {self.max_share!r}")
         Relative(self.rule)  # refuses what cannot be applied to updates
@@ -96,11 +104,12 @@ class Terms:
         make: Callable[[Tensor, list[NDArray[Any]]], Made],
         *,
         updates: bool = False,
-    ) -> tuple[dict[str, Made], Blame]:
+    ) -> tuple[dict[str, Made] | None, Blame]:
         """Aggregate key by key: beside what was sent, there is no more than the result.
 
-        ``make`` turns the new values of a tensor of the model into what is returned for it. With
-        ``updates``, clients sent differences to the model and not models, and so is the result.
+        ``make`` turns the new values of a tensor of the model into what is returned for it. It is
+        called only if the aggregate may be applied; the result is None otherwise. With ``updates``,
+        clients sent differences to the model and not models, and so is the result.
         """
         rule, m = self.rule, len(clients)
         if m and self.max_share is not None:
@@ -114,11 +123,13 @@ class Terms:
         merge = Merge(files + whole, m, rule if updates else Relative(rule), self.seed + turn, None)
         merge.plan()
         shares = Shares(m)
-        found = {
-            name: make(tensor, list(merge.parts(tensor, shares)))
-            for name, tensor in model.tensors.items()
-        }
-        return found, Blame(shares.total(), rule.expected(m), merge.not_finite)
+        parts = {name: list(merge.parts(tensor, shares)) for name, tensor in model.tensors.items()}
+        sources = rows_not_finite(files[:m]) if merge.not_finite else []
+        blame = Blame(shares.total(), rule.expected(m), merge.not_finite, tuple(sources))
+        if merge.not_finite and self.on_nonfinite != "apply":
+            return None, blame
+        # Parts are released as they are used: twice the model need not fit.
+        return {name: make(model.tensors[name], parts.pop(name)) for name in list(parts)}, blame
 
 
 def usable(

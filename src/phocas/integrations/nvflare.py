@@ -32,6 +32,7 @@ from phocas.integrations.merging.formats import Tensor, TensorFile, in_memory
 from phocas.rules import Rule
 from phocas.rules.inputs import is_tensor, like
 from phocas.rules.table import RULES
+from phocas.specs import OnNonfinite
 
 __all__ = ["RobustAggregator"]
 
@@ -55,6 +56,8 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
             and keep the model, or ``stop`` the job
         max_share: weigh clients by their steps, with nobody above this share of all
         seed: a seed for rules that draw at random
+        on_nonfinite: what to do with an aggregate that is not finite: ``skip`` the round and keep
+            the model, ``stop`` the job, or ``apply`` it
     """
 
     def __init__(
@@ -63,14 +66,17 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         on_too_few: Literal["skip", "stop"] = "skip",
         max_share: float | None = None,
         seed: int = 0,
+        on_nonfinite: OnNonfinite = "skip",
     ) -> None:
         super().__init__()
-        self._terms = Terms(RULES.of(rule, "RobustAggregator"), on_too_few, max_share, seed)
+        found = RULES.of(rule, "RobustAggregator")
+        self._terms = Terms(found, on_too_few, max_share, seed, on_nonfinite)
         # NVFlare writes these into the job, under the names of the arguments.
         self.rule = str(self._terms.rule)
         self.on_too_few = on_too_few
         self.max_share = max_share
         self.seed = seed
+        self.on_nonfinite = on_nonfinite
         self._model: FLModel | None = None
         self._results: dict[str, FLModel] = {}
 
@@ -130,9 +136,16 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
                 raise ValueError(f"{said}: {error}") from None
             self.warning(f"skipped {said}: {error}")
             return FLModel(params_type=ParamsType.FULL, params=model.params)
+        metrics = middle([client.sent.metrics or {} for client in clients]) or None
+        lost = blame.lost(self._terms.rule, [client.name for client in clients])
+        if params is None and self.on_nonfinite == "stop":
+            raise ValueError(f"{said}: {lost}")
         self._tell(said, clients, blame)
-        metrics = middle([client.sent.metrics or {} for client in clients])
-        return FLModel(params_type=kind, params=params, metrics=metrics or None)
+        if blame.not_finite:
+            self.warning(f"{'skipped' if params is None else 'applied'} {said}: {lost}")
+        if params is None:
+            return FLModel(params_type=ParamsType.FULL, params=model.params, metrics=metrics)
+        return FLModel(params_type=kind, params=params, metrics=metrics)
 
     def _opened(
         self, wanted: TensorFile, kind: ParamsType, result: FLModel
@@ -157,8 +170,6 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         suspects = blame.suspects(names)
         if suspects:
             self.warning(f"{said}; thrown away far more than others: {', '.join(suspects)}")
-        if blame.not_finite:
-            self.warning(f"{said}; {blame.lost(self._terms.rule)}")
 
 
 def _check_round(shareable: Shareable, fl_ctx: FLContext) -> None:

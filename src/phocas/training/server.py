@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from phocas.rules import parse_rule
 from phocas.rules.sharded import Evaluation
 from phocas.settings import nonnegative
 from phocas.sharding import shard_bounds
-from phocas.specs import count, unknown
+from phocas.specs import OnNonfinite, check_on_nonfinite, count
 from phocas.training.optimizers import is_plain, parse_optimizer
 from phocas.training.parameters import FlatParameters
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from phocas.rules.base import Explanation
     from phocas.training.optimizers import Optimizers
 
-OnNonfinite = Literal["skip", "stop", "apply"]
 Action = Literal["applied", "skipped", "stopped"]
 
 
@@ -107,10 +106,7 @@ class ParameterServer:
             raise ValueError(
                 f"each server needs a column: got {num_servers} servers for d={d} parameters"
             )
-        if on_nonfinite not in get_args(OnNonfinite):
-            raise ValueError(
-                unknown("on_nonfinite", on_nonfinite, get_args(OnNonfinite), "policies")
-            )
+        check_on_nonfinite(on_nonfinite)
         self.rule = parse_rule(rule) if isinstance(rule, str) else rule
         self.rule.check(self.num_workers)
         self.on_nonfinite: OnNonfinite = on_nonfinite

@@ -20,7 +20,7 @@ from phocas.data import SPLITS, Assignment, DataSpec, Split, batch_indices, load
 from phocas.rules import RULES, Rule
 from phocas.seeds import Stream, generator
 from phocas.settings import Settings, at_least, below_one, nonnegative, setting, word
-from phocas.specs import Spec, count, positive, unknown
+from phocas.specs import OnNonfinite, Spec, count, positive, unknown
 from phocas.training.devices import find_device
 from phocas.training.gradients import worker_gradients
 from phocas.training.gradients.base import Loss, Reduction, WorkerGradients
@@ -31,7 +31,7 @@ from phocas.training.optimizers import Optimizers, parse_optimizer, parse_server
 from phocas.training.parameters import FlatParameters
 from phocas.training.samples import Samples
 from phocas.training.schedules import SCHEDULES, Constant
-from phocas.training.server import OnNonfinite, ParameterServer
+from phocas.training.server import ParameterServer
 
 T = TypeVar("T")
 

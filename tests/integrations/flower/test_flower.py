@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import shutil
@@ -143,6 +144,57 @@ def test_too_few_replies_are_skipped_or_stop_the_run() -> None:
     assert arrays is None
 
 
+def with_nan(*bad: int) -> list[Any]:
+    """Return the replies of nodes 1 to 5, of which some have NaN in a bias."""
+    replies = []
+    for node in range(1, 6):
+        state = a_model(node)
+        if node in bad:
+            state["a.bias"][:1000] = np.nan
+        replies.append(Reply(node, state, loss=0.5))
+    return replies
+
+
+@pytest.mark.parametrize("optimiser", [None, Momentum(), Adam()])
+def test_non_finite_aggregate_is_skipped(optimiser: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the model nor the optimiser's state is spoilt for later rounds."""
+    strategy = prepared("trimmed-mean:b=1", optimiser=optimiser)
+    arrays, metrics = strategy.aggregate_train(1, with_nan(2, 4))
+    assert arrays is None
+    assert metrics is not None
+    assert metrics["phocas/not-finite"] == 1000
+    assert metrics["phocas/not-finite-nodes"] == [2, 4]
+    assert metrics["loss"] == 0.5
+    (warned,) = [line for line in caplog.messages if "finite" in line]
+    assert warned.startswith("aggregate_train: skipped round 1: 1000 values of the aggregate")
+    assert warned.endswith("NaN or inf came from 2, 4")
+    arrays, metrics = strategy.aggregate_train(2, with_nan())
+    wanted, _ = prepared("trimmed-mean:b=1", optimiser=optimiser).aggregate_train(2, with_nan())
+    assert flat(arrays).tobytes() == flat(wanted).tobytes()
+    assert (metrics or {})["phocas/not-finite"] == 0
+
+
+def test_non_finite_aggregate_stops_the_run_or_is_applied_on_request() -> None:
+    replies = with_nan(2, 4)
+    with pytest.raises(AggregationError, match=r"round 7: 1000 values .* came from 2, 4"):
+        prepared("trimmed-mean:b=1", on_nonfinite="stop").aggregate_train(7, replies)
+    arrays, _ = prepared("trimmed-mean:b=1", on_nonfinite="apply").aggregate_train(1, replies)
+    assert arrays is not None
+    assert np.count_nonzero(~np.isfinite(arrays["a.bias"].numpy())) == 1000
+
+
+def test_aggregate_that_no_client_spoilt_blames_no_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = {"w": np.full(4, np.nan)}
+    replies = [Reply(node, {"w": np.arange(4.0) * node}) for node in range(5)]
+    rule = "clipping:radius=1.0|median"  # goes by distances to the model
+    arrays, metrics = prepared(rule, model).aggregate_train(1, replies)
+    assert arrays is None
+    assert (metrics or {})["phocas/not-finite-nodes"] == []
+    assert "4 values of the aggregate are not finite: no client sent NaN or inf" in caplog.text
+
+
 def test_claimed_examples_are_ignored_or_capped() -> None:
     sent = [a_model(node) for node in range(1, 10)]
     replies = [Reply(node, state, **{"num-examples": 100}) for node, state in enumerate(sent)]
@@ -189,6 +241,50 @@ def test_the_server_takes_steps_of_its_own(optimiser: Any) -> None:
         np.testing.assert_allclose(arrays["w"].numpy(), place, rtol=1e-12)
 
 
+def trained_batch_norm(model: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return what a client sends whose data have mean 5 and variance 0.01."""
+    kept = np.float32(0.9**count)
+    return {
+        "norm.weight": model["norm.weight"] + np.float32(0.1),
+        "norm.running_mean": kept * model["norm.running_mean"] + (1 - kept) * np.float32(5),
+        "norm.running_var": kept * model["norm.running_var"] + (1 - kept) * np.float32(0.01),
+        "norm.num_batches_tracked": model["norm.num_batches_tracked"] + count,
+    }
+
+
+def after_rounds(rounds: int, model: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the model after some rounds of a server with momentum."""
+    strategy = RobustStrategy("median", optimiser=Momentum(lr=1.0, momentum=0.9), **options)
+    for turn in range(1, rounds + 1):
+        sent = ArrayRecord({name: Array(np.asarray(value)) for name, value in model.items()})
+        strategy._model = tensors_of(sent, "the model")
+        replies = [Reply(node, trained_batch_norm(model, 8 + node)) for node in range(3)]
+        arrays, _ = strategy.aggregate_train(turn, replies)
+        assert arrays is not None
+        model = {name: array.numpy() for name, array in arrays.items()}
+    return model
+
+
+def test_buffers_bypass_the_optimiser_of_the_server() -> None:
+    """Momentum drives BatchNorm's variance below zero; what clients agree on stays above it."""
+    start = {
+        "norm.weight": np.ones(4, np.float32),
+        "norm.running_mean": np.zeros(4, np.float32),
+        "norm.running_var": np.ones(4, np.float32),
+        "norm.num_batches_tracked": np.int64(0),
+    }
+    found = after_rounds(3, start)
+    kept = 0.9 ** (3 * 9)  # of the start, by the client in the middle
+    np.testing.assert_allclose(found["norm.running_var"], kept + (1 - kept) * 0.01, rtol=1e-4)
+    np.testing.assert_allclose(found["norm.running_mean"], (1 - kept) * 5, rtol=1e-4)
+    assert found["norm.num_batches_tracked"] == 3 * 9
+    assert (found["norm.weight"] > 1.0 + 3 * 0.1).all()  # further than the updates: momentum
+    stepped = after_rounds(3, start, buffers=())
+    assert stepped["norm.running_var"].min() < 0
+    listed = after_rounds(3, start, buffers=["norm.weight", "norm.running_var"])
+    np.testing.assert_allclose(listed["norm.weight"], 1.3, rtol=1e-5)
+
+
 def test_aggregation_adds_the_output_and_little_more() -> None:
     model = {f"t{i}": np.zeros(2_000_000, np.float32) for i in range(6)}
     rng = np.random.default_rng(0)
@@ -214,8 +310,38 @@ def test_bad_options_are_refused() -> None:
         RobustStrategy("median", max_share=0)
     with pytest.raises(ValueError, match="cannot be applied to differences"):
         RobustStrategy("watch:rule=median")
+    with pytest.raises(ValueError, match="unknown on_nonfinite 'ignore'; policies: skip, stop"):
+        RobustStrategy("median", on_nonfinite="ignore")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="buffers must be a list of names: got 'running_var'"):
+        RobustStrategy("median", buffers="running_var")
     with pytest.raises(ValueError, match="0 <= momentum < 1"):
         Momentum(momentum=1.0)
+
+
+class TorchLike:
+    """An optimiser of another library."""
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("wrong", ["adam", Adam, TorchLike()])
+def test_what_is_no_optimiser_is_rejected_when_the_strategy_is_made(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"optimiser must be .*Momentum.*Adam.* or None: got"):
+        RobustStrategy("median", optimiser=wrong)
+
+
+@pytest.mark.parametrize(
+    ("max_share", "line"),
+    [(None, "Claimed 'n': ignored"), (0.2, "Claimed 'n': weights, at most 0.2 of all each")],
+)
+def test_summary_says_once_what_becomes_of_claims(
+    max_share: float | None, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "flwr"):
+        RobustStrategy("median", max_share=max_share, weighted_by_key="n").summary()
+    assert [each.split("── ")[-1] for each in caplog.messages if "'n'" in each] == [line]
+    assert any("Minimum nodes: train (2)" in each for each in caplog.messages)
 
 
 # -- with real processes ---------------------------------------------------------------------------

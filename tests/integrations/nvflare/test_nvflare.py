@@ -189,16 +189,30 @@ def test_nan_and_absurd_values_are_survived_and_named(caplog: pytest.LogCaptureF
     assert warned.endswith("thrown away far more than others: s2, s5")
 
 
-def test_more_liars_than_were_told_do_not_go_unsaid(caplog: pytest.LogCaptureFixture) -> None:
-    results = [result(f"s{seed}", a_model(seed)) for seed in range(1, 4)]
+def lost(rule: str, **options: Any) -> FLModel:
+    """Aggregate three results of which two have inf, by a rule that does not survive them."""
+    results = [result(f"s{seed}", a_model(seed), metrics={"loss": 0.5}) for seed in range(1, 4)]
     for each in results[:2]:
         each.params["a.bias"] = np.full(3000, np.inf, np.float32)
+    return aggregated(prepared(rule, **options), results)
+
+
+@pytest.mark.parametrize("rule", ["phocas:b=1", "mean"])
+def test_non_finite_aggregate_is_skipped(rule: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        aggregated(prepared("phocas:b=1"), results)
-    assert any(
-        "3000 values of the result are not finite: more clients are wrong than phocas:b=1" in each
-        for each in told(caplog, logging.WARNING)
-    )
+        found = lost(rule)
+    assert found.params_type is ParamsType.FULL
+    assert flat(found.params).tobytes() == flat(a_model()).tobytes()
+    assert found.metrics == {"loss": 0.5}
+    (said,) = [line for line in told(caplog, logging.WARNING) if "not finite" in line]
+    assert "skipped round 0: 3 of 3 results are usable: 3000 values of the aggregate" in said
+    assert said.endswith("NaN or inf came from s1, s2")
+
+
+def test_non_finite_aggregate_stops_the_job_or_is_applied_on_request() -> None:
+    with pytest.raises(ValueError, match=r"round 0: .* NaN or inf came from s1, s2"):
+        lost("mean", on_nonfinite="stop")
+    assert np.isinf(lost("mean", on_nonfinite="apply").params["a.bias"]).all()
 
 
 def test_too_few_results_are_skipped_or_stop_the_job(caplog: pytest.LogCaptureFixture) -> None:
@@ -283,6 +297,8 @@ def test_bad_options_are_refused() -> None:
         RobustAggregator("median", max_share=0)
     with pytest.raises(ValueError, match="cannot be applied to differences"):
         RobustAggregator("watch:rule=median")
+    with pytest.raises(ValueError, match="unknown on_nonfinite 'ignore'"):
+        RobustAggregator("median", on_nonfinite="ignore")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the model must be sent to clients before"):
         RobustAggregator("median").aggregate_model()
 
@@ -291,13 +307,14 @@ def test_a_job_holds_the_rule_as_text_and_none_of_the_package(tmp_path: Path) ->
     job = FedJob("robust", min_clients=3)
     job.set_app_packages(["phocas"])
     rule = phocas.NNM(b=1) | phocas.Phocas(b=1)
-    job.to_server(FedAvg(num_clients=3, aggregator=RobustAggregator(rule, max_share=0.4)))
+    aggregator = RobustAggregator(rule, max_share=0.4, on_nonfinite="stop")
+    job.to_server(FedAvg(num_clients=3, aggregator=aggregator))
     job.export_job(str(tmp_path))
     (config,) = tmp_path.rglob("config_fed_server.json")
     (workflow,) = json.loads(config.read_text())["workflows"]
     assert workflow["args"]["aggregator"] == {
         "path": "phocas.integrations.nvflare.RobustAggregator",
-        "args": {"rule": "nnm:b=1|phocas:b=1", "max_share": 0.4},
+        "args": {"rule": "nnm:b=1|phocas:b=1", "max_share": 0.4, "on_nonfinite": "stop"},
     }
     assert not list(tmp_path.rglob("*.py"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,17 @@ class ServerOptimiser(Protocol):
         self, old: NDArray[Any], update: NDArray[Any], state: dict[str, NDArray[Any]], turn: int
     ) -> NDArray[Any]:
         """Return the new values; the state is the tensor's own, empty in the first turn, 1."""
+
+
+def check_optimiser(optimiser: object) -> None:
+    """Raise TypeError unless an object can take the steps of a :class:`ServerOptimiser`."""
+    try:
+        inspect.signature(optimiser.step).bind("old", "update", "state", "turn")  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        raise TypeError(
+            "optimiser must be an object such as Momentum(lr=1.0) or Adam(lr=0.1), with"
+            f" step(old, update, state, turn), or None: got {optimiser!r}"
+        ) from None
 
 
 def _check_share(owner: str, name: str, value: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from logging import INFO, WARNING
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
 from phocas.integrations.clients import Client, Terms, usable
-from phocas.integrations.flower.optimisers import ServerOptimiser
+from phocas.integrations.flower.optimisers import ServerOptimiser, check_optimiser
 from phocas.integrations.flower.replies import (
     examples,
     middle_metrics,
@@ -26,6 +26,10 @@ from phocas.integrations.flower.replies import (
 from phocas.integrations.merging.formats import Tensor, TensorFile
 from phocas.rules import Rule
 from phocas.rules.table import RULES
+from phocas.specs import OnNonfinite
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Names of torch's buffers of batch and instance normalisation."""
 
 
 class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed, or is untyped
@@ -45,6 +49,11 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         max_share: weigh clients by their examples, with nobody above this share of all
         optimiser: what the server makes of the update: :class:`Momentum`, :class:`Adam`, or None
         seed: a seed for rules that draw at random
+        on_nonfinite: what to do with an aggregate that is not finite: ``skip`` the round and keep
+            the model, ``stop`` the run, or ``apply`` it
+        buffers: names of the arrays that are not trained, which the optimiser does not touch: whole
+            names, or the part after the last dot. Arrays of whole numbers always count as such. For
+            a model of torch's: ``[name for name, _ in model.named_buffers()]``
         options: all that FedAvg takes, such as ``fraction_train``
     """
 
@@ -56,25 +65,45 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         max_share: float | None = None,
         optimiser: ServerOptimiser | None = None,
         seed: int = 0,
+        on_nonfinite: OnNonfinite = "skip",
+        buffers: Collection[str] = BUFFERS,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if optimiser is not None:
+            check_optimiser(optimiser)
+        if isinstance(buffers, str):
+            raise TypeError(f"buffers must be a list of names: got {buffers!r}")
         self._own_metrics = options.get("train_metrics_aggr_fn")
         self._own_evaluation = options.get("evaluate_metrics_aggr_fn")
-        self.terms = Terms(RULES.of(rule, "RobustStrategy"), on_too_few, max_share, seed)
+        found = RULES.of(rule, "RobustStrategy")
+        self.terms = Terms(found, on_too_few, max_share, seed, on_nonfinite)
         self.optimiser = optimiser
+        self.buffers = frozenset(buffers)
         self._model: TensorFile | None = None
         self._state: dict[str, dict[str, NDArray[Any]]] = {}
         self._turn = 0
 
     def summary(self) -> None:
-        """Log the rule, and what FedAvg logs."""
-        terms = self.terms
-        log(INFO, "\t├──> Robust aggregation: %s", terms.rule)
-        shares = "ignored" if terms.max_share is None else f"at most {terms.max_share:g} each"
-        log(INFO, "\t│\t├── Claimed examples: %s", shares)
-        log(INFO, "\t│\t└── Too few replies: %s", terms.on_too_few)
-        super().summary()
+        """Log the rule, and what FedAvg logs but that it weighs clients by their claims."""
+        terms, share = self.terms, self.terms.max_share
+        claims = "ignored" if share is None else f"weights, at most {share:g} of all each"
+        fractions = f"train ({self.fraction_train:.2f}) | evaluate ({self.fraction_evaluate:.2f})"
+        least = f"train ({self.min_train_nodes}) | evaluate ({self.min_evaluate_nodes})"
+        for line in (
+            f"├──> Robust aggregation: {terms.rule}",
+            f"│\t├── Claimed '{self.weighted_by_key}': {claims}",
+            f"│\t├── Too few replies: {terms.on_too_few}",
+            f"│\t└── Aggregate not finite: {terms.on_nonfinite}",
+            "├──> Sampling:",
+            f"│\t├── Fraction: {fractions}",
+            f"│\t├── Minimum nodes: {least}",
+            f"│\t└── Minimum available nodes: {self.min_available_nodes}",
+            "└──> Keys in records:",
+            f"\t├── ArrayRecord key: '{self.arrayrecord_key}'",
+            f"\t└── ConfigRecord key: '{self.configrecord_key}'",
+        ):
+            log(INFO, "\t%s", line)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -99,13 +128,15 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
                 raise AggregationError(reason) from None
             log(WARNING, "aggregate_train: skipped %s", reason)
             return None, MetricRecord({"phocas/replies": len(clients), "phocas/failed": failed})
-        self._turn += 1
+        nodes = [client.name for client in clients]
+        lost = f"round {server_round}: {blame.lost(self.terms.rule, nodes)}"
+        if arrays is None and self.terms.on_nonfinite == "stop":
+            raise AggregationError(lost)
         contents = [client.sent.content for client in clients]
         if self._own_metrics is not None:
             metrics = dict(self._own_metrics(contents, self.weighted_by_key))
         else:
             metrics = dict(middle_metrics(contents, self.weighted_by_key))
-        nodes = [client.name for client in clients]
         suspects = blame.suspects(nodes)
         metrics |= {
             "phocas/replies": len(clients),
@@ -114,11 +145,17 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
             "phocas/dropped": blame.dropped.tolist(),
             "phocas/expected": blame.expected,
             "phocas/suspects": suspects,
+            "phocas/not-finite": blame.not_finite,
         }
         if suspects:
             log(WARNING, "aggregate_train: thrown away far more than others: nodes %s", suspects)
         if blame.not_finite:
-            log(WARNING, "aggregate_train: %s", blame.lost(self.terms.rule))
+            metrics["phocas/not-finite-nodes"] = [nodes[index] for index in blame.sources]
+            done = "skipped" if arrays is None else "applied"
+            log(WARNING, "aggregate_train: %s %s", done, lost)
+        if arrays is None:
+            return None, MetricRecord(metrics)
+        self._turn += 1
         return ArrayRecord(arrays), MetricRecord(metrics)
 
     def aggregate_evaluate(
@@ -155,8 +192,11 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         return clients, failed
 
     def _stepped(self, tensor: Tensor, parts: list[NDArray[Any]]) -> Array:
-        """Let the server's optimiser take the step, if there is one and it is one of floats."""
-        if self.optimiser is None or tensor.whole:
+        """Let the optimiser take the step of a trained tensor; return others as they are."""
+        buffer = tensor.whole or not self.buffers.isdisjoint(
+            (tensor.name, tensor.name.rpartition(".")[2])
+        )
+        if self.optimiser is None or buffer:
             return serialised(tensor, parts)
         old = tensor.open()
         new = np.concatenate([np.empty(0, old.dtype), *parts])

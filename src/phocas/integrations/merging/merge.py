@@ -269,7 +269,7 @@ class Merge:
                 why = self.evaluation.explain(matrix, start)
                 shares.add(tensor.name, why, matrix.d)
                 values = why.value
-            self.not_finite += _not_finite(values, tensor.element)
+            self.not_finite += count_not_finite(values, tensor.element)
             yield values
 
     def stream(self, shares: Shares | None) -> Generator[NDArray[Any], None, None]:
@@ -314,7 +314,21 @@ def _only(answers: list[NDArray[Any]]) -> NDArray[Any]:
     return answers[0]
 
 
-def _not_finite(values: NDArray[Any], element: str) -> int:
+def rows_not_finite(files: Sequence[TensorFile]) -> list[int]:
+    """Return the indices of the files in which a value is NaN or infinite."""
+    return [
+        index
+        for index, file in enumerate(files)
+        if any(
+            count_not_finite(tensor.open(), tensor.element)
+            for tensor in file.tensors.values()
+            if not tensor.whole
+        )
+    ]
+
+
+def count_not_finite(values: NDArray[Any], element: str) -> int:
+    """Return how many stored values are NaN or infinite."""
     if element == "bfloat16":
         return int(np.count_nonzero((values & _EXPONENT) == _EXPONENT))
     return values.size - int(np.count_nonzero(np.isfinite(values)))
