@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -150,7 +151,7 @@ def test_files_have_the_bits_of_state_dicts_in_memory(
 def test_every_type_and_rule(tmp_path: Path, rule: str, dtype: torch.dtype) -> None:
     found = states(9, dtype)
     paths = written(tmp_path, found)
-    merged = merge_files(paths, rule, tmp_path / "out", explain=True)
+    merged = merge_files(paths, rule, tmp_path / "out", explain=True, allow_nonfinite=True)
     order = open_tensors(paths[0]).tensors
     why = parse_rule(rule).explain([{name: state[name] for name in order} for state in found])
     same_bits(load_file(tmp_path / "out"), why.value)
@@ -255,12 +256,88 @@ def test_who_was_thrown_away_is_told_by_tensor(
     assert all(len(line) <= 80 for line in shown.splitlines()[:-1])
 
 
+def test_state_dict_of_torch_named_safetensors_is_read_by_its_content(tmp_path: Path) -> None:
+    for kind in (write_torch, write_legacy):
+        paths = [tmp_path / f"{i}.safetensors" for i in range(3)]
+        for i, path in enumerate(paths):
+            kind(path, {"a": torch.full((3,), float(i))})
+        merge_files(paths, "median", tmp_path / "out.pt")
+        assert torch.load(tmp_path / "out.pt")["a"].tolist() == [1.0] * 3
+
+
 def test_what_all_files_say_about_themselves_is_kept(tmp_path: Path) -> None:
     for i in range(3):
         about = {"format": "pt", "client": str(i)}
         save_file({"a": torch.ones(3) * i}, tmp_path / f"{i}", metadata=about)
     merge_files([tmp_path / str(i) for i in range(3)], "median", tmp_path / "out")
     assert open_tensors(tmp_path / "out").metadata == {"format": "pt"}
+
+
+def shards(folder: Path, count: int) -> list[str]:
+    """Return files of one name in folders of their own, whose values are the folder's number."""
+    paths = [folder / f"client-{i}" / "model-00001-of-00002.safetensors" for i in range(count)]
+    for i, path in enumerate(paths):
+        path.parent.mkdir()
+        save_file({"a": torch.full((5,), float(i))}, path)
+    return list(map(str, paths))
+
+
+def test_files_of_one_name_can_be_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = shards(tmp_path, 4)
+    shutil.copy(files[1], tmp_path / "alone.safetensors")
+    monkeypatch.chdir(tmp_path / "client-0")
+    files[0] = Path(files[0]).name  # as seen from here
+    words = ["aggregate", *files, "../alone.safetensors", "--rule", "median", "-o", "../out"]
+    assert run(*words, "--explain", "--receipt", "../slip") == 0
+    shown = capsys.readouterr()
+    wanted = [f"client-{i}/model-00001-of-00002.safetensors" for i in range(4)]
+    wanted.append("alone.safetensors")
+    assert [line.split()[0] for line in shown.out.splitlines()[1:6]] == wanted
+    assert [each["name"] for each in json.loads(Path("../slip").read_text())["inputs"]] == wanted
+    assert f"{wanted[4]} has the content of {wanted[1]}" in shown.err
+
+
+# -- values that are not finite --------------------------------------------------------------------
+
+
+def two_of_five_with_nan(folder: Path) -> list[str]:
+    """Return the words of a merge that two files spoil."""
+    found = [{"a": torch.full((5,), float(i)), "b": torch.ones(3)} for i in range(5)]
+    for bad in (1, 3):
+        found[bad]["a"][:2] = torch.nan
+    files = map(str, written(folder, found))
+    return ["aggregate", *files, "--rule", "trimmed-mean:b=1", "-o", str(folder / "out")]
+
+
+@pytest.mark.parametrize("before", [None, b"what was there"])
+def test_merge_that_is_not_finite_is_rejected(
+    tmp_path: Path, before: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, slip = tmp_path / "out", tmp_path / "slip"
+    if before is not None:
+        out.write_bytes(before)
+    assert run(*two_of_five_with_nan(tmp_path), "--receipt", str(slip), "--quiet") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "2 values of the merge are not finite" in said
+    assert "NaN or inf are in client-1.bin, client-3.bin" in said
+    assert "--allow-nonfinite" in said
+    assert (out.read_bytes() if out.exists() else None) == before
+    assert not slip.exists()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_merge_that_is_not_finite_is_written_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slip = tmp_path / "slip"
+    words = two_of_five_with_nan(tmp_path)
+    assert run(*words, "--receipt", str(slip), "--allow-nonfinite") == 0
+    assert "2 values of the merge are not finite" in capsys.readouterr().err
+    assert json.loads(slip.read_text())["not_finite"] == 2
+    assert torch.isfinite(load_file(tmp_path / "out")["a"]).tolist() == [False] * 2 + [True] * 3
 
 
 # -- receipts --------------------------------------------------------------------------------------
@@ -276,6 +353,7 @@ def test_a_receipt_is_the_same_for_whoever_repeats_the_merge(tmp_path: Path) -> 
         merged = merge_files(paths, "nnm:b=2|heraclius:b=2", folder / "out", digest=True)
         receipts.append(receipt(merged, Request("nnm:b=2|heraclius:b=2")))
     assert receipts[0] == receipts[1]
+    assert receipts[0]["not_finite"] == 0
     assert "multiply-add" in receipts[0]["instructions"]
     assert receipts[0]["output"]["bytes"] == (tmp_path / "0" / "out").stat().st_size
 
@@ -400,6 +478,29 @@ def spoil_plain_pickle(folder: Path) -> str:
     return "holds objects, which are never unpickled"
 
 
+def spoil_named_pickle(folder: Path) -> str:
+    """Torch reads what is called so by another library, whose errors are its own."""
+    (folder / "1.safetensors").write_bytes(pickle.dumps({"a": Bomb(folder / "burst")}))
+    return "1.safetensors cannot be read as tensors alone"
+
+
+def spoil_named_zip(folder: Path) -> str:
+    torch.save({"a": Bomb(folder / "burst")}, folder / "1.safetensors")
+    return "1.safetensors cannot be read as tensors alone"
+
+
+def spoil_pipe(folder: Path) -> str:
+    (folder / "1").unlink()
+    os.mkfifo(folder / "1")
+    return "1 must be a regular file: it is a pipe or a device"
+
+
+def spoil_folder(folder: Path) -> str:
+    (folder / "1").unlink()
+    (folder / "1").mkdir()
+    return "1 must be a regular file: it is a folder"
+
+
 def spoil_list(folder: Path) -> str:
     torch.save([torch.ones(4)], folder / "1")
     return "1 must be a mapping of names to tensors: got list"
@@ -435,7 +536,9 @@ def test_bad_files_are_refused_by_name(
     for i in range(3):
         save_file({"a": torch.ones(4)}, tmp_path / str(i))
     complaint = spoil(tmp_path)
-    files = [str(tmp_path / str(i)) for i in range(3)]
+    named = tmp_path / "1.safetensors"
+    files = [str(tmp_path / "0"), str(named if named.exists() else tmp_path / "1")]
+    files.append(str(tmp_path / "2"))
     status = run("aggregate", *files, "--rule", "median", "-o", str(tmp_path / "out"))
     said = capsys.readouterr().err
     assert status == 2
@@ -456,6 +559,14 @@ def test_bad_files_are_refused_by_name(
         ),
         (["0", "1", "--rule", "median", "--base", "2", "-o", "2"], "must not be one of the inputs"),
         (["0", "1", "--rule", "median", "-o", "."], "the output must be a file"),
+        (
+            ["0", "1", "2", "--rule", "median", "--weights", "1,2", "--max-share", "0.4"],
+            "weights must be one for each of 3 files: got 2",
+        ),
+        (
+            ["0", "1", "2", "--rule", "median", "-o", "out.npz"],
+            "the output must be named .safetensors, like the format of the first file",
+        ),
         (["0", "1", "--rule", "median", "--receipt", "0"], "the receipt must be a file of its own"),
         (
             ["0", "1", "--rule", "watch:rule=mean", "--base", "2"],
@@ -476,7 +587,7 @@ def test_bad_requests_are_refused(
     before = (tmp_path / "1").read_bytes()
     assert run("aggregate", *words, *([] if "-o" in words else ["-o", "out"])) == 2
     assert complaint in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out*"))
     assert (tmp_path / "1").read_bytes() == before
 
 

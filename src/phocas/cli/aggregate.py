@@ -39,6 +39,10 @@ def aggregate(
     receipt: Annotated[
         Path | None, typer.Option(help="Write digests here, for others to compare with.")
     ] = None,
+    allow_nonfinite: Annotated[
+        bool,
+        typer.Option("--allow-nonfinite", help="Write the result even if it has NaN or inf."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: who was thrown away, in each tensor.")
     ] = False,
@@ -72,6 +76,7 @@ def aggregate(
             seed=seed,
             explain=explain or as_json,
             digest=receipt is not None,
+            allow_nonfinite=allow_nonfinite,
             progress=progress,
         )
     if receipt is not None:
@@ -82,11 +87,7 @@ def aggregate(
     for first, again in merged.same:
         typer.echo(f"warning: {again} is {first}: it counts as two workers", err=True)
     if merged.not_finite:
-        typer.echo(
-            f"warning: {merged.not_finite:,} values of the result are not finite: more is wrong"
-            f" than {found} survives",
-            err=True,
-        )
+        typer.echo(f"warning: {merged.not_finite:,} values of the merge are not finite", err=True)
     if as_json:
         print(json.dumps(_as_json(merged, str(found)), indent=1))
         return
@@ -105,11 +106,11 @@ def _numbers(text: str) -> list[float]:
 def _tell_copies(receipt: dict[str, object], merged: Merged) -> None:
     """Warn of files with one content under two names."""
     seen: dict[str, str] = {}
-    known = {again.name for _, again in merged.same}
+    known = {again for _, again in merged.same}
     inputs = receipt["inputs"]
-    for entry in inputs if isinstance(inputs, list) else []:
+    for path, entry in zip(merged.files, inputs if isinstance(inputs, list) else [], strict=True):
         first = seen.setdefault(entry["sha256"], entry["name"])
-        if first != entry["name"] and entry["name"] not in known:
+        if first != entry["name"] and path not in known:
             typer.echo(f"warning: {entry['name']} has the content of {first}", err=True)
 
 
@@ -120,7 +121,7 @@ def _print_dropped(merged: Merged) -> None:
         return
     print_table(
         {
-            "file": [path.name for path in merged.files],
+            "file": merged.names,
             "dropped": [f"{share:.1%}" for share in merged.dropped],
             "beyond expected": [f"{share - merged.expected:+.1%}" for share in merged.dropped],
         },

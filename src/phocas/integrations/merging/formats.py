@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import pickle
+import stat
 import struct
 import warnings
 import zipfile
@@ -47,6 +48,14 @@ SAFETENSORS = {
     "U64": "uint64",
     "BOOL": "bool",
 }
+ENDINGS = {
+    ".safetensors": "safetensors",
+    ".npz": "npz",
+    ".npy": "npy",
+    ".pt": "pt",
+    ".pth": "pt",
+}
+"""Formats by how their files are usually named."""
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 _DAMAGE = (
     OSError,
@@ -137,6 +146,10 @@ def open_tensors(path: Path) -> TensorFile:
     ('npy', [(2, 3)])
     >>> folder.cleanup()
     """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):  # opening a pipe waits for a writer, for ever if there is none
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise FileError(f"{path} must be a regular file: it is {kind}")
     with path.open("rb") as file:
         head = file.read(9)
         if head[:4] == b"PK\x03\x04":
@@ -328,7 +341,12 @@ def _open_torch(path: Path, *, mapped: bool) -> TensorFile:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles that others wrote
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+            if path.name.endswith(".safetensors"):  # by this name torch takes it for such a file
+                with path.open("rb") as file:
+                    found = torch.load(file, **options)
+            else:
+                found = torch.load(path, mmap=mapped, **options)
     except _DAMAGE as error:
         raise FileError(
             f"{path} cannot be read as tensors alone (weights_only=True): it is cut short,"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.files import check_writable, written_atomically
-from phocas.integrations.merging.formats import Tensor, TensorFile, open_tensors
+from phocas.integrations.merging.formats import ENDINGS, Tensor, TensorFile, open_tensors
 from phocas.integrations.merging.writers import write
 from phocas.rules import Evaluation, Relative, Rule
 from phocas.rules.base import Explanation
@@ -48,7 +50,7 @@ class Merged:
     output: Path
     columns: int
     not_finite: int
-    """How many values of the result are NaN or infinite: more was wrong than the rule survives."""
+    """How many values of the merge are NaN or infinite."""
     expected: float
     dropped: NDArray[np.float64] | None = None
     by_tensor: dict[str, NDArray[np.float64]] | None = None
@@ -56,6 +58,11 @@ class Merged:
     """Files that were given twice."""
     digest: str | None = None
     """The SHA-256 of the output, if it was asked for."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return short names of the files by which they can be told apart."""
+        return short_names(self.files)
 
 
 def merge_files(
@@ -69,6 +76,7 @@ def merge_files(
     seed: int | None = None,
     explain: bool = False,
     digest: bool = False,
+    allow_nonfinite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Merged:
     """Aggregate the tensors of m files by name, and write them like those of the first file.
@@ -76,7 +84,7 @@ def merge_files(
     Values are counted over all tensors, in the order of the first file, so the result has the bits
     that the rule gives for the same state dicts in memory. Whole numbers become the lower median of
     the files', which is what more than half of them say if so many agree. The output appears when
-    it is complete, or not at all.
+    it is complete, or not at all. A merge with NaN or inf is rejected unless it is allowed.
 
     Args:
         files: the files, .safetensors, .npz, .npy or .pt by their content
@@ -88,6 +96,7 @@ def merge_files(
         seed: a seed for rules that draw at random
         explain: count what share of each file's values was dropped
         digest: work out the SHA-256 of the output
+        allow_nonfinite: write the merge even if some of its values are NaN or infinite
         progress: called with the bytes done and the bytes in all
 
     >>> import tempfile
@@ -102,6 +111,8 @@ def merge_files(
     """
     rule = RULES.of(rule, "merge_files")
     files = tuple(files)
+    if weights is not None and len(weights) != len(files):
+        raise ValueError(f"weights must be one for each of {len(files)} files: got {len(weights)}")
     if weights is not None or max_share is not None:
         rule = rule.weighted(weights, max_share)
     rule.check(len(files))
@@ -115,11 +126,14 @@ def merge_files(
     opened = [open_tensors(path) for path in everyone]
     for other in opened[1:]:
         _check_same(opened[0], other)
+    _check_ending(output, opened[0].format)
     merge = Merge(opened, len(files), rule if base is None else Relative(rule), seed, progress)
     merge.plan()
     shares = Shares(len(files)) if explain else None
     with written_atomically(output) as file, closing(merge.stream(shares)) as stream:
         write(file, opened[0], merge.metadata(), partial(_taken, stream), output.parent)
+        if merge.not_finite and not allow_nonfinite:  # an error here leaves nothing behind
+            raise ValueError(_spoilt(merge, rule, files))
         found = _digest(file) if digest else None
     return Merged(
         files,
@@ -164,6 +178,46 @@ def _twice(files: Sequence[Path]) -> tuple[tuple[Path, Path], ...]:
         if seen is not path:
             pairs.append((seen, path))
     return tuple(pairs)
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest end of each path that no other path has.
+
+    >>> short_names([Path("a/model.npz"), Path("b/model.npz"), Path("b/other.npz")])
+    ['a/model.npz', 'b/model.npz', 'other.npz']
+    """
+    parts = [Path(os.path.abspath(path)).parts for path in paths]  # noqa: PTH100 - removes ".."
+    found: dict[tuple[str, ...], str] = {}
+    depth = 0
+    while len(found) < len(set(parts)):
+        depth += 1
+        ends = Counter(each[-depth:] for each in set(parts))
+        for each in parts:
+            if ends[each[-depth:]] == 1:
+                found.setdefault(each, Path(*each[-depth:]).as_posix())
+    return [found[each] for each in parts]
+
+
+def _check_ending(output: Path, kind: str) -> None:
+    """Reject an output that is named like another format than it will have."""
+    if ENDINGS.get(output.suffix.lower(), kind) != kind:
+        ending = next(ending for ending, each in ENDINGS.items() if each == kind)
+        raise ValueError(
+            f"the output must be named {ending}, like the format of the first file: got {output}"
+        )
+
+
+def _spoilt(merge: Merge, rule: Rule, files: Sequence[Path]) -> str:
+    """Describe in one line a merge that is not finite, and the files that caused it."""
+    names = short_names(files)
+    bad = [names[index] for index in rows_not_finite(merge.files[: merge.m])]
+    why = f"more files are wrong than {rule} tolerates; NaN or inf are in {', '.join(bad)}"
+    if not bad:
+        why = "no file has NaN or inf; values overflow, or the base is not finite"
+    return (
+        f"{merge.not_finite:,} values of the merge are not finite: {why}; nothing was written"
+        " (--allow-nonfinite writes the merge as it is)"
+    )
 
 
 def _check_same(first: TensorFile, other: TensorFile) -> None:

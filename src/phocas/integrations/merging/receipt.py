@@ -55,9 +55,10 @@ def receipt(merged: Merged, request: Request) -> dict[str, Any]:
     paths = [*merged.files, *([] if request.base is None else [request.base])]
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(file_digest, paths))
+    names = [*merged.names, *([] if request.base is None else [request.base.name])]
     described = [
-        {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, digests, strict=True)
+        {"name": name, "bytes": path.stat().st_size, "sha256": digest}
+        for name, path, digest in zip(names, paths, digests, strict=True)
     ]
     return {
         "rule": request.rule,
@@ -71,6 +72,7 @@ def receipt(merged: Merged, request: Request) -> dict[str, Any]:
             "sha256": merged.digest,
         },
         "values": merged.columns,
+        "not_finite": merged.not_finite,
         "versions": {name: metadata.version(name) for name in _VERSIONS},
         "instructions": instructions(),
     }
