@@ -29,6 +29,11 @@ CASES = {
     "watched": ("watch:rule=(heraclius:b=3)", "gaussian:q=2"),
     "most": ("phocas:b=5", "gaussian:q=6,std=1e39"),
     "own": ("own_rules:Middle", "none"),
+    "hidden": ("heraclius:b=4", "alie:q=3"),
+    "skewed": ("heraclius:b=3", "alie:q=3", "dirichlet:alpha=0.1"),
+    "skewed and spare": ("heraclius:b=5", "alie:q=3", "dirichlet:alpha=0.1"),
+    "skewed and honest": ("phocas:b=3", "none", "dirichlet:alpha=5.0"),
+    "cells": ("phocas:b=3", "bit-flip:columns=20"),
 }
 
 
@@ -38,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("advise")
     own = "from phocas import Median\n\nclass Middle(Median):\n    pass\n"
     (folder / "own_rules.py").write_text(own)
-    for rule, attack in CASES.values():
+    for rule, attack, *split in CASES.values():
         config = make_config(
             {
                 "dataset": "synthetic:train=300,test=50,side=8",
@@ -48,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "rounds": 24,
                 "rule": rule.replace("own_rules:Middle", "median"),
                 "attack": attack,
+                "split": split[0] if split else "iid",
                 "results": str(folder / "r.sqlite"),
             }
         )
@@ -136,6 +142,32 @@ def test_who_only_watches_is_told_that_the_mean_survives_nothing(folder: Path) -
     assert {cost["b"] for cost in told["costs"]} == {1, 2, 3}
 
 
+def test_byzantine_workers_of_the_simulation_are_needed_whatever_is_seen(folder: Path) -> None:
+    screen, told = advised(folder, "hidden")
+    assert next(one["most"] for one in told["seen"] if one["reach"] == 64) < 3
+    assert (told["byzantine"], told["needed"], told["unknown"]) == (3, 3, None)
+    assert "needed: b >= 3, for 3 Byzantine workers of the attack" in screen
+    assert "never used: b = 4" in screen
+    assert {cost["b"] for cost in told["costs"]} == {2, 3, 4}
+
+
+def test_nothing_is_called_unused_where_data_differ_or_the_attack_does_not_say(
+    folder: Path,
+) -> None:
+    screen, told = advised(folder, "skewed")
+    assert (told["needed"], told["told"]) == (3, 3)
+    assert "all used: heraclius:b=3 survives 3" in screen
+    for case, needed, words in (
+        ("skewed and spare", 3, "b = 4, 5 was needed too, because workers hold different data"),
+        ("skewed and honest", 0, "b = 1-3 was needed too, because workers hold different data"),
+        ("cells", 1, "b = 2, 3 was needed too, because bit-flip:columns=20 does not say how many"),
+    ):
+        screen, told = advised(folder, case)
+        assert told["needed"] == needed
+        assert f"not known: whether {words}" in " ".join(screen.split())
+        assert "never used" not in screen
+
+
 def test_ones_own_rule_is_not_imported(folder: Path) -> None:
     (folder / "own_rules.py").write_text("raise SystemExit('imported')\n")
     screen, told = advised(folder, "own")
@@ -201,7 +233,7 @@ def test_a_run_of_an_older_phocas_is_to_be_run_again(folder: Path, tmp_path: Pat
 
 def test_the_last_run_is_the_default_and_mistakes_are_one_line(folder: Path) -> None:
     command = [sys.executable, "-m", "phocas", "advise", "r.sqlite"]
-    assert subprocess.check_output(command, cwd=folder, text=True).startswith("run 8: ")
+    assert subprocess.check_output(command, cwd=folder, text=True).startswith(f"run {len(CASES)}: ")
     with Results(folder / "old.sqlite") as results:
         results.begin(make_config({}), {}, {})
     Results(folder / "empty.sqlite").close()

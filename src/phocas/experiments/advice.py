@@ -1,8 +1,9 @@
 """What a recorded run says about its b and its reach: never which ones to take.
 
-What was seen is a lower bound of what went wrong. Who hides among the honest is not counted, and a
-b that is too small has no bound at all; so this tells what the past would have needed and what
-other choices would have cost, and leaves the choice to whoever knows what is to be feared.
+The counts are a lower bound of what went wrong: attacks that stay within the honest distribution
+are not counted, and a b that is too small has no bound at all. A simulation knows how many workers
+its attack makes Byzantine, so that no smaller b is ever said to be enough. This tells what the past
+would have needed and what other choices would have cost, and leaves the choice to the reader.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from phocas.attacks import ATTACKS, RowAttack
+from phocas.attacks.machine import OneWorker
 from phocas.experiments.locks import actual_status
 from phocas.rules import RULES, Heraclius, Rule, Told, Watch
 from phocas.rules.census import GROSS, Count
@@ -66,6 +69,10 @@ class Advice:
     """The rule that was only asked whom it would drop, while the mean was applied."""
     would: int | None
     """What that one would survive."""
+    byzantine: int | None
+    """How many workers the attack of the simulation made Byzantine; None if it does not say."""
+    unknown: str | None
+    """Why a b beyond ``needed`` may have been used without being seen; None if it was not."""
     needed: int
     """What would have been enough for all that is beyond doubt."""
     costs: tuple[Cost, ...]
@@ -77,7 +84,7 @@ class Advice:
 
     @property
     def unused(self) -> range:
-        """Return the b that were never needed."""
+        """Return the b beyond what was needed; with ``unknown`` they may have been used."""
         return range(self.needed + 1, (self.told or 0) + 1)
 
 
@@ -96,7 +103,8 @@ def advise(results: Results, record: RunRecord) -> Advice:
     judged = rule if watched is None else watched
     by_rows = not isinstance(judged, Foreign) and _survives_rows_only(judged.tolerates(m))
     gross = next(one for one in seen if one.reach == GROSS)
-    needed = max(gross.rows if by_rows else gross.most, _proven(record))
+    byzantine = _byzantine(record)
+    needed = max(gross.rows if by_rows else gross.most, _proven(record), byzantine or 0)
     return Advice(
         record=record,
         status=actual_status(record, results.path),
@@ -106,6 +114,8 @@ def advise(results: Results, record: RunRecord) -> Advice:
         told=None if isinstance(rule, Foreign) else _most(rule.tolerates(m)),
         watched=None if watched is None else str(watched),
         would=None if watched is None else _most(watched.tolerates(m)),
+        byzantine=byzantine,
+        unknown=_unknown(record, byzantine),
         needed=needed,
         costs=() if isinstance(judged, Foreign) else _costs(judged, m, needed),
     )
@@ -131,6 +141,30 @@ def _why(record: RunRecord) -> str:
     if not record.rounds_done:
         return "none of its rounds is recorded; let it go on, by the command that began it"
     return "it was recorded by an older phocas; run it again with --restart to be advised on it"
+
+
+def _byzantine(record: RunRecord) -> int | None:
+    """Return how many workers the attack makes Byzantine, where it says so by itself."""
+    if record.attack is None:
+        return 0
+    attack = ATTACKS.read(record.attack)
+    if isinstance(attack, RowAttack):
+        return attack.q
+    return 1 if isinstance(attack, OneWorker) else None
+
+
+def _unknown(record: RunRecord, byzantine: int | None) -> str | None:
+    """Say why the counts cannot show all that was wrong, if they cannot."""
+    if record.config["split"] != "iid":
+        return (
+            f"workers hold different data ({record.config['split']}), and the counts cannot tell"
+            " honest values that differ from wrong ones"
+        )
+    if byzantine is None:
+        return f"{record.attack} does not say how many workers it makes Byzantine"
+    if record.config.get("faults"):
+        return "the fault script adds wrong values, and the counts show only those far away"
+    return None
 
 
 def _proven(record: RunRecord) -> int:

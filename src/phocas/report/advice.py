@@ -40,9 +40,9 @@ def print_advice(advice: Advice) -> None:
         _print_costs(advice.costs)
     print()
     _say(
-        "Only what is far from the others was counted, in some columns of some rounds. Who hides"
-        " among the honest was not, and tomorrow may be worse: b is what you fear, not what you"
-        " saw."
+        "Only values far from the others were counted, in some columns of some rounds. Attacks that"
+        " stay within the honest distribution were not, and tomorrow may be worse: b is what you"
+        " fear, not what you saw."
     )
 
 
@@ -50,6 +50,8 @@ def _verdict(advice: Advice) -> list[str]:
     record, needed, told = advice.record, advice.needed, advice.told
     what = "workers with values" if advice.by_rows else "values of a column"
     why = f"for the {what} beyond {GROSS:g} spreads, and for suspects"
+    if advice.byzantine:
+        why = f"for {advice.byzantine} Byzantine workers of the attack, {why}"
     need = f"b >= {needed}, {why}"
     if advice.hopeless:
         m = record.config["workers"]
@@ -66,6 +68,9 @@ def _verdict(advice: Advice) -> list[str]:
         lines.append(
             f"NOT ENOUGH: {record.rule} survives {told}, so there is no bound on its error"
         )
+    elif advice.unused and advice.unknown is not None:
+        more = listing(tuple(advice.unused))
+        lines.append(f"not known: whether b = {more} was needed too, because {advice.unknown}")
     elif advice.unused:
         lines.append(f"never used: b = {listing(tuple(advice.unused))}")
     else:
