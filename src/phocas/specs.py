@@ -208,6 +208,7 @@ _TABLES: dict[type[Spec], Table[Any]] = {}
 _FOREIGN = re.compile(
     r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(:(?P<rest>.*))?", re.DOTALL
 )
+_PLACES = re.compile(r"(?<![\w.:])(?P<module>[A-Za-z_][\w.]*):[A-Za-z_][\w.]*\s*(?=$|[:|),/])")
 
 
 def imported(place: str) -> Any:
@@ -241,6 +242,15 @@ def is_place(text: str) -> bool:
     """
     found = _FOREIGN.fullmatch(text.strip())
     return found is not None and found["rest"] is None
+
+
+def named_modules(text: str) -> list[str]:
+    """Return the modules of the places in a text; nothing is imported.
+
+    >>> named_modules("nnm:b=1|mine.rules:Inner:b=2"), named_modules("watch:rule=(krum:b=2)")
+    (['mine.rules'], [])
+    """
+    return [found["module"] for found in _PLACES.finditer(text)]
 
 
 def imported_callable(text: str) -> Callable[..., Any]:

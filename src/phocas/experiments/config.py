@@ -28,8 +28,9 @@ from phocas.engines.asynchronous.policy import Policy
 from phocas.engines.asynchronous.speeds import SPEEDS
 from phocas.engines.faults import FaultScript
 from phocas.experiments.trackers import check_tracker
+from phocas.provenance import RESULTS_VERSION, code_of, describe_code
 from phocas.rules import RULES, Rule
-from phocas.specs import Foreign, unknown
+from phocas.specs import Foreign, imported_callable, is_place, unknown
 from phocas.training.cluster import ENGINES, Engine, find_engine
 from phocas.training.devices import find_device
 from phocas.training.models import check_model_text
@@ -67,6 +68,9 @@ _PLACES = {key for key, declared in _DECLARED.items() if declared.metadata["plac
     "track",
 }
 
+RECORDED = ("code", "results_version")
+"""What a results file keeps among the settings of a run, and no user sets."""
+
 
 def _engines_of(key: str) -> list[str]:
     """Return the engines that have a setting; none of them has one of the task."""
@@ -96,6 +100,25 @@ _TEXTS: dict[str, Callable[[str], str]] = {
     "asynchronous": lambda text: str(read_policy(text)),
     "speeds": lambda text: str(SPEEDS.read(text)),
     "server_optimizer": lambda text: str(parse_server_optimizer(text)),
+}
+
+
+def _callable(text: str) -> Foreign | None:
+    return Foreign(text, imported_callable) if is_place(text) else None
+
+
+# What a key's text stands for: a value, or something foreign, which is imported when it is loaded.
+_READERS: dict[str, Callable[[str], Any]] = {
+    "rule": RULES.read,
+    "attack": ATTACKS.read,
+    "split": SPLITS.read,
+    "schedule": SCHEDULES.read,
+    "dataset": DATASETS.read,
+    "asynchronous": read_policy,
+    "speeds": SPEEDS.read,
+    "model": _callable,
+    "optimizer": _callable,
+    "server_optimizer": lambda text: _callable(parse_server_optimizer(text).kind),
 }
 # Settings that earlier versions did not have: a run without them keeps its identity.
 _LATER = {
@@ -289,10 +312,46 @@ class RunConfig(BaseModel):
         return every - _OF_ENGINES[self.engine].keys()
 
     def identity(self) -> str:
-        """Return a digest of all that the result depends on: not of names, places and threads."""
+        """Return a digest of all that the result depends on: the settings, and the user's code.
+
+        Without code of the user's own that is the digest of the settings.
+        """
+        code = self.code()
+        return _digest([self.settings_digest(), code]) if code else self.settings_digest()
+
+    def settings_digest(self) -> str:
+        """Return a digest of the settings, without names, places and threads; import nothing."""
         unset = {key for key in _LATER if getattr(self, key) == _default(key)}
         content = self.model_dump(exclude=_PLACES | self._foreign() | unset)
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        if RESULTS_VERSION > 1:  # the first is that of results which name none
+            content["results_version"] = RESULTS_VERSION
+        return _digest(content)
+
+    def code(self) -> dict[str, str]:
+        """Return digests of the user's code that the settings name, by module; import it."""
+        values: list[Any] = []
+        broken: dict[str, str] = {}
+        for key, read in _READERS.items():
+            text = getattr(self, key)
+            found = None if text is None else read(text)
+            if not isinstance(found, Foreign):
+                continue
+            try:
+                values += [found.load(), text]
+            except (ValueError, TypeError):  # the run will say it; no result has this digest
+                broken[text] = "broken"
+        return code_of(values) | broken
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what a results file keeps: the settings, and which code they were run with."""
+        code = self.code()
+        version = {"results_version": RESULTS_VERSION} if RESULTS_VERSION > 1 else {}
+        return self.model_dump() | version | ({"code": describe_code(code)} if code else {})
+
+    def same_settings(self, recorded: Mapping[str, Any]) -> bool:
+        """Tell whether a recorded run differs from this one in its code and its rounds at most."""
+        own = self.model_dump(exclude=_PLACES | self._foreign() | {"rounds"})
+        return all(recorded.get(key, _default(key)) == value for key, value in own.items())
 
     def task_settings(self) -> dict[str, Any]:
         """Return the settings of the task, by their names in :class:`TaskSettings`."""
@@ -315,10 +374,14 @@ def _default(key: str) -> Any:
 
 
 def check_setting(key: str) -> str:
-    """Return the name of a setting of a run, or raise and list them."""
-    if key not in RunConfig.model_fields:
+    """Return the name of what is recorded of a run, or raise and list the settings."""
+    if key not in (*RunConfig.model_fields, *RECORDED):
         raise ValueError(unknown("setting", key, RunConfig.model_fields))
     return key
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def make_config(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:
@@ -360,7 +423,7 @@ def expand_grid(values: Mapping[str, Any], source: str) -> list[RunConfig]:
     for block in [blocks] if isinstance(blocks, Mapping) else blocks:
         for choice in _product(block):
             config = make_config({**common, **choice}, source)
-            runs.setdefault(config.identity(), config)
+            runs.setdefault(config.settings_digest(), config)
     return list(runs.values())
 
 

@@ -60,7 +60,7 @@ CREATE TABLE implausible (
 _SCHEMA = f"""
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY,
-    identity TEXT NOT NULL,               -- digest of all that the result depends on
+    identity TEXT NOT NULL,               -- digest of settings and of the user's own code
     name TEXT,
     dataset TEXT NOT NULL, model TEXT NOT NULL, rule TEXT NOT NULL, attack TEXT,
     seed INTEGER NOT NULL, rounds INTEGER NOT NULL,
@@ -306,7 +306,7 @@ class Results:
                     config.attack,
                     config.seed,
                     config.rounds,
-                    config.model_dump_json(),
+                    json.dumps(config.recorded()),
                     json.dumps(versions),
                     json.dumps(host),
                     now,

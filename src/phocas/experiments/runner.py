@@ -72,10 +72,11 @@ def execute(
 
     A run of the same configuration that has come to its end is returned as it is. One that was
     interrupted or killed goes on from its checkpoint, to the same bits as if nothing had happened,
-    and so does one with fewer rounds, as a run of its own. With ``restart`` all that is left as it
-    is, and another run begins. ``tell`` gets a line about which of these it was, and ``warn``, or
-    else ``tell``, one of what fails and ends nothing. A run that another process is running is
-    waited for so many seconds, and then refused.
+    and so does one with fewer rounds, as a run of its own. Code of the user's own that has changed
+    makes another run, which begins at round 0. With ``restart`` all that is left as it is, and
+    another run begins. ``tell`` gets a line about which of these it was, and ``warn``, or else
+    ``tell``, one of what fails and ends nothing, and one of changed code. A run that another
+    process is running is waited for so many seconds, and then refused.
     """
     check_writable(Path(config.results), "the results file")
     if model_file is not None:
@@ -97,7 +98,7 @@ def execute(
             elif earlier is not None:
                 run.go_on(earlier)
             else:
-                run.extend(known)
+                run.extend(known, warn or tell)
             run.track()
             try:
                 status, message = run.loop(should_stop)
@@ -211,7 +212,7 @@ class _Run:
         self.results.rewind(self.id, -1)
         self._evaluations.append((0, self.trainer.evaluate()))
 
-    def extend(self, known: Sequence[RunRecord]) -> None:
+    def extend(self, known: Sequence[RunRecord], warn: Callable[[str], None]) -> None:
         """Begin where the longest run that differs only in having fewer rounds has got to.
 
         Nothing in a round depends on how many are to come, so that this is exact.
@@ -231,6 +232,7 @@ class _Run:
             )
             return
         self._begin()
+        _tell_other_code(self.config, known, self.id, warn)
 
     def _begin(self, origin: str | None = None) -> None:
         self.discard()
@@ -243,7 +245,7 @@ class _Run:
     def track(self) -> None:
         """Tell trackers what runs, and of the evaluation before its first round."""
         config, done = self.config, self.trainer.rounds_done
-        settings = config.model_dump()
+        settings = config.recorded()
         run = TrackedRun(self.id, config.identity(), config.title(), settings, done)
         self.tracking.start(run)
         for number, evaluation in self._evaluations:
@@ -334,6 +336,17 @@ class _Run:
         """Remove the checkpoints of a run that needs them no more."""
         for path in (self._path, self._before):
             discard_checkpoint(path)
+
+
+def _tell_other_code(
+    config: RunConfig, known: Sequence[RunRecord], run: int, tell: Callable[[str], None]
+) -> None:
+    """Say of which earlier run this one has the settings and not the code, if there is one."""
+    now = config.recorded().get("code")
+    alike = [each for each in known if now and config.same_settings(each.config)]
+    was = alike[-1].config.get("code", "not recorded") if alike else now
+    if was != now:
+        tell(f"run {run} has the settings of run {alike[-1].id} and other code: {now}, was {was}")
 
 
 def _origins(config: RunConfig, known: Sequence[RunRecord]) -> list[tuple[RunRecord, Path]]:

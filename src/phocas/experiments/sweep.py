@@ -25,6 +25,7 @@ from phocas.experiments.config import RunConfig
 from phocas.experiments.results import ENDED, Results, RunRecord
 from phocas.experiments.runner import execute
 from phocas.machine import available_cores
+from phocas.provenance import describe_code
 from phocas.specs import count
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class _Worker:
 
     def give(self, index: int, config: RunConfig) -> None:
         self.index = index
-        self.pipe.send((index, config.model_dump()))
+        self.pipe.send((index, config.model_dump(), config.code()))
 
 
 def _serve(pipe: connection.Connection, stop: Event, parent: int) -> None:
@@ -187,12 +188,28 @@ def _serve(pipe: connection.Connection, stop: Event, parent: int) -> None:
 
     while True:
         try:
-            index, values = pipe.recv()
+            index, values, code = pipe.recv()
         except (EOFError, OSError):
             return
-        ended = _run_one(pipe, index, RunConfig(**values), should_stop)
+        config = RunConfig(**values)
+        ended = _reject_other_code(index, config, code) or _run_one(
+            pipe, index, config, should_stop
+        )
         with suppress(OSError):
             pipe.send(ended)
+
+
+def _reject_other_code(index: int, config: RunConfig, code: dict[str, str]) -> Ended | None:
+    """Reject a run whose code was changed after the sweep had begun: it would be another run."""
+    now = config.code()
+    if now == code:
+        return None
+    return Ended(
+        index,
+        "failed",
+        f"your code was changed while the sweep ran ({describe_code(code)}, now"
+        f" {describe_code(now)}): start the sweep again to run it with the new code",
+    )
 
 
 def _run_one(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load, save
 
 from phocas.files import write_atomically
+from phocas.provenance import describe_code
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +52,7 @@ def save_checkpoint(
     header, tensors = _capture(trainer)
     tensors |= {f"extra.{name}": tensor for name, tensor in (extra or {}).items()}
     header |= {"format": FORMAT, "identity": identity, "round": trainer.rounds_done}
+    header["code"] = trainer.code
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_atomically(path, _seal(save(whole, _metadata(header))), keep=keep)
 
@@ -59,6 +62,7 @@ def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> Tensors
     header, tensors = _read(path)
     if header["identity"] != identity:
         raise ValueError(f"checkpoint {path} belongs to a run with another configuration")
+    _check_code(path, header.get("code"), trainer.code)
     try:
         _restore(trainer, tensors, header)
     except KeyError as error:
@@ -67,6 +71,25 @@ def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> Tensors
         ) from None
     trainer.rounds_done = int(header["round"])
     return _part(tensors, "extra")
+
+
+def _check_code(path: Path, saved: Mapping[str, str] | None, code: Mapping[str, str]) -> None:
+    """Raise if a checkpoint was saved with other code; warn if it does not say with which."""
+    if saved == code or (saved is None and not code):
+        return
+    now = describe_code(code) or "none of your own"
+    if saved is None:
+        warnings.warn(
+            f"checkpoint {path} does not say with which code it was saved, because an older phocas"
+            f" wrote it: make sure that it was the same as now ({now})",
+            stacklevel=4,
+        )
+        return
+    raise ValueError(
+        f"checkpoint {path} was saved with other code ({describe_code(saved) or 'none of your own'}"
+        f"; now {now}): restore that code to go on, or begin at round 0 (phocas train --restart, or"
+        " a Trainer that loads nothing)"
+    )
 
 
 def read_model(path: Path) -> Tensors:

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from phocas.attacks import Attack, attack_rng, parse_attack
 from phocas.attacks.participation import among, check_among
-from phocas.data import SPLITS, Assignment, DataSpec, Split, batch_indices, load
+from phocas.data import DATASETS, SPLITS, Assignment, DataSpec, Split, batch_indices, load
+from phocas.provenance import RESULTS_VERSION, code_of
 from phocas.rules import RULES, Rule
 from phocas.seeds import Stream, generator
 from phocas.settings import Settings, at_least, below_one, nonnegative, setting, word
@@ -184,6 +185,8 @@ class Task(ServerTask):
     gradient_path: str | None
     local: LocalOptimizer | None
     """What workers step with before they send; ``optimizer`` and ``lr`` are then the servers'."""
+    code: Mapping[str, str]
+    """Digests of the user's own code that the task is made of, by module."""
 
     @classmethod
     def make(
@@ -219,8 +222,9 @@ class Task(ServerTask):
             "schedule": _value(SCHEDULES.parse, asked.schedule),
             **_optimizers(asked),
         }
+        spec = DATASETS.parse(data) if isinstance(data, str) else data
         samples = Samples(  # after all that can be refused without it: a download takes long
-            load(data) if isinstance(data, str | DataSpec) else data,
+            load(spec) if isinstance(spec, DataSpec) else spec,
             test,
             standardise=asked.standardise,
             dtype=_dtype(model),
@@ -240,6 +244,8 @@ class Task(ServerTask):
         rng = generator(Stream.SPLIT, asked.seed)
         assignment = samples.assign(split, asked.clients or asked.num_workers, rng)
         made |= {"model": module, "samples": samples, "assignment": assignment}
+        used = (*made.values(), split, spec, test, model, *vars(asked).values())
+        made["code"] = code_of([data, *(each for each in used if each is not samples)])
         left = {declared.name for declared in fields(cls)} - made.keys()
         return cls(**made, **{name: getattr(asked, name) for name in left})
 
@@ -303,12 +309,17 @@ class Task(ServerTask):
         return inputs.to(self.device), targets.to(self.device)
 
     def identity(self) -> str:
-        """Return a digest of all that the result depends on; a checkpoint belongs to one."""
+        """Return a digest of all that the result depends on, besides the user's own code.
+
+        A checkpoint belongs to one, and to the code that is in ``code``.
+        """
         said = {
             declared.name: _written(getattr(self, declared.name))
             for declared in fields(self)
-            if declared.name not in ("model", "samples", "assignment", "device", "threads")
+            if declared.name not in ("model", "samples", "assignment", "device", "threads", "code")
         }
+        if RESULTS_VERSION > 1:  # the first is that of checkpoints which name none
+            said["results_version"] = RESULTS_VERSION
         if self.device.type != "cpu":  # whose digests are older than the setting
             said["device"] = self.device.type
         if self.local is None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.nn import functional
 
+from phocas.provenance import code_of
 from phocas.rules.cells import lost_cells
 from phocas.rules.census import Count, census
 from phocas.rules.sampling import Sample
@@ -144,6 +145,7 @@ class Trainer:
         chosen = find_engine(engine)
         task = Task.make(model, loss, data, test=test, **settings)
         self._begin(task, chosen.build(task))
+        self.code |= code_of([chosen, *getattr(chosen, "__dict__", {}).values()])
 
     @classmethod
     def of(cls, task: Task, cluster: Cluster) -> Self:
@@ -154,6 +156,7 @@ class Trainer:
 
     def _begin(self, task: Task, cluster: Cluster) -> None:
         self.task = task
+        self.code: dict[str, str] = dict(task.code)
         self.cluster = cluster
         self.suspicion = Suspicion(
             task.num_workers,
@@ -280,7 +283,7 @@ class Trainer:
         save_checkpoint(Path(path), self, self._identity())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a file of :meth:`save`, which must be of the same task and engine."""
+        """Restore a file of :meth:`save`, which must be of the same task, engine and code."""
         load_checkpoint(Path(path), self, self._identity())
 
     def _identity(self) -> str:

@@ -138,7 +138,7 @@ class Reproduction:
             for figure in self.figures:
                 for case in figure.cases:
                     config = case.repeat(number)
-                    found.setdefault(config.identity(), config)
+                    found.setdefault(config.settings_digest(), config)
         return list(found.values())
 
 

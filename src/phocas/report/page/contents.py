@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.experiments.blame import RecordedPicture, Shares
+from phocas.experiments.config import RECORDED
 from phocas.experiments.curves import columns, cost, elapsed
 from phocas.experiments.locks import actual_status
 from phocas.experiments.results import PHASES, Results, RunRecord
@@ -151,7 +152,7 @@ def command(config: dict[str, Any]) -> str:
     """
     words = ["phocas", "train"]
     for key, value in config.items():
-        if value is None or value is False or value in ([], {}):
+        if value is None or value is False or value in ([], {}) or key in RECORDED:
             continue
         flag = f"--{key.replace('_', '-')}"
         if value is True:

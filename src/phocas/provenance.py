@@ -1,0 +1,209 @@
+"""Which code a result comes from: digests of the user's own modules, and the results version."""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import functools
+import hashlib
+import itertools
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phocas.specs import named_modules
+
+RESULTS_VERSION = 1
+"""The version of what runs compute: raise it in a release that changes the result of a run.
+
+It is part of a run's identity, and the version of the package is not: results stay valid for as
+long as this number stays.
+"""
+
+_NEVER = sys.stdlib_module_names | {"phocas", "torch", "numpy"}
+_INSTALLED = {"site-packages", "dist-packages"}
+_MAIN = ("__main__", "__mp_main__")  # a spawned process has the second for the first
+_DEPTH = 6  # how far attributes of attributes are followed
+_ITEMS = 64  # how many items of a container are looked at
+_CONSTANTS = (int, float, complex, str, bytes, type(None), type(Ellipsis))
+_BOOKKEEPING = {
+    "__abstractmethods__",
+    "__annotate_func__",
+    "__annotations__",
+    "__annotations_cache__",
+    "__dataclass_fields__",
+    "__dataclass_params__",
+    "__dict__",
+    "__firstlineno__",
+    "__module__",
+    "__static_attributes__",
+    "__weakref__",
+    "_abc_impl",
+}
+
+_digests: dict[str, tuple[object, str]] = {}
+"""The digest of each module, with the spec that its import made."""
+
+
+def code_of(values: Sequence[object]) -> dict[str, str]:
+    """Return digests of the user's own code in some values, by the module that defines it.
+
+    The digest of a module is that of its whole source. It is taken once for each import: an edit
+    does not change the code that is loaded. Classes and functions of ``__main__``, and of modules
+    without a file, have a digest each: of their bytecode and constants, and of what they name in
+    the same module. Python, torch, numpy, phocas and installed packages are not covered, nor are
+    modules that the code imports and files that it reads.
+
+    Args:
+        values: rules, models, functions, classes, and containers and objects that hold them. A
+            text such as ``my_rules:Mine:b=2`` stands for its module, even an installed one.
+
+    >>> code_of([print, "text", {"key": 1.5}])
+    {}
+    """
+    found: dict[str, set[str]] = {}
+    texts = [value for value in values if isinstance(value, str)]
+    for name in [name for text in texts for name in named_modules(text)]:
+        digest = None if _never(name) else _source_digest(name)
+        if digest is not None:
+            found[name] = {digest}
+    for part in _definitions(values, _DEPTH, set()):
+        home = part.__module__
+        digest = _source_digest(home)
+        if digest is None:
+            home = f"{_MAIN[0] if home in _MAIN else home}:{part.__qualname__}"
+            text = repr(_essence(part, set())).replace(_MAIN[1], _MAIN[0])
+            digest = _digest(text.encode())
+        found.setdefault(home, set()).add(digest)
+    return {
+        name: next(iter(some)) if len(some) == 1 else _digest("".join(sorted(some)).encode())
+        for name, some in sorted(found.items())
+    }
+
+
+def describe_code(code: Mapping[str, str]) -> str:
+    """Write digests short enough to be compared by eye.
+
+    >>> describe_code({"my_rules": "3f2a91bc00112233"})
+    'my_rules 3f2a91bc'
+    """
+    return ", ".join(f"{name} {digest[:8]}" for name, digest in code.items())
+
+
+def _never(module: str) -> bool:
+    return module.partition(".")[0] in _NEVER
+
+
+def _is_own(part: Any) -> bool:
+    """Tell whether a class or function is the user's: neither part of Python nor installed."""
+    name = part.__module__
+    if name is None or name in _MAIN or _never(name):
+        return name is None or name in _MAIN
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not _INSTALLED.intersection(Path(file).parts)
+
+
+def _source_digest(name: str | None) -> str | None:
+    """Return the digest of a module's file, or None where definitions must be looked at."""
+    module = sys.modules.get(name or "")
+    if name is None or module is None or name in _MAIN:
+        return None
+    spec = getattr(module, "__spec__", None)
+    known, digest = _digests.get(name, (None, ""))
+    if spec is not None and known is spec:
+        return digest
+    try:
+        digest = _digest(Path(module.__file__ or "").read_bytes())
+    except (AttributeError, OSError):
+        return None
+    _digests[name] = (spec, digest)
+    return digest
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _definitions(values: Iterable[object], depth: int, seen: set[int]) -> Iterator[Any]:
+    """Return the user's own classes and functions among values and in what these hold."""
+    for value in values:
+        if isinstance(value, _CONSTANTS) or id(value) in seen or not depth:
+            continue
+        seen.add(id(value))
+        inside: Iterable[object] = ()
+        if isinstance(value, type):
+            yield from filter(_is_own, value.__mro__)
+        elif isinstance(value, types.FunctionType):
+            if _is_own(value):
+                yield value
+            inside = _closure(value)
+        elif isinstance(value, types.MethodType):
+            inside = (value.__func__, value.__self__)
+        elif isinstance(value, functools.partial):
+            inside = (value.func, value.args, value.keywords)
+        elif isinstance(value, Mapping):
+            inside = list(itertools.islice(value.values(), _ITEMS))
+        elif isinstance(value, list | tuple | set | frozenset):
+            inside = list(itertools.islice(value, _ITEMS))
+        elif hasattr(type(value), "named_modules"):  # torch's: thousands of attributes, few classes
+            inside = {type(module) for module in value.modules()}  # type: ignore[attr-defined]
+        elif not isinstance(value, types.ModuleType):
+            inside = [type(value), *getattr(value, "__dict__", {}).values()]
+        yield from _definitions(inside, depth - 1, seen)
+
+
+def _closure(function: types.FunctionType) -> list[object]:
+    cells = function.__closure__ or ()
+    return [cell.cell_contents for cell in cells if cell != types.CellType()]
+
+
+def _essence(value: object, seen: set[int]) -> object:
+    """Return what a definition does as nested tuples of text: no addresses, lines or comments."""
+    if isinstance(value, _CONSTANTS):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return tuple(_essence(item, seen) for item in value)
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(repr(_essence(item, seen)) for item in value))
+    if isinstance(value, types.CodeType):
+        return value.co_code.hex(), value.co_names, _essence(value.co_consts, seen)
+    if id(value) in seen:
+        return "seen"
+    seen.add(id(value))
+    if isinstance(value, types.FunctionType) and _is_own(value):
+        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, _closure(value))
+        return _essence((*parts, _named(value)), seen)
+    if isinstance(value, type) and _is_own(value):
+        kept = [(name, each) for name, each in vars(value).items() if name not in _BOOKKEEPING]
+        return _essence(sorted(kept, key=lambda pair: pair[0]), seen)
+    if isinstance(value, Mapping):
+        return _essence(sorted(value.items(), key=lambda pair: repr(pair[0])), seen)
+    if isinstance(value, staticmethod | classmethod | types.MethodType):
+        return _essence(value.__func__, seen)
+    if isinstance(value, property):
+        return _essence((value.fget, value.fset, value.fdel), seen)
+    if isinstance(value, functools.partial):
+        return _essence((value.func, value.args, value.keywords), seen)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value).__qualname__, _essence(vars(value), seen)
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _named(function: types.FunctionType) -> list[object]:
+    """Return what a function names in its module: constants, and the module's own definitions."""
+    codes, names = [function.__code__], set()
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        loads = (step for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+        names |= {step.argval for step in loads}
+    found = [function.__globals__.get(name) for name in sorted(names)]
+    own = (types.FunctionType, type)
+    return [
+        each
+        for each in found
+        if isinstance(each, _CONSTANTS)
+        or (isinstance(each, own) and each.__module__ == function.__module__)
+    ]
