@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -392,6 +393,30 @@ def test_a_server_is_told_from_a_worker() -> None:
             suspicion.observe(sample.take(rows), sample)
         assert suspicion.servers() == servers
         assert suspects is None or suspicion.suspects() == suspects
+
+
+def test_gradients_that_vanish_do_not_make_honest_ones_absurd() -> None:
+    """Workers with momentum have learned their own labels; now and then one sees something new."""
+    d, s = 4000, 20
+    bounds = shard_bounds(d, s)
+    rng = np.random.default_rng(0)
+    suspicion = Suspicion(M, B, bounds, momentum=0.9)
+    rows = np.zeros((M, d), np.float32)
+    samples = [Sample.draw(d, rng) for _ in range(342)]
+    usual = []
+    for number, (sample, following) in enumerate(itertools.pairwise(samples)):
+        scale = 0.05 if number < 20 else 1e-13
+        gradients = scale * rng.standard_normal((M, d)).astype(np.float32)
+        if number > 200:
+            gradients[number % M, bounds[18][0] :] = 0.6
+        before, rows = rows, np.float32(0.9) * rows + np.float32(0.1) * gradients
+        usual.append(float(np.median(np.abs(rows - 0.9 * before.astype(float)))))
+        sent = rows.copy()
+        if number >= 340:
+            sent[:, slice(*bounds[7])] *= 1e20
+        suspicion.observe(sample.take(sent), sample, following.take(sent))
+        assert suspicion.servers() == ((7,) if number >= 340 else ())
+    assert min(usual) < 1e-11 * usual[0]
 
 
 def test_a_worker_that_differs_from_the_start_is_still_compared_to_its_own_past() -> None:

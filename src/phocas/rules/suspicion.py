@@ -115,6 +115,7 @@ class Suspicion:
         self.rounds = 0
         self.bounds = servers
         self.absurd = np.zeros((len(servers), m))
+        self.size = np.zeros(1)
         self.momentum = momentum
         self.kept = np.zeros(0)
         self.stirred = False
@@ -205,10 +206,12 @@ class Suspicion:
     def servers(self) -> tuple[int, ...]:
         """Return the servers in whose columns more than b workers have sent absurd values.
 
-        A run of values is absurd if not finite or a million times the usual size in that round, and
-        if its worker sent none to at least half of the servers. At most b workers lie, so it is not
-        they: what is between the workers and this server is wrong. That holds if honest values are
-        never absurd; it is not a matter of chance.
+        A run of values is absurd if it is not finite or a million times the usual size, and if its
+        worker sent none to at least half of the servers. The usual size is the median of a round,
+        and the largest of these medians so far: gradients of workers that have learned their own
+        data vanish, and another worker's gradient is not absurd because of that. At most b workers
+        lie, so it is not they: what is between the workers and this server is wrong. That holds if
+        honest values are never absurd; it is not a matter of chance.
         """
         return tuple(np.flatnonzero(self.absurd.sum(axis=1) > self.b).tolist())
 
@@ -216,10 +219,11 @@ class Suspicion:
         with np.errstate(all="ignore"):
             sizes = np.sqrt(np.einsum("mrw,mrw->mr", values, values))  # NaN stays NaN
         usual = np.partition(sizes.ravel(), sizes.size // 2)[sizes.size // 2]
-        if not 0 < usual < math.inf:
+        if not usual < math.inf:
             return
-        wild = ~(sizes <= _ABSURD * usual)
-        if not wild.any():
+        np.maximum(self.size, usual, out=self.size)
+        wild = ~(sizes <= _ABSURD * self.size)
+        if not wild.any() or not self.size:
             return
         owners = sample.owners(self.bounds)
         found = np.zeros(self.absurd.shape, bool)
@@ -254,6 +258,7 @@ class Suspicion:
             "total": self.total,
             "recent": self.recent,
             "absurd": self.absurd,
+            "size": self.size,
             "kept": self.kept,
             "usual": self.bets.usual,
             **(
