@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,54 @@ def test_the_gamblers_server_is_named_and_no_worker(data: Dataset) -> None:
     with make(data, attack=attack, num_servers=5) as trainer:
         last = [*trainer.rounds(60)][-1]
     assert (last.suspect_servers, last.suspects) == ((3,), ())
+
+
+def test_no_server_is_flagged_where_workers_have_learned_their_own_labels(data: Dataset) -> None:
+    """What most workers add to their momentum vanishes; what another adds is honest even so."""
+    options: dict[str, Any] = {"num_workers": 20, "num_servers": 20, "rule": "heraclius:b=6"}
+    options |= {"split": "by-label", "worker_momentum": 0.9, "lr": 2.0, "model": "mlp:hidden=32"}
+    with make(load("synthetic:train=600,test=100"), **options) as trainer:
+        assert {each.suspect_servers for each in trainer.rounds(60)} == {()}
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "apply"])
+def test_evidence_ends_where_the_model_is_lost(
+    data: Dataset, tmp_path: Path, on_nonfinite: str
+) -> None:
+    """After a step of 1e17 honest gradients of the last layer are absurd: they prove nothing."""
+    attack = "gambler:servers=5,server=0,probability=0.01"
+    options = {"rule": "mean", "attack": attack, "num_servers": 5, "on_nonfinite": on_nonfinite}
+    with make(data, **options) as trainer:
+        done = [*trainer.rounds(3)]
+        assert [each.lost for each in done] == [None, 1, 1]
+        known = trainer.suspicion.state()
+        before = {name: array.copy() for name, array in known.items()}
+        trainer.save(tmp_path / "lost")
+        with make(data, **options) as other:
+            other.load(tmp_path / "lost")
+            last = [*other.rounds(40)][-1]
+            assert (last.lost, last.suspects, last.suspect_servers) == (1, (), (0,))
+            assert last.census == ()
+            for name, array in other.suspicion.state().items():
+                np.testing.assert_array_equal(array, before[name], err_msg=name)
+    with make(data, rule="phocas:b=3", attack=attack, num_servers=5) as trainer:
+        last = [*trainer.rounds(40)][-1]
+        assert (last.lost, last.suspect_servers) == (None, (0,))
+
+
+def test_byzantine_losses_do_not_end_the_evidence(data: Dataset) -> None:
+    """Workers whose data are absurd have absurd losses; the model of the others is whole."""
+    images = [data.train_images[i::10].astype(np.float32) / 255 for i in range(10)]
+    for i in range(3):
+        images[i] = images[i] * np.float32(1e30)
+    labels = [data.train_labels[i::10].astype(np.int64) for i in range(10)]
+    pairs = [
+        (torch.from_numpy(x), torch.from_numpy(y)) for x, y in zip(images, labels, strict=True)
+    ]
+    model = build_model("mlp:hidden=16", data.shape, 10, seed=3)
+    with Trainer(model, data=pairs, rule="phocas:b=3", num_workers=10, batch_size=16) as trainer:
+        last = [*trainer.rounds(30)][-1]
+    assert (last.lost, last.suspects) == (None, (0, 1, 2))
 
 
 def test_who_is_suspected_does_not_depend_on_servers_and_threads(data: Dataset) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from phocas.training.trainer import Trainer
 
-FORMAT = 4
+FORMAT = 5
 Tensors = dict[str, torch.Tensor]
 
 _NO_DIGEST = "0" * 64
@@ -140,7 +140,8 @@ def _capture(trainer: Trainer) -> tuple[dict[str, Any], Tensors]:
                 tensors[f"optimizer.{index}.{key}"] = value
             else:
                 numbers[str(index)][key] = value
-    return {"optimizer": numbers, "model": places}, tensors
+    known = {"first_loss": trainer.first_loss, "lost": trainer.lost}
+    return {"optimizer": numbers, "model": places, **known}, tensors
 
 
 def _place(tensor: torch.Tensor, vector: torch.Tensor) -> tuple[int, list[int]] | None:
@@ -166,6 +167,7 @@ def _restore(trainer: Trainer, tensors: Tensors, header: Mapping[str, Any]) -> N
     suspicion = _part(tensors, "suspicion")
     trainer.suspicion.load_state({key: value.numpy() for key, value in suspicion.items()})
     trainer.course.load_state(_part(tensors, "course"))
+    trainer.first_loss, trainer.lost = header["first_loss"], header["lost"]
     np.copyto(trainer.attendance.sums, tensors["attendance"].numpy())
     state = {int(index): dict(rest) for index, rest in header["optimizer"].items()}
     for name, tensor in _part(tensors, "optimizer").items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 
 _CENSUS_EVERY = 4
+_LOST = 1e6  # times the first loss, or 1 if that is larger: no honest gradient leads back
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,8 @@ class Round:
     """Workers that are lately left out far more than most, or have changed: a warning, no proof."""
     suspect_servers: tuple[int, ...] = ()
     """Servers that more than b workers' values reach absurdly wrong."""
+    lost: int | None = None
+    """The round that destroyed the model, if one did; later rounds give no evidence."""
     census: tuple[Count, ...] = ()
     """How many values of some columns were implausible, in one round of four."""
     picture: Picture | None = None
@@ -170,6 +174,10 @@ class Trainer:
         self.course = Course(self.server.vector)
         self.attendance = Attendance(task.clients or task.num_workers)
         self.rounds_done = 0
+        self.first_loss: float | None = None
+        """The median loss of the workers in the first round."""
+        self.lost: int | None = None
+        """The round that destroyed the model; 0 if its first loss was not finite."""
 
     @property
     def model(self) -> nn.Module:
@@ -203,11 +211,12 @@ class Trainer:
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
             course = self.course.sampled(samples[0]) if samples else None
+            self._judge_model(seen.losses)
             before = time.perf_counter()
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             self.attendance.update(seen.participants, aggregate.dropped)
-            if seen.participants is None:
+            if seen.participants is None and self.lost is None:
                 if samples:
                     now, *following = seen.sampled[: len(samples)]
                     later = following[0] if following else None
@@ -215,7 +224,7 @@ class Trainer:
                 else:
                     self.suspicion.rest()
                 self.suspicion.update(aggregate.dropped)
-            counted = samples and round_ % _CENSUS_EVERY == 0
+            counted = samples and self.lost is None and round_ % _CENSUS_EVERY == 0
             counts = census(seen.sampled[0]) if counted else ()
             self.rounds_done += 1
             self.course.advance(self.rounds_done)
@@ -240,6 +249,7 @@ class Trainer:
             suspects=self.suspicion.suspects() if self.cluster.same_rows else (),
             unusual=self.suspicion.unusual() if self.cluster.same_rows else (),
             suspect_servers=self.suspicion.servers() if self.cluster.same_rows else (),
+            lost=self.lost,
             census=counts,
             seconds=seconds,
             missing=seen.missing,
@@ -251,6 +261,20 @@ class Trainer:
             refused=seen.refused,
         )
 
+    def _judge_model(self, losses: npt.NDArray[np.floating]) -> None:
+        """Note that the model is lost if the workers' median loss is not finite or absurdly large.
+
+        The size of a step does not tell: a step of any size along columns that no data uses does no
+        harm. The median is honest if most workers are.
+        """
+        if self.lost is not None or not len(losses):
+            return
+        loss = float(np.sort(losses)[len(losses) // 2])  # NaN comes last
+        if self.first_loss is None:
+            self.first_loss = loss
+        if not math.isfinite(loss) or loss > _LOST * max(1.0, self.first_loss):
+            self.lost = self.rounds_done
+
     def _picture(self, sample: Sample, seen: Gathered) -> Picture:
         values = seen.sampled[-1].reshape(self.task.num_workers, -1)
         return Picture(sample, values, lost_cells(self.task.rule, values, seen.aggregate.dropped))
@@ -260,7 +284,7 @@ class Trainer:
 
         What is new in a row with momentum shows beside its last values in the same columns.
         """
-        if not self.cluster.same_rows or not self.suspicion.wants():
+        if not self.cluster.same_rows or self.lost is not None or not self.suspicion.wants():
             return []
         d = self.server.parameters.size
         rounds = range(round_, round_ + 1 + bool(self.task.worker_momentum))
