@@ -166,13 +166,19 @@ def test_what_went_wrong_is_shown(phocas: Phocas, tmp_path: Path) -> None:
     phocas("train", *words, *lies, "--rounds", "40", "--name", "liars", "--quiet")
     text = phocas("show")
     assert text.startswith("run 1  liars: krum:b=2 under sign-flip:q=2, seed 0")
-    assert "0, 1: wrong beyond chance" in text
+    told = "suspects 0, 1: wrong beyond chance; in this simulation 0, 1 are Byzantine"
+    assert told in " ".join(text.split())
     assert "of their values; the median worker" in " ".join(text.split())
     huge = ("--attack", "gaussian:q=3,std=1e38", "--rule", "mean", "--workers", "9")
     phocas("train", *words, *huge, "--rounds", "12", "--split", "dirichlet:alpha=0.3", "--quiet")
     known = json.loads(phocas("show", "--json"))
     assert known["skipped_rounds"] > 0
-    assert f"{known['skipped_rounds']} rounds took no step" in phocas("show")
+    text = " ".join(phocas("show").split())
+    assert f"{known['skipped_rounds']} rounds took no step" in text
+    assert known["lost"] < 12
+    assert known["byzantine"] == [0, 1, 2]
+    lost = f"model lost in round {known['lost']}: evidence of later rounds is not counted"
+    assert f"lost {lost}" in text
 
 
 def test_rows_that_were_turned_down_are_not_called_infinite(

@@ -34,6 +34,7 @@ def a_round(number: int, *, finite: bool = True, by_server: bool = False, ms: fl
         suspects=(1,) if number > 2 else (),
         unusual=(0, 1) if number > 1 else (),
         suspect_servers=(5,) if number > 3 else (),
+        lost=2 if number > 2 else None,
         census=(Count(4.0, 3, 5, 0.25), Count(64.0, 1, 1, 0.01)) if number % 4 == 1 else (),
         seconds=dict.fromkeys(PHASES, ms / 6e3),
     )
@@ -65,6 +66,7 @@ def test_a_run_is_kept_with_everything_about_it(tmp_path: Path) -> None:
         assert (record.final_top3, record.best_top3) == (0.97, 0.97)
         assert (record.rounds_done, record.nonfinite_rounds, record.skipped_rounds) == (4, 1, 1)
         assert (record.suspects, record.unusual, record.suspect_servers) == ((1,), (0, 1), (5,))
+        assert (record.lost, record.byzantine) == (2, None)
         assert record.ms_per_round == pytest.approx(1)
         assert record.config["workers"] == 20
         table = results.table("rounds", run)
@@ -139,7 +141,12 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         Results(tmp_path / "none.sqlite", read=True)
 
 
-VERSION_2 = """
+VERSION_3 = """
+    ALTER TABLE runs DROP COLUMN lost; ALTER TABLE runs DROP COLUMN byzantine;
+    PRAGMA user_version = 3;
+"""
+VERSION_2 = f"""
+    {VERSION_3}
     DROP TABLE implausible;
     ALTER TABLE runs DROP COLUMN unusual; ALTER TABLE runs DROP COLUMN suspect_servers;
     PRAGMA user_version = 2;
@@ -155,7 +162,7 @@ VERSION_1 = f"""
 """
 
 
-@pytest.mark.parametrize("back", [VERSION_1, VERSION_2], ids=["1", "2"])
+@pytest.mark.parametrize("back", [VERSION_1, VERSION_2, VERSION_3], ids=["1", "2", "3"])
 def test_files_of_older_versions_are_read_and_brought_up_to_date(tmp_path: Path, back: str) -> None:
     path = tmp_path / "r.sqlite"
     with Results(path) as results:

@@ -168,7 +168,7 @@ def test_evidence_ends_where_the_model_is_lost(
             other.load(tmp_path / "lost")
             last = [*other.rounds(40)][-1]
             assert (last.lost, last.suspects, last.suspect_servers) == (1, (), (0,))
-            assert last.census == ()
+            assert (last.census, last.unusual) == ((), ())
             for name, array in other.suspicion.state().items():
                 np.testing.assert_array_equal(array, before[name], err_msg=name)
     with make(data, rule="phocas:b=3", attack=attack, num_servers=5) as trainer:

@@ -124,6 +124,15 @@ class Attack(Spec):
         """Whether a server can corrupt its own columns without seeing the others'."""
         return True
 
+    def byzantine(self) -> tuple[int, ...] | None:
+        """Return the Byzantine workers if they are the same in every round, and None if not.
+
+        >>> from phocas.attacks import Crash, Gambler
+        >>> Crash(worker=3).byzantine(), Gambler().byzantine()
+        ((3,), None)
+        """
+        return None
+
     def check(
         self,
         m: int,
@@ -239,6 +248,10 @@ class RowAttack(Attack):
         if self.q > limit:
             sign = "q < m, to leave an honest row" if self.needs_honest else "q <= m"
             yield (f"{sign}: got q={self.q} with m={setting.m} workers, the largest q is {limit}")
+
+    def byzantine(self) -> tuple[int, ...] | None:
+        """Return workers 0 to q - 1, unless others are drawn in every round."""
+        return tuple(range(self.q)) if self.who == "fixed" else None
 
     def chosen(self, m: int, rng: np.random.Generator) -> np.ndarray:
         """Return the Byzantine workers of a round in ascending order."""

@@ -24,6 +24,10 @@ class OneWorker(Attack):
     def __post_init__(self) -> None:
         normalise(self, worker=count(self.name, "worker", self.worker))
 
+    def byzantine(self) -> tuple[int, ...]:
+        """Return the one worker."""
+        return (self.worker,)
+
     def problems(self, setting: Setting) -> Iterator[str]:
         """Ask for a worker that exists."""
         yield from super().problems(setting)

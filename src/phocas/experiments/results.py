@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
 Status = Literal["running", "complete", "interrupted", "stopped", "failed"]
 ENDED = ("complete", "stopped")
@@ -80,6 +80,8 @@ CREATE TABLE runs (
     suspects TEXT NOT NULL DEFAULT '[]',
     unusual TEXT NOT NULL DEFAULT '[]',
     suspect_servers TEXT NOT NULL DEFAULT '[]',
+    lost INTEGER,                         -- the round that destroyed the model, if one did
+    byzantine TEXT,                       -- the Byzantine workers of a simulation, if known
     origin TEXT                           -- the run and the round that it goes on from, if any
 ) STRICT;
 CREATE INDEX runs_identity ON runs (identity);
@@ -132,7 +134,16 @@ _FROM_2_TO_3 = (
     _IMPLAUSIBLE,
     "PRAGMA user_version = 3",
 )
-_STEPS = {1: (*_FROM_1_TO_2, *_FROM_2_TO_3), 2: _FROM_2_TO_3}
+_FROM_3_TO_4 = (
+    "ALTER TABLE runs ADD COLUMN lost INTEGER",
+    "ALTER TABLE runs ADD COLUMN byzantine TEXT",
+    "PRAGMA user_version = 4",
+)
+_STEPS = {
+    1: (*_FROM_1_TO_2, *_FROM_2_TO_3, *_FROM_3_TO_4),
+    2: (*_FROM_2_TO_3, *_FROM_3_TO_4),
+    3: _FROM_3_TO_4,
+}
 """What brings a file of an older version up to date."""
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 
@@ -173,6 +184,10 @@ class RunRecord:
     origin: str | None = None
     unusual: tuple[int, ...] = ()
     suspect_servers: tuple[int, ...] = ()
+    lost: int | None = None
+    """The round that destroyed the model, if one did: evidence of later rounds is not counted."""
+    byzantine: tuple[int, ...] | None = None
+    """The Byzantine workers, where a simulation knows them."""
 
 
 class Results:
@@ -286,17 +301,19 @@ class Results:
         host: Mapping[str, Any],
         origin: str | None = None,
         layers: Iterable[tuple[str, int]] = (),
+        byzantine: tuple[int, ...] | None = None,
     ) -> int:
         """Add a run and return its number.
 
-        ``origin`` says what it goes on from, ``layers`` the names and sizes of its parameters.
+        ``origin`` says what it goes on from, ``layers`` the names and sizes of its parameters,
+        ``byzantine`` which workers are Byzantine, if that is known.
         """
         now = _now()
         with self.transaction():
             cursor = self._connection.execute(
                 "INSERT INTO runs (identity, name, dataset, model, rule, attack, seed, rounds,"
-                " config, versions, host, started, updated, origin, status)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'running')",
+                " config, versions, host, started, updated, origin, byzantine, status)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'running')",
                 (
                     config.identity(),
                     config.name,
@@ -312,6 +329,7 @@ class Results:
                     now,
                     now,
                     origin,
+                    None if byzantine is None else json.dumps(byzantine),
                 ),
             )
             assert cursor.lastrowid is not None
@@ -448,11 +466,12 @@ class Results:
                 blame.write(self._connection, run, rounds, total, evidence, absurd)
                 self._connection.execute(
                     "UPDATE runs SET rounds_done = ?, updated = ?, suspects = ?, unusual = ?,"
-                    " suspect_servers = ? WHERE id = ?",
+                    " suspect_servers = ?, lost = ? WHERE id = ?",
                     (
                         rounds[-1].number,
                         _now(),
                         *(json.dumps(getattr(rounds[-1], name)) for name in NUMBERED),
+                        rounds[-1].lost,
                         run,
                     ),
                 )
@@ -516,6 +535,8 @@ class Results:
                 values[key] = dict(json.loads(values[key]))
             for key in NUMBERED:
                 values[key] = tuple(json.loads(values.get(key, "[]")))
+            if values.get("byzantine") is not None:
+                values["byzantine"] = tuple(json.loads(values["byzantine"]))
             return RunRecord(**values)
         except (TypeError, ValueError) as error:
             raise ResultsError(f"a run in {self.path} cannot be read: {error}") from error

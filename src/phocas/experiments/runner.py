@@ -240,7 +240,16 @@ class _Run:
             with _fitting(self.config):
                 self._evaluations.append((0, self.trainer.evaluate()))
         layers = self.trainer.server.parameters.layers
-        self.id = self.results.begin(self.config, versions(), host(), origin, layers)
+        self.id = self.results.begin(
+            self.config, versions(), host(), origin, layers, self._byzantine()
+        )
+
+    def _byzantine(self) -> tuple[int, ...] | None:
+        """Return the Byzantine workers, where nothing but the attack can make a worker wrong."""
+        if self.config.engine != "local" or self.config.speeds is not None:
+            return None
+        attack = self.trainer.task.attack
+        return () if attack is None else attack.byzantine()
 
     def track(self) -> None:
         """Tell trackers what runs, and of the evaluation before its first round."""

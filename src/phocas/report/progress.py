@@ -90,6 +90,8 @@ class Progress(_Shown):
             news += f"  {_word(self.config)} {listing(done.suspects)}"
         if done.suspect_servers:
             news += f"  servers {listing(done.suspect_servers)} get wrong values"
+        if done.lost is not None:
+            news += f"  model lost in round {done.lost}"
         if done.action != "applied":
             why = "row turned down" if done.finite else "not finite"
             news += f"  round {done.number} {done.action}: {why}"

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 from phocas.experiments.config import make_config
 from phocas.experiments.curves import read_cost, read_curve
 from phocas.experiments.locks import actual_status, state_path
-from phocas.report.tables import common, listing, outcome, print_facts, said
+from phocas.report.tables import (
+    about_flags,
+    about_loss,
+    common,
+    listing,
+    outcome,
+    print_facts,
+    said,
+)
 from phocas.report.terminal import draw_curve
 
 if TYPE_CHECKING:
@@ -95,7 +103,8 @@ def print_run(known: dict[str, Any]) -> None:
         "accuracy": _accuracies(known),
         "time": _times(known),
         "clock": _virtual(known),
-        "suspects": _suspects(known) if suspects else "none",
+        "lost": "" if known["lost"] is None else about_loss(known["lost"]),
+        "suspects": about_flags(suspects, config, known["byzantine"]) if suspects else "none",
         "unusual": listing(tuple(each for each in known["unusual"] if each not in suspects)),
         "servers": (
             f"{listing(tuple(known['suspect_servers']))} get wrong values"
@@ -164,13 +173,6 @@ def _virtual(known: dict[str, Any]) -> str:
         text += f"; {clock['refused']} rows were refused as staler than"
         text += f" {known['config']['max_staleness']} steps"
     return text
-
-
-def _suspects(known: dict[str, Any]) -> str:
-    text = listing(tuple(known["suspects"]))
-    if known["config"].get("split", "iid") == "iid":
-        return f"{text}: wrong beyond chance"
-    return f"{text}: they differ from the others, and hold different data"
 
 
 def _dropped(known: dict[str, Any]) -> str:

@@ -82,6 +82,8 @@ def outcome(record: RunRecord) -> dict[str, Any]:
         "ms_per_round",
         "nonfinite_rounds",
         "skipped_rounds",
+        "lost",
+        "byzantine",
     )
     found: dict[str, Any] = {key: getattr(record, key) for key in keys}
     results = record.config.get("results", "")
@@ -156,16 +158,52 @@ def print_outcome(
             f" {record.rule} survives, and those of a worker that is late or silent count as wrong",
             file=sys.stderr,
         )
-    if record.suspects and record.config["split"] != "iid" and not as_json:
+    if record.lost is not None and not as_json:
+        print(about_loss(record.lost), file=sys.stderr)
+    if record.suspects and not as_json:
         print(
-            f"workers hold different data ({record.config['split']}): a suspect is a worker that"
-            " differs from the others, and need not be wrong",
+            f"flagged workers: {about_flags(record.suspects, record.config, record.byzantine)}",
             file=sys.stderr,
         )
     if record.status == "interrupted":
         words = [word for word in sys.argv[1:] if word not in ("--resume", "--restart")]
         command = shlex.join(["phocas", *words])
         print(f"{record.message}; go on with:\n  {command}", file=sys.stderr)
+
+
+def about_loss(lost: int) -> str:
+    """Say what a lost model means."""
+    return f"model lost in round {lost}: evidence of later rounds is not counted"
+
+
+def about_flags(
+    flagged: Sequence[int], config: Mapping[str, Any], byzantine: Sequence[int] | None
+) -> str:
+    """Say what is known of flagged workers: what their data allow, and the truth of a simulation.
+
+    >>> about_flags((0, 1), {"split": "iid"}, (0, 1))
+    '0, 1: wrong beyond chance; in this simulation 0, 1 are Byzantine'
+    >>> for part in about_flags((0, 5), {"split": "by-label"}, (0, 1)).split("; "):
+    ...     print(part)
+    0, 5: they differ beyond chance, and so do their data (by-label): no proof of a fault
+    in this simulation 0, 1 are Byzantine
+    false alarms: 5
+    >>> about_flags((3,), {"split": "iid"}, None)
+    '3: wrong beyond chance'
+    """
+    split = config.get("split", "iid")
+    false = [] if byzantine is None else [each for each in flagged if each not in byzantine]
+    text = listing(tuple(flagged))
+    if split != "iid":
+        text += f": they differ beyond chance, and so do their data ({split}): no proof of a fault"
+    elif not false:
+        text += ": wrong beyond chance"
+    if byzantine:
+        verb = "is" if len(byzantine) == 1 else "are"
+        text += f"; in this simulation {listing(tuple(byzantine))} {verb} Byzantine"
+    elif byzantine is not None:
+        text += "; in this simulation no worker is Byzantine"
+    return text + (f"; false alarms: {listing(tuple(false))}" if false else "")
 
 
 def _whereabouts(record: RunRecord, model_file: Path | None) -> str:
@@ -280,8 +318,15 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
     columns["final"] = [_number(record.final_accuracy, 3) for record in records]
     columns["best"] = [_number(record.best_accuracy, 3) for record in records]
     columns["ms/round"] = [_number(record.ms_per_round, 1) for record in records]
+    if any(record.lost is not None for record in records):
+        columns["model lost"] = [
+            "" if record.lost is None else f"round {record.lost}" for record in records
+        ]
+    alike = [record.config.get("split", "iid") == "iid" for record in records]
+    flagged = [record.suspects for record in records]
     for heading, numbers in {
-        "suspects": [record.suspects for record in records],
+        "suspects": [each if same else () for each, same in zip(flagged, alike, strict=True)],
+        "differing": [() if same else each for each, same in zip(flagged, alike, strict=True)],
         "unusual": [_besides(record.unusual, record.suspects) for record in records],
         "suspect servers": [record.suspect_servers for record in records],
     }.items():
@@ -299,7 +344,9 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
             "goes on from",
             "name",
             "suspect servers",
+            "differing",
             "suspects",
+            "model lost",
         ),
     )
 

@@ -216,7 +216,8 @@ class Trainer:
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
             self.attendance.update(seen.participants, aggregate.dropped)
-            if seen.participants is None and self.lost is None:
+            whole = self.lost is None
+            if seen.participants is None and whole:
                 if samples:
                     now, *following = seen.sampled[: len(samples)]
                     later = following[0] if following else None
@@ -224,7 +225,7 @@ class Trainer:
                 else:
                     self.suspicion.rest()
                 self.suspicion.update(aggregate.dropped)
-            counted = samples and self.lost is None and round_ % _CENSUS_EVERY == 0
+            counted = samples and whole and round_ % _CENSUS_EVERY == 0
             counts = census(seen.sampled[0]) if counted else ()
             self.rounds_done += 1
             self.course.advance(self.rounds_done)
@@ -247,7 +248,7 @@ class Trainer:
             by_server=aggregate.by_server if detailed and seen.participants is None else None,
             touched=seen.touched,
             suspects=self.suspicion.suspects() if self.cluster.same_rows else (),
-            unusual=self.suspicion.unusual() if self.cluster.same_rows else (),
+            unusual=self.suspicion.unusual() if self.cluster.same_rows and whole else (),
             suspect_servers=self.suspicion.servers() if self.cluster.same_rows else (),
             lost=self.lost,
             census=counts,

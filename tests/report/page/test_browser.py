@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
 from phocas.report.page.server import PageServer
 from phocas.report.page.writing import write_report
+from phocas.rules.suspicion import Evidence
 from phocas.training.evaluation import Metrics
 
 if importlib.util.find_spec("playwright") is None or chromium() is None:
@@ -229,10 +231,12 @@ def test_the_heat_map_finds_the_planted_worker(visit: Open, report: str) -> None
     page = visit(report)
     first = page.locator("main > section:visible").first
     assert first.get_attribute("id") == "blame"
-    assert f"Worker {SUSPECT} is wrong beyond chance" in first.locator(".verdict").inner_text()
+    verdict = first.locator(".verdict").inner_text()
+    assert f"Worker {SUSPECT} is flagged: wrong beyond chance" in verdict
+    assert f"In this simulation worker {SUSPECT} is Byzantine." in verdict
     row = first.locator(".suspects tbody tr").first
     assert row.locator("th").inner_text() == str(SUSPECT)
-    assert "accused" in row.inner_text()
+    assert row.locator("td").all_inner_texts()[:2] == ["▲ flagged", "Byzantine"]
     since = int(row.locator("td.number").first.inner_text())
     assert 3 <= since <= 20
     colours = np.array(
@@ -257,7 +261,7 @@ def test_the_heat_map_finds_the_planted_worker(visit: Open, report: str) -> None
     for key in ["ArrowDown"] * SUSPECT + ["ArrowRight"]:
         page.keyboard.press(key)
     said = first.locator(".readout").first.text_content() or ""
-    assert said == f"worker {SUSPECT}, accused, round 2, 100.0% dropped, 30% expected"
+    assert said == f"worker {SUSPECT}, flagged, round 2, 100.0% dropped, 30% expected"
     page.keyboard.press("Enter")
     assert first.locator(".detail h3").inner_text() == f"Worker {SUSPECT}"
     assert "Round 2: 100.0%" in first.locator(".detail").inner_text()
@@ -283,6 +287,82 @@ def test_a_gambler_shows_at_its_server(visit: Open, report: str) -> None:
     said = links.locator("xpath=following-sibling::p[1]").first.text_content() or ""
     assert said.startswith("server 0, worker 0")
     assert "absurd" not in said
+
+
+def made_up(path: Path, evidence: list[Evidence], final: float, **known: Any) -> None:
+    """Add a run of 20 rounds with what is known in its last round."""
+    settings = known.pop("settings")
+    rng = np.random.default_rng(0)
+    rounds = [a_round(number, 20, rng) for number in range(1, 20)]
+    if settings["rule"] == "mean":
+        rounds = [replace(each, dropped=np.zeros(20), expected_dropped=0.0) for each in rounds]
+    with Results(path) as results:
+        run = results.begin(
+            make_config({**settings, "rounds": 20, "results": str(path)}),
+            {"phocas": "0"},
+            {"name": "here"},
+            layers=[("w", 10**5)],
+            byzantine=known.pop("byzantine"),
+        )
+        rounds.append(replace(rounds[-1], number=20, **known))
+        results.record(run, rounds, [(20, Metrics(1.0, final, 0.9, 0.01))], (), evidence)
+        results.end(run, "complete")
+
+
+def test_a_run_that_learned_is_shown_before_a_lost_one(visit: Open, tmp_path: Path) -> None:
+    path = tmp_path / "r.sqlite"
+    common: dict[str, Any] = {"byzantine": None, "suspects": ()}
+    for rule, final, server, lost in (
+        *(("mean", 0.1, 19, 1), ("multi-krum:b=8", 0.1, 19, None)),
+        *(("phocas:b=8", 0.91, 0, None), ("heraclius:b=8", 0.93, 0, None)),
+    ):
+        evidence = [Evidence(i, 0.1, None, 0.4 * (rule != "mean"), 1) for i in range(20)]
+        settings = {"rule": rule, "attack": "gambler"}
+        known = {"suspect_servers": (server,), "lost": lost, "settings": settings}
+        made_up(path, evidence, final, **common, **known)
+    page = visit(page_of(path))
+    section = page.locator("#blame")
+    titles = section.locator("select").first.locator("option").all_inner_texts()
+    assert [title.partition(":")[0] for title in titles[:2]] == ["run 4", "run 3"]
+    assert "what reaches server 0 is absurd" in section.locator(".verdict").inner_text()
+    chosen(page, "blame", "model lost in round 1")
+    verdict = section.locator(".verdict").inner_text()
+    assert verdict.startswith("Model lost in round 1: evidence of later rounds is not counted.")
+    assert "▲ round 1" in page.locator("#runs tr[data-run='1']").inner_text()
+
+
+def test_the_headline_claims_no_more_than_different_data_allow(visit: Open, tmp_path: Path) -> None:
+    path = tmp_path / "r.sqlite"
+    flagged = {2: 1e6, 6: 1e9, 19: 0.2}  # the odds of worker 19 have fallen since
+    evidence = [
+        Evidence(i, flagged.get(i, 0.5), 12 if i in flagged else None, 0.3, 1) for i in range(20)
+    ]
+    settings = {"rule": "phocas:b=6", "attack": "alie:q=4", "split": "dirichlet:alpha=0.1"}
+    known: dict[str, Any] = {"suspects": tuple(flagged), "unusual": (7, 19), "settings": settings}
+    made_up(path, evidence, 0.9, byzantine=(0, 1, 2, 3), **known)
+    made_up(path, evidence, 0.9, byzantine=None, **known)
+    page = visit(page_of(path))
+    section = page.locator("#blame")
+    verdict = section.locator(".verdict")
+    told = (
+        "Workers 2, 6, 19 are flagged: they differ from the others beyond chance. The workers'"
+        " data differ too (dirichlet:alpha=0.1), so this is no proof of a fault."
+    )
+    truth = "In this simulation workers 0\u20133 are Byzantine; workers 6, 19 are false alarms;"
+    assert verdict.inner_text().startswith(f"{told} {truth} not flagged: 0, 1, 3. ")
+    assert verdict.locator(".alarm").count() == 0
+    rows = {
+        int(row.locator("th").inner_text()): row.locator("td").all_inner_texts()
+        for row in section.locator(".suspects tbody tr").all()
+    }
+    assert rows[2][:3] == ["▲ flagged", "Byzantine", "1 in 1 million"]
+    assert rows[19][:3] == ["▲ flagged", "false alarm", "1 in 20,000"]
+    assert rows[0][:3] == ["not flagged", "Byzantine", "no evidence"]
+    assert {"0", "1", "3"} <= {str(worker) for worker in rows}
+    assert "differing" in page.locator("#runs thead").inner_text()
+    chosen(page, "blame", "run 2")
+    assert verdict.inner_text().startswith(f"{told} The rule is")
+    assert "in truth" not in section.locator(".suspects").inner_text()
 
 
 def test_a_file_without_blame_still_shows_its_curves(
@@ -603,7 +683,7 @@ execute(make_config({settings!r}), watch=lambda _, done, __: done.number == 60 a
             page.locator("#runs .status.complete").wait_for(timeout=60_000)
         assert process.returncode == 0
         assert page.locator("main > section:visible").first.get_attribute("id") == "blame"
-        assert f"Worker {SUSPECT} is wrong" in page.inner_text("#blame .verdict")
+        assert f"Worker {SUSPECT} is flagged" in page.inner_text("#blame .verdict")
         assert "120/120" in page.inner_text("#runs")
 
 

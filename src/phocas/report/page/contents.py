@@ -107,6 +107,8 @@ class Contents:
             "suspects": list(record.suspects),
             "unusual": list(record.unusual),
             "suspect_servers": list(record.suspect_servers),
+            "lost": record.lost,
+            "byzantine": None if record.byzantine is None else list(record.byzantine),
             "config": record.config,
             "command": command(record.config),
             "curve": _curve(rounds, evaluations),
@@ -136,7 +138,7 @@ def source(path: Path) -> dict[str, Any]:
 
 
 def drawing() -> dict[str, Any]:
-    """Return how lines are drawn, and when a worker is accused."""
+    """Return how lines are drawn, and when a worker is flagged."""
     return {
         "styles": {name: _drawn(style) for name, style in STYLES.items()},
         "baseline": _drawn(BASELINE),

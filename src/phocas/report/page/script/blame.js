@@ -6,9 +6,43 @@ import { heatMap, scaleBar } from "./heat.js";
 /** Return a run's table of what is known against its workers, the worst first. */
 export function ranked(run) {
   return run.evidence
-    .map(([worker, odds, since, dropped]) => ({ worker, odds, since, dropped, accused: since !== null }))
-    .sort((one, two) => two.accused - one.accused || (one.since ?? 0) - (two.since ?? 0) ||
+    .map(([worker, odds, since, dropped]) => ({
+      worker, odds, since, dropped, flagged: since !== null, byzantine: Boolean(run.byzantine?.includes(worker)),
+    }))
+    .sort((one, two) => two.flagged - one.flagged || (one.since ?? 0) - (two.since ?? 0) || two.byzantine - one.byzantine ||
       Math.min(two.odds ?? 0, 1e15) - Math.min(one.odds ?? 0, 1e15) || one.worker - two.worker);
+}
+
+/** Tell whether the workers of a run hold data of one kind: only then is a flagged worker wrong. */
+export function sameData(run) {
+  return (run.config.split ?? "iid") === "iid";
+}
+
+/** Say what some workers are. */
+function workersAre(numbers, what, noun = "worker") {
+  return numbers.length === 1 ? `${noun} ${numbers[0]} is ${what}` : `${noun}s ${listing(numbers)} are ${what}`;
+}
+
+/** Say what is known of the flagged workers of a run, and what a simulation knows to be true. */
+export function flags(run) {
+  const flagged = [...run.suspects].sort((a, b) => a - b);
+  const wrong = run.byzantine;
+  const honest = wrong === null ? [] : flagged.filter((worker) => !wrong.includes(worker));
+  const missed = (wrong ?? []).filter((worker) => !flagged.includes(worker));
+  let known = "No worker is flagged";
+  if (flagged.length) {
+    known = workersAre(flagged, "flagged", "Worker");
+    if (!sameData(run)) {
+      known += `: ${flagged.length === 1 ? "it differs" : "they differ"} from the others beyond chance. ` +
+        `The workers' data differ too (${run.config.split}), so this is no proof of a fault`;
+    } else if (!honest.length) known += ": wrong beyond chance";
+  }
+  const truth = [];
+  if (wrong?.length) truth.push(`In this simulation ${workersAre(wrong, "Byzantine")}`);
+  else if (honest.length) truth.push("In this simulation no worker is Byzantine");
+  if (honest.length) truth.push(workersAre(honest, honest.length === 1 ? "a false alarm" : "false alarms"));
+  if (missed.length) truth.push(`not flagged: ${listing(missed)}`);
+  return { known, truth: truth.join("; "), alarm: flagged.length > 0 && sameData(run) && !honest.length };
 }
 
 /** Tell whether the rule of a run left anything out: the mean does not, whoever lies. */
@@ -23,13 +57,25 @@ export function isSuspicious(run) {
 
 function named(run) {
   const said = [];
-  if (run.suspects.length) said.push(count(run.suspects.length, "suspect"));
+  if (run.lost !== null) said.push(`model lost in round ${run.lost}`);
+  if (run.suspects.length) said.push(sameData(run) ? count(run.suspects.length, "suspect") : `${run.suspects.length} differing`);
   if (run.suspect_servers.length) said.push(count(run.suspect_servers.length, "suspect server"));
   return said.length ? ` — ${said.join(", ")}` : "";
 }
 
-/** Return how much more is dropped of suspects than of the others, in tenths. */
+/** Order runs for the chooser: what learned first, then what has news, then what shows it best. */
+export function inOrder(runs) {
+  const best = Math.max(...runs.map((run) => run.final ?? 0));
+  const learned = (run) => run.lost === null && (run.status === "running" || run.final === null || run.final > best / 2);
+  return [...runs].sort((one, two) =>
+    learned(two) - learned(one) || isSuspicious(two) - isSuspicious(one) ||
+    (two.status === "running") - (one.status === "running") ||
+    contrast(two) - contrast(one) || (two.final ?? 0) - (one.final ?? 0) || one.id - two.id);
+}
+
+/** Return how much more is dropped of suspects than of the others, in tenths; 0 without suspects. */
 function contrast(run) {
+  if (!run.suspects.length) return 0;
   const of = (chosen) => {
     const own = run.evidence.filter(([worker]) => run.suspects.includes(worker) === chosen);
     return own.length ? own.reduce((sum, [, , , dropped]) => sum + dropped, 0) / own.length : 0;
@@ -81,17 +127,14 @@ export function blameSection(root) {
     const runs = shown();
     root.hidden = !runs.length;
     if (!runs.length) return;
-    const order = [...runs].sort((one, two) =>
-      isSuspicious(two) - isSuspicious(one) ||
-      (two.status === "running") - (one.status === "running") ||
-      contrast(two) - contrast(one) || one.id - two.id);
+    const order = inOrder(runs);
     if (!runs.some((run) => run.id === chosen)) chosen = order[0].id;
     choice.offer(order.map((run) => [String(run.id),
       `${runTitle(run)}${named(run)}`]), String(chosen));
     const run = runs.find((each) => each.id === chosen);
     const rows = ranked(run);
-    if (picked === null && rows[0]?.accused) picked = { worker: rows[0].worker };
-    showVerdict(run, rows);
+    if (picked === null && rows[0]?.flagged) picked = { worker: rows[0].worker };
+    showVerdict(run);
     showTable(run, rows);
     showDetail(run);
     showRounds(run);
@@ -99,38 +142,40 @@ export function blameSection(root) {
     note.textContent = remarks(run);
   }
 
-  function showVerdict(run, rows) {
-    const accused = rows.filter((row) => row.accused).map((row) => row.worker).sort((a, b) => a - b);
+  function showVerdict(run) {
     const servers = run.suspect_servers;
+    const { known, truth, alarm } = flags(run);
     const parts = [];
-    if (accused.length) {
-      parts.push(el("strong", { class: "alarm" },
-        `${accused.length === 1 ? "Worker" : "Workers"} ${listing(accused)} ${accused.length === 1 ? "is" : "are"} wrong beyond chance`));
-    } else {
-      parts.push(el("strong", {}, "No worker is accused"));
-    }
+    if (run.lost !== null) parts.push(el("strong", { class: "alarm" }, `Model lost in round ${run.lost}`), ": evidence of later rounds is not counted. ");
+    parts.push(el("strong", { class: alarm ? "alarm" : null }, known));
     if (servers.length) {
       parts.push(el("strong", { class: "alarm" },
         `; what reaches ${servers.length === 1 ? "server" : "servers"} ${listing(servers)} is absurd, from more workers than may lie`));
     }
+    if (truth) parts.push(". ", el("strong", {}, truth));
     parts.push(`. The rule is ${run.rule} among ${run.workers} workers; an honest one expects to lose ${percent(run.blame.expected)} of its values.`);
     put(verdict, parts);
   }
 
   function showTable(run, rows) {
-    const top = rows.slice(0, Math.max(8, rows.filter((row) => row.accused).length));
+    const top = rows.slice(0, Math.max(8, rows.filter((row) => row.flagged || row.byzantine).length));
+    const truth = run.byzantine !== null;
+    const state = (row) => (row.flagged ? "▲ flagged" : `not flagged${run.unusual.includes(row.worker) ? ", unusual △" : ""}`);
+    const actual = (row) => (row.byzantine ? "Byzantine" : row.flagged ? "false alarm" : "honest");
     put(table, el("table", { class: "data suspects" },
-      el("thead", {}, el("tr", {}, ["worker", "verdict", "by chance at most", "since round", "dropped", ""].map((name, place) =>
-        el("th", { scope: "col", class: [0, 3, 4].includes(place) ? "number" : null }, name)))),
-      el("tbody", {}, top.map((row) => el("tr", { class: row.accused ? "accused" : null, "aria-selected": String(picked?.worker === row.worker) },
+      el("thead", {}, el("tr", {}, ["worker", "state", ...(truth ? ["in truth"] : []), "by chance at most", "since", "dropped", ""].map((name) =>
+        el("th", { scope: "col", class: ["worker", "since", "dropped"].includes(name) ? "number" : null }, name)))),
+      el("tbody", {}, top.map((row) => el("tr", { class: row.flagged ? "flagged" : null, "aria-selected": String(picked?.worker === row.worker) },
         el("th", { scope: "row", class: "number" }, row.worker),
-        el("td", {}, row.accused ? "▲ accused" : run.unusual.includes(row.worker) ? "△ unusual" : "not accused"),
-        el("td", {}, oneIn(row.odds)),
+        el("td", {}, state(row)),
+        truth ? el("td", {}, actual(row)) : null,
+        // Who was flagged once stays so: what was shown then bounds the chance for good.
+        el("td", {}, oneIn(row.flagged ? Math.max(row.odds ?? 0, run.workers / data.alarm) : row.odds)),
         el("td", { class: "number" }, row.since ?? ""),
         el("td", { class: "number" }, percent(row.dropped, 1)),
         el("td", {}, el("button", { type: "button", "aria-label": `Show where worker ${row.worker} was dropped`, on: { click: () => pick({ worker: row.worker }) } }, "where")),
       )))),
-      rows.length > top.length ? el("p", { class: "quiet" }, `${count(rows.length - top.length, "worker")} with less against them not listed`) : null);
+      rows.length > top.length ? el("p", { class: "quiet" }, `${count(rows.length - top.length, "worker")} not listed`) : null);
   }
 
   function pick(what) {
@@ -181,15 +226,15 @@ export function blameSection(root) {
     const { from, to, expected } = run.blame;
     const apart = dropped.map((share) => share - expected);
     const full = saturation(apart);
-    const accused = new Set(run.evidence.filter((each) => each[2] !== null).map((each) => each[0]));
+    const flagged = new Set(run.evidence.filter((each) => each[2] !== null).map((each) => each[0]));
     const label = (bin) => (from[bin] === to[bin] ? `round ${from[bin]}` : `rounds ${from[bin]} to ${to[bin]}`);
     heatMap(rounds, {
       rows: run.workers, columns: from.length, rowName: "worker", columnName: "round",
-      title: `What was dropped of ${run.workers} workers in ${run.done} rounds.${accused.size ? ` Accused: ${listing([...accused])}.` : ""}`,
+      title: `What was dropped of ${run.workers} workers in ${run.done} rounds.${flagged.size ? ` Flagged: ${listing([...flagged])}.` : ""}`,
       value: (worker, bin) => apart[bin * run.workers + worker] / full,
-      rowLabel: (worker) => `${accused.has(worker) ? "▲" : ""}${worker}`,
+      rowLabel: (worker) => `${flagged.has(worker) ? "▲" : ""}${worker}`,
       columnLabel: (bin) => String(from[bin]),
-      describe: (worker, bin) => [`worker ${worker}${accused.has(worker) ? ", accused" : ""}, ${label(bin)}`,
+      describe: (worker, bin) => [`worker ${worker}${flagged.has(worker) ? ", flagged" : ""}, ${label(bin)}`,
         `${percent(dropped[bin * run.workers + worker], 1)} dropped, ${percent(expected)} expected`],
       onPick: (worker, bin) => pick({ worker, bin }),
     });
@@ -234,11 +279,8 @@ export function blameSection(root) {
     if (!dropsAnything(run)) said.push(`${run.rule} left nothing out of any worker: suspects are known by the distances between rows alone.`);
     if (kept > from.length) said.push(`${whole(kept)} rounds are drawn as ${from.length} columns, each the mean over its rounds.`);
     if (run.blame.servers) said.push("Shares by server are means over the rounds of evaluations.");
-    said.push("“By chance at most” bounds how often an honest worker would ever look like this; it is accused at " +
+    said.push("“By chance at most” bounds how often an honest worker would ever look like this; it is flagged at " +
       `1 in ${whole(run.workers / data.alarm)}.`);
-    if (run.config.split && run.config.split !== "iid") {
-      said.push(`Workers hold different data (${run.config.split}): a suspect differs from the others and need not be wrong.`);
-    }
     return said.join(" ");
   }
 

@@ -2,6 +2,7 @@
 import { chooser, el, put } from "./dom.js";
 import { accuracy, digits, distinct, listing } from "./format.js";
 import { differing, said } from "./accuracy.js";
+import { sameData } from "./blame.js";
 
 const MARKS = {
   complete: "✓", running: "▶", interrupted: "❙❙", stopped: "■", failed: "✕", killed: "✕",
@@ -55,7 +56,9 @@ export function runsSection(root) {
       ...(some((run) => run.skipped) ? [["skipped", (run) => run.skipped ? el("span", { class: "alarm" }, `▲ ${run.skipped}`) : "", true]] : []),
       ["final", (run) => accuracy(run.final), true], ["best", (run) => accuracy(run.best), true],
       ["ms/round", (run) => digits(run.ms), true],
-      ...(some((run) => run.suspects.length) ? [["suspects", (run) => listing(run.suspects)]] : []),
+      ...(some((run) => run.lost !== null) ? [["model lost", (run) => (run.lost === null ? "" : el("span", { class: "alarm" }, `▲ round ${run.lost}`))]] : []),
+      ...(some((run) => run.suspects.length && sameData(run)) ? [["suspects", (run) => (sameData(run) ? listing(run.suspects) : "")]] : []),
+      ...(some((run) => run.suspects.length && !sameData(run)) ? [["differing", (run) => (sameData(run) ? "" : listing(run.suspects))]] : []),
     ];
     counted.textContent = `${runs.length} of ${data.runs.length} runs. Tick two to compare them.`;
     const focused = document.activeElement?.id;
@@ -107,7 +110,7 @@ export function runsSection(root) {
       ...keys.map((key) => [key, ...pair.map((run) => JSON.stringify(run.config[key] ?? null))]),
       ["final accuracy", ...pair.map((run) => accuracy(run.final))],
       ["ms/round", ...pair.map((run) => digits(run.ms))],
-      ["suspects", ...pair.map((run) => listing(run.suspects) || "none")],
+      ["flagged workers", ...pair.map((run) => listing(run.suspects) || "none")],
       ["skipped rounds", ...pair.map((run) => String(run.skipped))],
     ];
     return put(differences, el("h3", {}, `Runs ${pair[0].id} and ${pair[1].id}`),
