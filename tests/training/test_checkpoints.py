@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from torch import nn
 from torch.nn import functional
 
 from phocas.data import Dataset, load
 from phocas.files import check_writable, write_atomically
-from phocas.training import Trainer
+from phocas.training import Trainer, checkpoints
 from phocas.training.checkpoints import (
     DamagedCheckpointError,
     discard_checkpoint,
@@ -80,6 +81,28 @@ def test_a_resumed_run_ends_with_the_same_bits(case: str, data: Dataset, tmp_pat
     assert last.number == 9
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert whole.suspicion.evidence() == resumed.suspicion.evidence()
+
+
+def test_checkpoint_of_version_0_2_resumes_to_the_same_bits(data: Dataset, tmp_path: Path) -> None:
+    """Format 4 had no code, no loss of the first round, no lost model and no size of values."""
+    path = tmp_path / "checkpoint.safetensors"
+    with make(data) as whole:
+        for done in whole.rounds(9):
+            if done.number == 5:
+                save_checkpoint(path, whole)
+        expected = whole.model.state_dict()
+    header, tensors = checkpoints._read(path)
+    header["format"] = 4
+    for name in ("code", "first_loss", "lost"):
+        del header[name]
+    del tensors["suspicion.size"]
+    path.write_bytes(checkpoints._seal(save(tensors, checkpoints._metadata(header))))
+    with make(data) as resumed:
+        load_checkpoint(path, resumed)
+        for _ in resumed.rounds(4):
+            pass
+        found = resumed.model.state_dict()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_checkpoints_of_other_runs_are_refused(data: Dataset, tmp_path: Path) -> None:

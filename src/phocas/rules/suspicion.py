@@ -273,6 +273,7 @@ class Suspicion:
 
     def load_state(self, state: dict[str, Floats]) -> None:
         """Go on from a checkpoint."""
+        state = {"size": np.zeros(1), **state}  # version 0.2 did not save it
         self.kept = np.array(state["kept"])
         for name, own in self.state().items():
             if state[name].shape != own.shape:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phocas.training.trainer import Trainer
 
 FORMAT = 5
+READABLE = (4, FORMAT)  # version 0.2 wrote 4: no loss of the first round, no lost model
 Tensors = dict[str, torch.Tensor]
 
 _NO_DIGEST = "0" * 64
@@ -167,7 +168,7 @@ def _restore(trainer: Trainer, tensors: Tensors, header: Mapping[str, Any]) -> N
     suspicion = _part(tensors, "suspicion")
     trainer.suspicion.load_state({key: value.numpy() for key, value in suspicion.items()})
     trainer.course.load_state(_part(tensors, "course"))
-    trainer.first_loss, trainer.lost = header["first_loss"], header["lost"]
+    trainer.first_loss, trainer.lost = header.get("first_loss"), header.get("lost")
     np.copyto(trainer.attendance.sums, tensors["attendance"].numpy())
     state = {int(index): dict(rest) for index, rest in header["optimizer"].items()}
     for name, tensor in _part(tensors, "optimizer").items():
@@ -213,8 +214,9 @@ def _read(path: Path) -> tuple[dict[str, Any], Tensors]:
         )
     length = int.from_bytes(content[:8], "little")
     header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["phocas"])
-    if header["format"] != FORMAT:
+    if header["format"] not in READABLE:
+        known = ", ".join(map(str, READABLE))
         raise ValueError(
-            f"checkpoint {path} has format {header['format']}, this version reads {FORMAT}"
+            f"checkpoint {path} has format {header['format']}, this version reads {known}"
         )
     return header, load(content)
