@@ -15,6 +15,7 @@ from phocas.integrations.merging.formats import Tensor, TensorFile
 from phocas.integrations.merging.merge import Merge, Shares, rows_not_finite
 from phocas.rules import Relative, Rule
 from phocas.rules.suspicion import stand_out
+from phocas.rules.weighting import check_cap
 from phocas.specs import check_on_nonfinite
 
 MOST = 0.5
@@ -94,6 +95,8 @@ class Terms:
         check_on_nonfinite(self.on_nonfinite)
         if self.max_share is not None and not 0 < self.max_share <= 1:
             raise ValueError(f"max_share must be more than 0 and at most 1: got {self.max_share!r}")
+        if self.max_share is not None:
+            check_cap(self.rule, self.max_share)
         Relative(self.rule)  # refuses what cannot be applied to updates
 
     def aggregate(

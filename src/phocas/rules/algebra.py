@@ -174,6 +174,21 @@ def select(m: int, indices: NDArray[np.intp]) -> Floats:
     return weights
 
 
+def heaviest(units: NDArray[np.int64], count: int) -> int:
+    """Return the mass of so many of the heaviest."""
+    return int(np.sort(units)[::-1][:count].sum())
+
+
+def weighted_mean(mix: Mix, units: NDArray[np.int64]) -> Mix:
+    """Return the mean, by weight, of the rows that a mix selects; one mixed row is its own mean."""
+    if mix.weights is None:
+        return Mix((units / units.sum())[None, :])
+    if mix.selected is None:
+        return mix
+    chosen = units[mix.selected]
+    return Mix((chosen / chosen.sum())[None, :] @ mix.weights)
+
+
 def lost(m: int) -> Mix:
     """Return the mix of a rule that finds nothing to hold on to: NaN, for everyone to see."""
     return Mix(np.full((1, m), np.nan))
@@ -191,9 +206,9 @@ def measured_distances() -> Generator[Request, Floats, tuple[Floats, Distances]]
     return squared, request
 
 
-def measured_norms(rank: int) -> Generator[Request, Floats, Floats]:
-    """Ask for norms, whose squares are scaled if that at a rank would be out of range."""
-    squared, _ = yield from _in_range(Norms(), lambda each: float(np.partition(each, rank)[rank]))
+def measured_norms(typical: Callable[[Floats], float]) -> Generator[Request, Floats, Floats]:
+    """Ask for norms, whose squares are scaled if the typical one would be out of range."""
+    squared, _ = yield from _in_range(Norms(), typical)
     return squared
 
 

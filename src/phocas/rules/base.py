@@ -21,6 +21,7 @@ from phocas.rules.algebra import (
     Plausible,
     Request,
     through,
+    weighted_mean,
 )
 from phocas.rules.inputs import open_rows
 from phocas.rules.promise import ASSUMED, Tolerance
@@ -76,6 +77,8 @@ class Stage(Spec):
 
     outermost: ClassVar[bool] = False
     """Whether it must see the rows as they come, with nothing before it."""
+    weighable: bool = False
+    """Whether there is a definition for workers that have weights."""
 
     def check(self, m: int) -> None:
         """Raise ValueError unless the step holds its promise with m workers."""
@@ -98,6 +101,13 @@ class Stage(Spec):
         del m, rng
         yield from ()
         return Mix()
+
+    def weighted_planning(
+        self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
+    ) -> Planning:
+        """Work out the mix of rows that have weights; without ``units`` all weigh the same."""
+        del units
+        return self.planning(m, rng)
 
 
 @dataclass(frozen=True)
@@ -158,8 +168,6 @@ class Rule(Stage):
     """Whether each column is reduced on its own, so that any server can do it for its columns."""
     whole: bool = False
     """Whether all columns must be in one place, so that only one server can do it."""
-    weighable: bool = False
-    """Whether there is a definition for workers that have weights."""
     least_liars: ClassVar[int] = 0
     """How many of the heaviest must not hold half, if there is no b that says it."""
 
@@ -171,9 +179,11 @@ class Rule(Stage):
     def weighted_planning(
         self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
     ) -> Planning:
-        """Work out the mix for rows that have weights; what is chosen is so by its geometry."""
-        del units
-        return self.planning(m, rng)
+        """Plan without weights; a rule that cuts no mass averages what it chose by weight."""
+        mix = yield from self.planning(m, rng)
+        if units is None or self.masses(units) is not None:
+            return mix
+        return weighted_mean(mix, units)
 
     @abstractmethod
     def window(self, m: int) -> Window:
@@ -286,9 +296,6 @@ class PreAggregator(Stage):
     >>> str(rule), rule.tolerates(5).rows
     ('nnm:b=1|median', 1)
     """
-
-    keeps_rows: ClassVar[bool] = True
-    """Whether row i is still that of worker i."""
 
     def plausible(self, m: int) -> Window | None:
         """Return the window twice beyond whose reach a step that cleans has values replaced."""
@@ -437,9 +444,8 @@ class Pipeline(Rule):
 
     @property
     def weighable(self) -> bool:  # type: ignore[override]  # read-only here: all steps decide
-        """Tell whether the rule is, and every row before it is one worker's and as it came."""
-        kept = all(stage.keeps_rows and not stage.outermost for stage in self.stages)
-        return self.rule.weighable and kept
+        """Tell whether every step is."""
+        return self.rule.weighable and all(stage.weighable for stage in self.stages)
 
     @property
     def least_liars(self) -> int:  # type: ignore[override]  # read-only here: the rule decides
@@ -453,11 +459,11 @@ class Pipeline(Rule):
     def weighted_planning(
         self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
     ) -> Planning:
-        """Plan the stages as ever, and the rule with the weights."""
+        """Plan one step after the other; row i has the weight of worker i in each."""
         mix = Mix()
-        for stage in self.stages:
-            mix = yield from through(mix, stage.planning(m, rng))
-        return (yield from through(mix, self.rule.weighted_planning(m, units, rng)))
+        for stage in (*self.stages, self.rule):
+            mix = yield from through(mix, stage.weighted_planning(m, units, rng))
+        return mix
 
     @property
     def whole(self) -> bool:  # type: ignore[override]  # read-only here: the rule decides

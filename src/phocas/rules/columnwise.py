@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import PLAIN_MEAN, Masses, Window
-from phocas.rules.algebra import UNMIXED, Decision, Matrix
+from phocas.rules.algebra import UNMIXED, Decision, Matrix, heaviest
 from phocas.rules.base import Rule, Told
 from phocas.rules.promise import (
     Tolerance,
@@ -137,7 +137,7 @@ class TrimmingRule(Told, ColumnRule):
 
     def heaviest(self, units: NDArray[np.int64]) -> int:
         """Return the mass of the b heaviest workers."""
-        return int(np.sort(units)[len(units) - self.b :].sum())
+        return heaviest(units, self.b)
 
 
 @dataclass(frozen=True)

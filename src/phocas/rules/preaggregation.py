@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phocas.rules.algebra import (
+    Floats,
     Mix,
     Planning,
     clipped,
+    heaviest,
     measured_distances,
     measured_norms,
     shrinking,
@@ -43,6 +46,7 @@ class NNM(Told, PreAggregator):
     """
 
     name: ClassVar[str] = "nnm"
+    weighable = True
 
     def tolerates(self, m: int, following: Tolerance) -> Tolerance:
         """Return b rows or what follows survives; with more, no mix would be without a liar."""
@@ -59,13 +63,22 @@ class NNM(Told, PreAggregator):
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Find each row's neighbours; of two as near, the one with the smaller index."""
+        return self.weighted_planning(m, None, rng)
+
+    def weighted_planning(
+        self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
+    ) -> Planning:
+        """Take the mass nearest to each row, all but that of the b heaviest; the last in part."""
         del rng
         squared, _ = yield from measured_distances()
         squared = squared.copy()
         np.fill_diagonal(squared, -1.0)
-        nearest = np.argsort(squared, axis=1, kind="stable")[:, : m - self.b]
+        nearest = np.argsort(squared, axis=1, kind="stable")
+        near = _or_ones(units, m)[nearest]
+        kept = int(near[0].sum()) - heaviest(near[0], self.b)
+        nearer = np.cumsum(near, axis=1) - near
         weights = np.zeros((m, m))
-        np.put_along_axis(weights, nearest, 1 / (m - self.b), axis=1)
+        np.put_along_axis(weights, nearest, np.clip(kept - nearer, 0, near) / kept, axis=1)
         return Mix(weights)
 
 
@@ -92,7 +105,6 @@ class Bucketing(PreAggregator):
 
     size: int
     name: ClassVar[str] = "bucketing"
-    keeps_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check that the size is a count."""
@@ -155,6 +167,7 @@ class Clipping(PreAggregator):
 
     radius: float
     name: ClassVar[str] = "clipping"
+    weighable = True
 
     def __post_init__(self) -> None:
         """Check the radius."""
@@ -188,6 +201,7 @@ class AdaptiveClipping(Told, PreAggregator):
 
     name: ClassVar[str] = "adaptive-clipping"
     aliases: ClassVar[tuple[str, ...]] = ("arc",)
+    weighable = True
 
     def tolerates(self, m: int, following: Tolerance) -> Tolerance:
         """Return the rows that what follows survives, if an honest one is among those not clipped.
@@ -206,7 +220,25 @@ class AdaptiveClipping(Told, PreAggregator):
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Measure the rows and take the longest that is left alone as the radius."""
+        return self.weighted_planning(m, None, rng)
+
+    def weighted_planning(
+        self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
+    ) -> Planning:
+        """Scale the mass K = floor(2 (B/T) (T - B)) of the longest down to the next longest."""
         del rng
-        rank = m - 1 - self.clipped_rows(m)
-        squared = yield from measured_norms(rank)
-        return Mix(np.diag(shrinking(squared, float(np.sqrt(np.sort(squared)[rank])))))
+        each = _or_ones(units, m)
+        total, mass = int(each.sum()), heaviest(each, self.b)
+        clipped_mass = 2 * mass * (total - mass) // total
+
+        def longest_left(squared: Floats) -> float:
+            longest = np.argsort(-squared, kind="stable")
+            place = np.searchsorted(np.cumsum(each[longest]), clipped_mass, side="right")
+            return float(squared[longest[place]])
+
+        squared = yield from measured_norms(longest_left)
+        return Mix(np.diag(shrinking(squared, math.sqrt(longest_left(squared)))))
+
+
+def _or_ones(units: NDArray[np.int64] | None, m: int) -> NDArray[np.int64]:
+    return np.ones(m, np.int64) if units is None else units

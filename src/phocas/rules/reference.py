@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.rules.base import Pipeline, PreAggregator, Rule, Told
+from phocas.rules.base import Pipeline, PreAggregator, Rule, Stage, Told
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.cleaning import Cleaning
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
@@ -26,6 +26,7 @@ from phocas.rules.watch import Watch
 from phocas.rules.weighting import Weighted
 
 Matrix = NDArray[np.float64]
+Step = TypeVar("Step", bound=Stage)
 
 
 def reference(rule: Rule, rows: Any) -> Matrix:
@@ -53,19 +54,25 @@ def _weighted(rule: Rule, rows: Matrix, units: NDArray[np.int64]) -> Matrix:
 
     Rules that choose rows choose among the workers, and average the chosen by weight.
     """
+    counts = units // np.gcd.reduce(units)
     if isinstance(rule, Pipeline):
-        stage, following = rule.stages[0], rule.following
-        return _weighted(following, _STAGES[type(stage)](stage, rows, following), units)
+        stage, following = _of_copies(rule.stages[0], counts), rule.following
+        copies = _STAGES[type(stage)](stage, np.repeat(rows, counts, axis=0), following)
+        return _weighted(following, copies[np.cumsum(counts) - 1], units)
     if type(rule) in _CHOICES:
         chosen = _CHOICES[type(rule)](rule, rows)
         return np.asarray(np.average(rows[chosen], axis=0, weights=units[chosen]))
-    counts = units // np.gcd.reduce(units)
     many = np.repeat(rows, counts, axis=0)
     if isinstance(rule, Heraclius) and not rule.reach:
         rule = Phocas(rule.b)  # of equal values at the edge, some are kept and some are not
-    if isinstance(rule, Told):
-        rule = replace(rule, b=int(np.sort(counts)[len(counts) - rule.b :].sum()))
-    return reference(rule, many)
+    return reference(_of_copies(rule, counts), many)
+
+
+def _of_copies(step: Step, counts: NDArray[np.int64]) -> Step:
+    """Return a step that is told how many copies the b heaviest workers have."""
+    if not isinstance(step, Told):
+        return step
+    return replace(step, b=int(np.sort(counts)[len(counts) - step.b :].sum()))
 
 
 # -- columns ---------------------------------------------------------------------------------------

@@ -341,6 +341,7 @@ class CGE(RowRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose the shortest rows."""
         del rng
-        squared = yield from measured_norms(rank=m - self.b - 1)
+        rank = m - self.b - 1
+        squared = yield from measured_norms(lambda each: float(np.partition(each, rank)[rank]))
         best = np.sort(np.argsort(squared, kind="stable")[: m - self.b])
         return Mix(select(m, best)) if np.all(np.isfinite(squared[best])) else lost(m)

@@ -7,6 +7,7 @@ promised, and a bound on the influence of any worker.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,7 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import LARGEST_TOTAL, Masses, Weighing, Window
-from phocas.rules.algebra import Decision, Floats, Matrix, Mix, Planning, select, through
+from phocas.rules.algebra import (
+    Decision,
+    Floats,
+    Matrix,
+    Mix,
+    Planning,
+    heaviest,
+    select,
+    through,
+)
 from phocas.rules.base import Pipeline, Rule, Told
 from phocas.rules.host import HostMatrix
 from phocas.rules.promise import Tolerance, mass_spreads
@@ -32,11 +42,11 @@ def capped(weights: Floats, max_share: float) -> Floats:
     ordered = np.sort(weights)
     # With the k heaviest at the limit c and the others s in all, c = share (s + k c).
     for k in range(1, len(ordered) + 1):
+        if k == len(ordered) or k * max_share >= 1:
+            return np.asarray(np.minimum(weights, ordered[-k]))
         rest = float(ordered[: len(ordered) - k].sum())
-        if k * max_share >= 1:
-            return np.full(len(weights), ordered[0])
         limit = max_share * rest / (1 - k * max_share)
-        if k == len(ordered) or limit >= ordered[-k - 1]:
+        if limit >= ordered[-k - 1]:
             return np.asarray(np.minimum(weights, limit))
     return weights
 
@@ -61,27 +71,48 @@ def units_of(weights: Any, m: int, max_share: float | None) -> Units:
             " leave a worker out with 0"
         )
     present = given > 0
+    workers = int(present.sum())
+    room = LARGEST_TOTAL - workers
     if not present.any():
         raise ValueError("weights must not all be 0: nobody would be left")
     if max_share is None and given.sum() <= LARGEST_TOTAL and np.all(given == np.floor(given)):
         return given.astype(np.int64)
     shares = given / given.max()
     if max_share is not None:
-        least = 1 / int(present.sum())
+        least = 1 / workers
         if isinstance(max_share, bool) or not least - 1e-9 <= max_share <= 1:
             raise ValueError(
-                f"max_share must be between 1/{int(present.sum())}, where all weigh the same, and"
-                f" 1: got {max_share!r}"
+                f"max_share must be between 1/{workers}, where all weigh the same, and 1: got"
+                f" {max_share!r}"
             )
-        shares[present] = capped(shares[present], max(least, float(max_share)))
+        # Rounded down, others may lose a unit each: nobody is above the cap of what is left.
+        shares[present] = capped(shares[present], max(least, max_share * (1 - workers / room)))
     shares /= shares.sum()
-    room = LARGEST_TOTAL - int(present.sum())
     return np.where(present, np.maximum(1, np.floor(shares * room)), 0).astype(np.int64)
 
 
-def heaviest(units: Units, count: int) -> int:
-    """Return the mass of so many of the heaviest."""
-    return int(np.sort(units)[::-1][:count].sum())
+def check_cap(rule: Rule, max_share: float | None) -> None:
+    """Raise ValueError unless the rule holds under a cap, whatever weights workers claim.
+
+    >>> from phocas import TrimmedMean
+    >>> check_cap(TrimmedMean(b=2), 0.25)
+    Traceback (most recent call last):
+        ...
+    ValueError: trimmed-mean:b=2 needs b x max_share < 1/2, ... the largest max_share is 0.2499
+    """
+    if not rule.weighable:
+        raise ValueError(f"{rule} cannot be weighted; leave the weights out")
+    count = _liars(rule)
+    if max_share is None or 2 * count * max_share < 1:
+        return
+    digits = 3 + math.ceil(math.log10(2 * count))
+    largest = (math.ceil(10**digits / (2 * count)) - 1) / 10**digits
+    b = f"b={count}" if count > rule.least_liars else "1 worker"
+    raise ValueError(
+        f"{rule} needs {b.partition('=')[0]} x max_share < 1/2, so that workers within b cannot"
+        f" claim half of all weight: got {b} with max_share={max_share:g}, the largest max_share is"
+        f" {largest:g}"
+    )
 
 
 @dataclass(frozen=True)
@@ -122,9 +153,9 @@ class Weighted(Rule):
 
     def __post_init__(self) -> None:
         """Check the weights, and that the rule has a definition with them."""
-        if not self.rule.weighable:
-            raise ValueError(f"{self.rule} cannot be weighted; leave the weights out")
+        check_cap(self.rule, None)
         found = units_of(self.weights, len(self.weights), self.max_share)
+        check_cap(self.rule, self.max_share)
         normalise(self, units=found[found > 0], present=np.flatnonzero(found))
 
     @property
@@ -140,15 +171,14 @@ class Weighted(Rule):
             )
         units = self.units
         self.rule.check(len(units))
-        b = _told(self.rule)
-        liars = self.rule.least_liars if b is None else b
+        b, liars = _told(self.rule), _liars(self.rule)
         if self._plain or 2 * heaviest(units, liars) < units.sum():
             return
         most = next(q for q in range(liars, -1, -1) if 2 * heaviest(units, q) < units.sum())
         share = (1 / len(units) + 1 / (2 * liars)) / 2
         who = f"{liars} heaviest" if liars > 1 else "heaviest"
         have = "have" if liars > 1 else "has"
-        told = "" if b is None else f"the largest b is {most}, or "
+        told = f"the largest b is {most}, or " if b > self.rule.least_liars else ""
         raise ValueError(
             f"the {who} of {len(units)} workers {have}"
             f" {heaviest(units, liars) / units.sum():.1%} of all weight, half is too much:"
@@ -187,7 +217,7 @@ class Weighted(Rule):
         masses, units = self._masses(), self.units
         if self._plain:
             return self.rule.spreads(len(units), q)
-        if masses is None or q > self.tolerates(m).values:
+        if masses is None or isinstance(self.rule, Pipeline) or q > self.tolerates(m).values:
             return None
         return mass_spreads(masses, units, heaviest(units, q))
 
@@ -205,7 +235,8 @@ class Weighted(Rule):
         return (yield from through(first, self.rule.weighted_planning(len(units), weighed, rng)))
 
     def decision(self, mix: Mix, m: int) -> Decision:
-        """Cut mass instead of values, or weigh the rows that were chosen."""
+        """Cut mass instead of values; the rows that were chosen are averaged by weight already."""
+        del m
         units = self.units
         decided = self.rule.decision(mix, len(units))
         masses = self._masses()
@@ -214,28 +245,25 @@ class Weighted(Rule):
         if masses is not None:
             decided.weighing = Weighing(units, masses)
             return decided
-        return Decision(_averaged(mix, units, self.present, m), Window())
+        if mix.weights is None or len(mix.weights) > 1:
+            raise ValueError(
+                f"{self.rule} cannot be weighted: its weighted_planning must return one row"
+            )
+        fair = np.ones(mix.weights.shape[1])  # more than m with a base
+        fair[self.present] = units / units.sum()
+        return Decision(Mix(mix.weights, fair), Window())
 
 
-def _told(rule: Rule) -> int | None:
-    """Return the b of a rule, or of the rule that a pipeline ends with."""
-    last = rule.rule if isinstance(rule, Pipeline) else rule
-    return last.b if isinstance(last, Told) else None
+def _told(rule: Rule) -> int:
+    """Return the largest b of a rule's steps, 0 if it has none."""
+    steps = (*rule.stages, rule.rule) if isinstance(rule, Pipeline) else (rule,)
+    return max(step.b if isinstance(step, Told) else 0 for step in steps)
+
+
+def _liars(rule: Rule) -> int:
+    """Return how many of the heaviest must not hold half of all weight."""
+    return max(_told(rule), rule.least_liars)
 
 
 def _survived(masses: Masses) -> float:
     return masses.trim if masses.drop is None else min(masses.trim, masses.drop)
-
-
-def _averaged(mix: Mix, units: Units, present: NDArray[np.intp], m: int) -> Mix:
-    """Return the weighted mean of the rows that were chosen; of one that is mixed, that."""
-    fair = np.ones(m if mix.weights is None else mix.weights.shape[1])
-    fair[present] = units / units.sum()
-    if mix.weights is None:
-        return Mix(fair[None, :], fair)
-    if mix.selected is None:
-        return Mix(mix.weights, fair)
-    owners = np.zeros(len(fair))
-    owners[present] = units
-    chosen = owners[mix.selected]
-    return Mix((chosen / chosen.sum())[None, :] @ mix.weights, fair)

@@ -211,6 +211,29 @@ def test_claimed_examples_are_ignored_or_capped() -> None:
         assert (metrics or {})["phocas/failed"] == 1
 
 
+@pytest.mark.parametrize(
+    ("rule", "share"), [("mean", 1.0), ("clipping:radius=50|mean", 0.3), ("nnm:b=1|mean", 0.3)]
+)
+def test_claims_count_in_every_pipeline(rule: str, share: float) -> None:
+    claims = [100.0, 200.0, 300.0, 150.0, 250.0, 120.0, 180.0]
+    sent = [a_model(node) for node in range(1, 8)]
+    replies = [Reply(i, sent[i], **{"num-examples": claims[i]}) for i in range(7)]
+    arrays, _ = prepared(rule, max_share=share).aggregate_train(1, replies)
+    rows = np.stack([flat(reply.content["arrays"]) for reply in replies]).astype(float)
+    start = flat({name: Array(np.asarray(value)) for name, value in a_model().items()})
+    weighted = phocas.Weighted(phocas.parse_rule(rule), tuple(claims))
+    wanted = start + reference(weighted, rows - start)
+    np.testing.assert_allclose(flat(arrays), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_two_claims_within_b_do_not_stop_training() -> None:
+    sent = [a_model(node) for node in range(1, 10)]
+    claims = [1e12, 1e12, *[100.0] * 7]
+    replies = [Reply(i, sent[i], **{"num-examples": claims[i]}) for i in range(9)]
+    arrays, _ = prepared("trimmed-mean:b=2", max_share=0.2499).aggregate_train(1, replies)
+    assert arrays is not None
+
+
 def test_metrics_are_medians_that_nobody_owns() -> None:
     replies = [Reply(node, a_model(node), loss=0.1 * node) for node in range(1, 6)]
     replies[4] = Reply(5, a_model(5), loss=1e30, **{"num-examples": 1e9})
@@ -308,12 +331,14 @@ def test_bad_options_are_refused() -> None:
         RobustStrategy("median", on_too_few="ignore")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_share must be more than 0"):
         RobustStrategy("median", max_share=0)
-    with pytest.raises(ValueError, match="cannot be applied to differences"):
-        RobustStrategy("watch:rule=median")
     with pytest.raises(ValueError, match="unknown on_nonfinite 'ignore'; policies: skip, stop"):
         RobustStrategy("median", on_nonfinite="ignore")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="buffers must be a list of names: got 'running_var'"):
         RobustStrategy("median", buffers="running_var")
+    with pytest.raises(ValueError, match="got b=2 with max_share=0.25, .* is 0.2499"):
+        RobustStrategy("trimmed-mean:b=2", max_share=0.25)
+    with pytest.raises(ValueError, match="cannot be weighted"):
+        RobustStrategy("watch:rule=median", max_share=0.25)
     with pytest.raises(ValueError, match="0 <= momentum < 1"):
         Momentum(momentum=1.0)
 

@@ -295,10 +295,10 @@ def test_bad_options_are_refused() -> None:
         RobustAggregator("median", on_too_few="ignore")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_share must be more than 0"):
         RobustAggregator("median", max_share=0)
-    with pytest.raises(ValueError, match="cannot be applied to differences"):
-        RobustAggregator("watch:rule=median")
     with pytest.raises(ValueError, match="unknown on_nonfinite 'ignore'"):
         RobustAggregator("median", on_nonfinite="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got b=2 with max_share=0.25, .* is 0.2499"):
+        RobustAggregator("trimmed-mean:b=2", max_share=0.25)
     with pytest.raises(ValueError, match="the model must be sent to clients before"):
         RobustAggregator("median").aggregate_model()
 
