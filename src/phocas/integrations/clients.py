@@ -97,7 +97,6 @@ class Terms:
             raise ValueError(f"max_share must be more than 0 and at most 1: got {self.max_share!r}")
         if self.max_share is not None:
             check_cap(self.rule, self.max_share)
-        Relative(self.rule)  # refuses what cannot be applied to updates
 
     def aggregate(
         self,

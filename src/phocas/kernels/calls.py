@@ -71,12 +71,21 @@ def radii(
     return out
 
 
-def marks(rows: Rows, window: Window, spread: float | None = None) -> NDArray[np.void]:
+def marks(
+    rows: Rows, window: Window, spread: float | None = None, first: int | None = None
+) -> NDArray[np.void]:
     """Return what is implausible in every block: beyond twice the reach of a window.
 
     They are of :func:`blocks.marks_dtype`. As for :func:`reduce`, the first column begins a block
-    unless all are part of one block, whose spread is given then.
+    unless all are part of one block, whose spread is given then. With ``first``, only so many rows
+    are looked at, and there is nothing implausible in the others.
     """
+    if first is not None:
+        found = marks(rows.take(np.arange(first)), window, spread)
+        wide = np.zeros(len(found), blocks.marks_dtype(len(rows), compute_dtype(rows.element)))
+        wide["centre"], wide["limit"] = found["centre"], found["limit"]
+        wide["counts"][:, :first] = found["counts"]
+        return wide
     kernel = knowing_kernel(len(rows), rows.element, window, "marks").given(spread)
     kind = blocks.marks_dtype(len(rows), compute_dtype(rows.element))
     found = np.zeros(-(-rows.columns // BLOCK_COLUMNS), kind)

@@ -86,7 +86,7 @@ class DeviceMatrix:
             if counts is not None:
                 window = replace(decision.window, watched=False)
                 self.apply(replace(decision, window=window), counts)
-            return self.apply(Decision(UNMIXED, PLAIN_MEAN), None)
+            return self.apply(Decision(decision.plain or UNMIXED, PLAIN_MEAN), None)
         answers = []
         spreads = self._spreads(decision) if decision.window.reach else None
         done = 0
@@ -189,7 +189,8 @@ class DeviceMatrix:
         else:
             value, outside = window_mean(rows, window, spreads)
         if window.watched:
-            value = window_mean(_computed(block), PLAIN_MEAN)[0]
+            plain = None if decision.plain is None else decision.plain.weights
+            value = window_mean(_mixed(_computed(block), plain), PLAIN_MEAN)[0]
         if counts is not None and outside is not None:
             counts += outside.sum(dim=1).cpu().numpy()
         return value.to(block.dtype)

@@ -36,11 +36,17 @@ class Plausible:
     """Ask what share of each row is implausible: beyond twice the reach of a window.
 
     ``spreads`` are those of the blocks of columns that are cut, by number; None if there is no more
-    than the columns at hand.
+    than the columns at hand. Only the first ``rows`` rows are looked at, if that is not None.
     """
 
     window: Window
     spreads: Mapping[int, float] | None = None
+    rows: int | None = None
+
+    def radii(self, m: int) -> Radii:
+        """Ask for the radii that the spreads of cut blocks are made of."""
+        weights = None if self.rows is None else select(m, np.arange(self.rows))
+        return Radii(self.window, weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,10 +68,18 @@ class Clean:
 
 @dataclass(frozen=True, slots=True)
 class Cleanup:
-    """How rows are cleaned: what is implausible, and how many rows may be out."""
+    """How rows are cleaned: what is implausible, and how many rows may be out.
+
+    With ``rows``, only so many are cleaned, the first ones.
+    """
 
     window: Window
     most: int
+    rows: int | None = None
+
+    def plausible(self, spreads: Mapping[int, float] | None = None) -> Plausible:
+        """Ask what share of each row is implausible."""
+        return Plausible(self.window, spreads, self.rows)
 
     def clean(self, plausible: Plausible, shares: Floats) -> Clean:
         """Put those rows out that are mostly implausible; if they are too many, the worst."""
@@ -321,7 +335,8 @@ class Decision:
     A ``function`` of the mixed rows takes the window's place if there is one. ``spreads`` are those
     of the blocks of columns that are cut, by number, for a window that reaches by them; None if
     there is no more than the columns at hand. With a ``weighing``, workers have weights, and that
-    says what is averaged instead of the window.
+    says what is averaged instead of the window. ``plain`` selects the rows that a watched window
+    averages; None: all.
     """
 
     mix: Mix
@@ -330,6 +345,7 @@ class Decision:
     spreads: Mapping[int, float] | None = None
     clean: Clean | None = None
     weighing: Weighing | None = None
+    plain: Mix | None = None
 
     def radii(self) -> Radii:
         """Ask for the radii that a window with a reach goes by."""

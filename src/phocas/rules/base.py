@@ -18,7 +18,6 @@ from phocas.rules.algebra import (
     Matrix,
     Mix,
     Planning,
-    Plausible,
     Request,
     through,
     weighted_mean,
@@ -266,7 +265,7 @@ class Rule(Stage):
         cleanup = self.cleanup(matrix.m)
         clean = None
         if cleanup is not None:
-            plausible = Plausible(cleanup.window)
+            plausible = cleanup.plausible()
             clean = cleanup.clean(plausible, matrix.measure(plausible))
         planning = self.planning(matrix.m, rng)
         reply: Floats | None = None

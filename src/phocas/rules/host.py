@@ -147,7 +147,7 @@ class HostMatrix:
             if counts is not None:
                 window = replace(decision.window, watched=False)
                 self.apply(replace(decision, window=window), counts, start)
-            return self.apply(Decision(UNMIXED, kernels.PLAIN_MEAN), None)
+            return self.apply(Decision(decision.plain or UNMIXED, kernels.PLAIN_MEAN), None)
         clean, spreads = decision.clean, decision.spreads
         origin = start
         if spreads is None:
@@ -212,10 +212,10 @@ class HostMatrix:
 
     def _marked(self, plausible: Plausible, start: int) -> Marks:
         if self.marks is None:
-            window, spreads = plausible.window, plausible.spreads
+            spreads = plausible.spreads
             if spreads is None:
-                spreads = self._cut_spreads(Radii(window))
-            marks = Marks(window, spreads)
+                spreads = self._cut_spreads(plausible.radii(self.m))
+            marks = Marks(plausible.window, spreads, plausible.rows)
             for piece in self.pieces:
                 for begin, rows in piece.blocks():
                     place = start + piece.start + begin
@@ -275,7 +275,10 @@ def _apply(
     chosen = decision.mix.selected
     window = decision.window
     if window.watched and weights is not None:
-        kernels.reduce(rows, kernels.PLAIN_MEAN, kernels.address(out))
+        everyone = rows
+        if decision.plain is not None and decision.plain.selected is not None:
+            everyone = rows.take(decision.plain.selected)
+        kernels.reduce(everyone, kernels.PLAIN_MEAN, kernels.address(out))
         if counts is None:
             return
         window = replace(window, watched=False)

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phocas.kernels import Window
-from phocas.rules.algebra import Decision, Distances, Floats, Mix, Norms, Planning, Request
-from phocas.rules.base import Pipeline, Rule
+from phocas.rules.algebra import (
+    Cleanup,
+    Decision,
+    Distances,
+    Floats,
+    Function,
+    Matrix,
+    Mix,
+    Norms,
+    Planning,
+    Request,
+    by_function,
+    select,
+)
+from phocas.rules.base import Rule
+from phocas.rules.host import HostMatrix
 from phocas.rules.promise import Tolerance
-from phocas.rules.watch import Watch
 
 _ROUNDING = 1e-12
 
@@ -21,8 +36,8 @@ class Relative(Rule):
     """Aggregate the differences of m rows to a base, which is the last row, and add the base.
 
     Windows move with their values, so the base stands only where it changes the result: as a
-    weight in mixes that do not add up to one (clipping), and in norms. Rules that go by columns get
-    the bits that they have without it.
+    weight in mixes that do not add up to one (clipping), in norms, and for functions. Rules that go
+    by columns get the bits that they have without it.
 
     Breakdown: that of the rule. NaN and inf in the base pass into the result where it has a weight.
 
@@ -41,11 +56,14 @@ class Relative(Rule):
     outermost: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse a rule that must see the rows as they come."""
-        stages = self.rule.stages if isinstance(self.rule, Pipeline) else ()
-        before = any(stage.outermost for stage in stages)
-        if isinstance(self.rule, Relative | Watch) or self.rule.whole or before:
-            raise ValueError(f"{self.rule} cannot be applied to differences to a base")
+        """Reject a rule that has a base already."""
+        if isinstance(self.rule, Relative):
+            raise TypeError(f"{self.rule} cannot be applied to differences to a base")
+
+    @property
+    def whole(self) -> bool:  # type: ignore[override]  # read-only here: the rule decides
+        """Tell whether the rule must see all columns."""
+        return self.rule.whole
 
     def check(self, m: int) -> None:
         """Check the rule with the rows that are not the base."""
@@ -87,9 +105,38 @@ class Relative(Rule):
                     _completed(request.weights), wide=request.wide, scale=request.scale
                 )
 
+    def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
+        """Decide as any rule does; where a base can be told from rows that are cleaned."""
+        if self.cleanup(matrix.m) is not None and not isinstance(matrix, HostMatrix):
+            raise TypeError(
+                f"{self.rule} cleans, and with a base that needs rows in host memory: move the"
+                " tensors to the CPU first"
+            )
+        return super().decide(matrix, rng)
+
+    def cleanup(self, m: int) -> Cleanup | None:
+        """Clean as the rule does, all but the base: what is implausible moves with its column."""
+        found = self.rule.cleanup(m - 1)
+        return None if found is None else replace(found, rows=m - 1)
+
     def decision(self, mix: Mix, m: int) -> Decision:
-        """Leave it to the rule: mixed rows are in the place of the base already."""
-        return self.rule.decision(mix, m - 1)
+        """Leave it to the rule: mixed rows are in the place of the base already.
+
+        A function is given differences, as nobody knows whether it moves with its rows.
+        """
+        decided = self.rule.decision(mix, m - 1)
+        if decided.window.watched:
+            decided.plain = Mix(select(m, np.arange(m - 1)))
+        if decided.function is not None and mix.weights is not None:
+            rows = np.vstack([mix.weights, np.eye(m)[-1:]])
+            decided.mix = Mix(rows, mix.fair)
+            decided.function = partial(_of_differences, decided.function)
+        return decided
+
+
+def _of_differences(function: Function, rows: NDArray[Any]) -> NDArray[Any]:
+    """Reduce the differences of rows to the last of them, and add it."""
+    return np.asarray(by_function(function, rows[:-1] - rows[-1]) + rows[-1])
 
 
 def _shifted(mix: Mix, m: int) -> Mix:

@@ -91,7 +91,7 @@ class Evaluation:
         if self._cleanup is None:
             self._advance(None)
         else:
-            self.request = Radii(self._cleanup.window)
+            self.request = self._cleanup.plausible().radii(m)
 
     @property
     def cleans(self) -> bool:
@@ -129,9 +129,9 @@ class Evaluation:
             self._advance(None)
         elif not isinstance(self.request, Radii):
             self._advance(measures.total(self.request, partials, self.d))
-        elif self._decision is None:
-            self.request = Plausible(self.request.window, measures.spreads(partials, self.d))
-        else:
+        elif self._decision is None and self._cleanup is not None:
+            self.request = self._cleanup.plausible(measures.spreads(partials, self.d))
+        elif self._decision is not None:
             self._decision.spreads = measures.spreads(partials, self.d)
             self.request = None
 

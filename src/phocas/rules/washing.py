@@ -25,11 +25,13 @@ class Marks:
     window: Window
     spreads: Mapping[int, float]
     """Those of the blocks that are cut."""
+    rows: int | None = None
+    """How many rows are looked at, the first ones; the others are never implausible."""
     ranges: dict[int, tuple[int, NDArray[np.void]]] = field(default_factory=dict)
 
     def add(self, place: int, rows: Rows, spread: float | None) -> None:
         """Mark a range of columns: from the start of a block, or part of one with its spread."""
-        self.ranges[place] = rows.columns, kernels.marks(rows, self.window, spread)
+        self.ranges[place] = rows.columns, kernels.marks(rows, self.window, spread, self.rows)
 
     def counts(self, m: int) -> NDArray[np.int64]:
         """Return how many values of each row are implausible."""
@@ -60,7 +62,7 @@ class Marks:
         if not out.any() and not marks["counts"].any():
             return rows
         m = len(rows)
-        scale = kernels.scale_for(self.window.kept(m))
+        scale = kernels.scale_for(self.window.kept(self.rows or m))
         dirt = Dirt(marks, scale, out, np.arange(m))
         dirty = Rows(rows.addresses, rows.columns, rows.element, rows.owner, dirt)
         if rows.element == stored:

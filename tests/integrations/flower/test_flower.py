@@ -70,7 +70,7 @@ def a_model(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def prepared(rule: str, model: dict[str, Any] | None = None, **options: Any) -> RobustStrategy:
+def prepared(rule: Any, model: dict[str, Any] | None = None, **options: Any) -> RobustStrategy:
     strategy = RobustStrategy(rule, **options)
     arrays = {name: Array(np.asarray(value)) for name, value in (model or a_model()).items()}
     strategy._model = tensors_of(ArrayRecord(arrays), "the model")
@@ -83,7 +83,15 @@ def flat(arrays: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "rule", ["phocas:b=2", "nnm:b=2|heraclius:b=2", "cge:b=2", "clipping:radius=2.0|median"]
+    "rule",
+    [
+        "phocas:b=2",
+        "nnm:b=2|heraclius:b=2",
+        "cge:b=2",
+        "clipping:radius=2.0|median",
+        "cleaning:b=2|nnm:b=2|trimmed-mean:b=2",
+        "watch:rule=phocas:b=2",
+    ],
 )
 def test_updates_are_aggregated_to_the_definition(rule: str) -> None:
     base = a_model()
@@ -211,6 +219,25 @@ def test_claimed_examples_are_ignored_or_capped() -> None:
         assert (metrics or {})["phocas/failed"] == 1
 
 
+def shortened(rows: Any) -> Any:
+    """Return half of the median, which does not move with its rows."""
+    return np.median(rows, axis=0) / 2
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_function_is_given_the_differences_to_the_model(columnwise: bool) -> None:
+    rule = phocas.FunctionRule(shortened, b=2, columnwise=columnwise)
+    replies = [Reply(i, a_model(i + 1)) for i in range(7)]
+    arrays, metrics = prepared(rule).aggregate_train(1, replies)
+    assert arrays is not None
+    assert (metrics or {})["phocas/dropped"] == [0.0] * 7
+    rows = np.stack([flat(reply.content["arrays"]) for reply in replies]).astype(float)
+    start = flat({name: Array(np.asarray(value)) for name, value in a_model().items()})
+    np.testing.assert_allclose(flat(arrays), start + shortened(rows - start), rtol=1e-5, atol=1e-5)
+    assert arrays["batches"].numpy() == 4
+    assert arrays["empty"].numpy().shape == (0, 3)
+
+
 @pytest.mark.parametrize(
     ("rule", "share"), [("mean", 1.0), ("clipping:radius=50|mean", 0.3), ("nnm:b=1|mean", 0.3)]
 )
@@ -335,7 +362,7 @@ def test_bad_options_are_refused() -> None:
         RobustStrategy("median", on_nonfinite="ignore")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="buffers must be a list of names: got 'running_var'"):
         RobustStrategy("median", buffers="running_var")
-    with pytest.raises(ValueError, match="got b=2 with max_share=0.25, .* is 0.2499"):
+    with pytest.raises(ValueError, match=r"got b=2 with max_share=0\.25, .* is 0\.2499"):
         RobustStrategy("trimmed-mean:b=2", max_share=0.25)
     with pytest.raises(ValueError, match="cannot be weighted"):
         RobustStrategy("watch:rule=median", max_share=0.25)

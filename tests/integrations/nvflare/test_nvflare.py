@@ -93,7 +93,15 @@ def told(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 
 @pytest.mark.parametrize("kind", list(ParamsType))
 @pytest.mark.parametrize(
-    "rule", ["phocas:b=2", "nnm:b=2|heraclius:b=2", "cge:b=2", "clipping:radius=2.0|median"]
+    "rule",
+    [
+        "phocas:b=2",
+        "nnm:b=2|heraclius:b=2",
+        "cge:b=2",
+        "clipping:radius=2.0|median",
+        "cleaning:b=2|nnm:b=2|trimmed-mean:b=2",
+        "watch:rule=phocas:b=2",
+    ],
 )
 def test_models_and_updates_are_aggregated_to_the_definition(rule: str, kind: ParamsType) -> None:
     base = a_model()
@@ -297,7 +305,7 @@ def test_bad_options_are_refused() -> None:
         RobustAggregator("median", max_share=0)
     with pytest.raises(ValueError, match="unknown on_nonfinite 'ignore'"):
         RobustAggregator("median", on_nonfinite="ignore")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got b=2 with max_share=0.25, .* is 0.2499"):
+    with pytest.raises(ValueError, match=r"got b=2 with max_share=0\.25, .* is 0\.2499"):
         RobustAggregator("trimmed-mean:b=2", max_share=0.25)
     with pytest.raises(ValueError, match="the model must be sent to clients before"):
         RobustAggregator("median").aggregate_model()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
@@ -301,10 +301,7 @@ class Merge:
         while self.evaluation.request is not None:
             self._done = 0
             self.evaluation.answer(
-                self.evaluation.partial(matrix, start)
-                for tensor in self.files[0].tensors.values()
-                if not tensor.whole
-                for start, matrix in self._matrices(tensor)
+                self.evaluation.partial(matrix, start) for start, matrix in self._measured()
             )
 
     def parts(self, tensor: Tensor, shares: Shares | None) -> Iterator[NDArray[Any]]:
@@ -315,6 +312,9 @@ class Merge:
                 part = [array[begin : begin + PART_COLUMNS] for array in arrays]
                 self._tell(len(self.files) * part[0].nbytes)
                 yield lower_median(part)
+            return
+        if self.evaluation.rule.whole:
+            yield self._at_once(tensor, shares)
             return
         for start, matrix in self._matrices(tensor):
             if shares is None:
@@ -336,6 +336,38 @@ class Merge:
             while (part := coming.result()) is not None:
                 coming = pool.submit(next, everything, None)
                 yield part
+
+    def _measured(self) -> Iterator[tuple[int, HostMatrix]]:
+        """Yield what is measured at a time: parts of tensors, or all if a rule needs all."""
+        if self.evaluation.rule.whole:
+            yield 0, self._whole
+            return
+        for tensor in self.files[0].tensors.values():
+            if not tensor.whole:
+                yield from self._matrices(tensor)
+
+    @cached_property
+    def _whole(self) -> HostMatrix:
+        """All values of all files, for a rule that needs all columns in one place."""
+        pieces = [
+            Piece(start, tensor.columns, [each.tensors[name].open() for each in self.files], kind)
+            for name, start in self.starts.items()
+            for tensor in [self.files[0].tensors[name]]
+            for kind in [tensor.element]
+        ]
+        return HostMatrix(pieces, lambda answers: dict(zip(self.starts, answers, strict=True)))
+
+    @cached_property
+    def _explained(self) -> Explanation:
+        return self.evaluation.explain(self._whole, 0)
+
+    def _at_once(self, tensor: Tensor, shares: Shares | None) -> NDArray[Any]:
+        """Return a tensor of the output of a rule that needs all columns in one place."""
+        values: NDArray[Any] = self._explained.value[tensor.name]
+        if shares is not None:
+            shares.add(tensor.name, self._explained, tensor.columns)
+        self.not_finite += count_not_finite(values, tensor.element)
+        return values
 
     def _matrices(self, tensor: Tensor) -> Iterator[tuple[int, HostMatrix]]:
         """Yield parts of a tensor of all files, with the columns at which they begin."""
