@@ -23,9 +23,12 @@ from tests.integrations.scenes import (
     Fault,
     FaultyLinear,
     Play,
+    Tokens,
     act,
+    dense_network,
     outcome,
     refusal,
+    warned,
     with_patched,
 )
 from tests.integrations.scenes import scene as add_to
@@ -309,6 +312,21 @@ def corrupted(rank: int) -> Any:
         model.zero_grad()
         model(torch.randn(8, 30)).square().mean().backward()
     return {"struck": fault.struck, "report": guard.report(), "told": [one.rank for one in told]}
+
+
+@scene
+def rare(rank: int) -> Any:
+    """Protect and watch a model with rare tokens, and protect a dense one against a liar."""
+
+    def run(module: nn.Module, guarded: Any, poison: float = 1.0) -> Any:
+        model = DistributedDataParallel(module, bucket_cap_mb=0.01)
+        return warned(lambda: train(Recorded(model, guarded(model), [[]]), rank, 20, poison))
+
+    return {
+        "rare": run(Tokens(), lambda model: protect(model, "heraclius:b=1")),
+        "watched": run(Tokens(), lambda model: watch(model, b=1)),
+        "dense": run(dense_network(), lambda model: protect(model, "heraclius:b=1"), 1e20),
+    }
 
 
 @scene

@@ -24,9 +24,12 @@ from tests.integrations.scenes import (
     Fault,
     FaultyLinear,
     Play,
+    Tokens,
     act,
+    dense_network,
     outcome,
     refusal,
+    warned,
     with_patched,
 )
 from tests.integrations.scenes import scene as add_to
@@ -435,6 +438,21 @@ def honest(rank: int) -> Any:
     guard = watch(model, b=1)
     train(model, rank, 40)
     return {"report": guard.report(), "text": guard.report_text()}
+
+
+@scene
+def rare(rank: int) -> Any:
+    """Protect and watch a model with rare tokens, and protect a dense one against a liar."""
+
+    def run(model: nn.Module, guarded: Any, poison: float = 1.0) -> Any:
+        guarded(fully_shard(model))
+        return warned(lambda: train(model, rank, 20, poison))
+
+    return {
+        "rare": run(Tokens(), lambda model: protect(model, "heraclius:b=1")),
+        "watched": run(Tokens(), lambda model: watch(model, b=1)),
+        "dense": run(dense_network(), lambda model: protect(model, "heraclius:b=1"), 1e20),
+    }
 
 
 @scene

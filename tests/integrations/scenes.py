@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -138,6 +139,43 @@ def check_dead(results: list[Any], where: str = "") -> None:
         assert result["seconds"] < DEATH_TIMEOUT / 2
         assert where in result["said"]
         assert "closed" in result["said"] or "reset" in result["said"]
+
+
+class Tokens(nn.Module):
+    """A head on the mean of a few tokens' vectors, of which most tokens are rare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tokens = nn.Embedding(512, 16)
+        self.head = nn.Linear(16, 30)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        words = (512 * inputs.abs().clamp(max=0.99) ** 4).long()
+        return self.head(self.tokens(words).mean(dim=1))  # type: ignore[no-any-return]
+
+
+def dense_network() -> nn.Module:
+    """Return a network of two layers, some of whose units are off."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(30, 64), nn.ReLU(), nn.Linear(64, 30))
+
+
+def warned(run: Callable[[], Any]) -> list[str]:
+    """Return the warnings of phocas in a call, in all threads."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
+def check_rare(results: list[Any]) -> None:
+    """See that one rank warned once of rare tokens under a rule, and nobody of anything else."""
+    (said,) = [text for result in results for text in result["rare"]]
+    assert said.startswith("tokens.weight: the gradients are mostly zero on most ranks")
+    assert "watch(model, b=1)" in said
+    for result in results:
+        assert result["watched"] == result["dense"] == []
 
 
 def refusal(call: Callable[[], Any]) -> str:

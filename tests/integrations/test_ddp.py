@@ -23,6 +23,7 @@ from tests.integrations.scenes import (
     Scene,
     check_dead,
     check_hung,
+    check_rare,
     environment,
     play,
 )
@@ -204,6 +205,12 @@ def test_two_versions_of_a_gradient_are_noticed(ranks: Scene) -> None:
         assert result["kind"] == "AggregatorError"
         assert LIAR in result["ranks"]
         assert f"different values of rank {LIAR}" in result["said"][0]
+
+
+def test_rare_tokens_are_warned_of_once_under_a_rule_and_never_when_watched_or_dense(
+    ranks: Scene,
+) -> None:
+    check_rare(ranks("rare"))
 
 
 def test_what_cannot_hold_is_refused(ranks: Scene) -> None:

@@ -19,6 +19,7 @@ from tests.integrations.scenes import (
     Scene,
     check_dead,
     check_hung,
+    check_rare,
     environment,
     play,
 )
@@ -260,6 +261,12 @@ def test_rows_on_a_device_stay_there(ranks: Scene) -> None:
             sent, fetched = each[text]["moved"]
             assert sent < rows.nbytes / WORLD / 8
             assert fetched < rows.nbytes / WORLD / 8
+
+
+def test_rare_tokens_are_warned_of_once_under_a_rule_and_never_when_watched_or_dense(
+    ranks: Scene,
+) -> None:
+    check_rare(ranks("rare"))
 
 
 def test_what_cannot_hold_is_refused(ranks: Scene) -> None:

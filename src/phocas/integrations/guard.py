@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +20,7 @@ from typing import Any, Literal, Self, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from phocas.integrations.rare import RareFeatures, by_coordinates
 from phocas.integrations.reports import (
     SCHEMA,
     PlacesReport,
@@ -186,7 +188,8 @@ class Ledger:
 
     def witness(self, seed: int) -> Witness:
         """Return eyes for the columns that this rank holds."""
-        return Witness(self.m, self.suspicion.b, seed)
+        rare = RareFeatures(self.m, len(self.names)) if by_coordinates(self.rule, self.m) else None
+        return Witness(self.m, self.suspicion.b, seed, rare)
 
     def hear(self, told: NDArray[np.float64], lost: NDArray[np.float64], columns: int) -> None:
         """Take a step of so many columns: the testimony of each rank, and what it threw away.
@@ -200,9 +203,29 @@ class Ledger:
         if said == self.said:
             self.suspicion.rest()
             return
+        self._warn_of_rare_features(told[:, -1])
         odds, findings = heard(told)
         self.said = b"" if findings else said  # the same find again is news
         self._judge(odds, findings)
+
+    def _warn_of_rare_features(self, told: NDArray[np.float64]) -> None:
+        """Warn on one rank of the parameters that ranks have told, which they do once."""
+        if self.rank != self._writer() or np.isnan(told).all():
+            return
+        found = [name for number, name in enumerate(self.names) if number in told]
+        if found:
+            warnings.warn(
+                f"{found[0]}: the gradients are mostly zero on most ranks, and {self.rule} drops"
+                " values that only few ranks have as outliers: rare tokens and experts of honest"
+                " ranks are not learned. For language models and mixtures of experts use"
+                f" watch(model, b={self.suspicion.b}), which averages; docs/ddp.md has numbers",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _writer(self) -> int:
+        """Return the rank that speaks for all: the lowest that is not suspect."""
+        return min(set(range(self.m)) - set(self.named()), default=0)
 
     def _judge(self, odds: NDArray[np.float64], findings: Sequence[tuple[int, Finding]]) -> None:
         before, now = self.named(), self.suspicion.rounds
@@ -311,8 +334,7 @@ class Ledger:
         for suspect in new:
             if reactions.on_suspect is not None:
                 reactions.on_suspect(suspect)
-        writer = min(set(range(self.m)) - set(self.named()), default=0)
-        if reactions.log is not None and self.rank == writer:
+        if reactions.log is not None and self.rank == self._writer():
             _write(reactions.log, new, self.rank)
         if reactions.exit_code is not None:
             sys.stdout.flush()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phocas.integrations.rare import RareFeatures
 from phocas.rules import Median
 from phocas.rules.bets import Bets
 from phocas.rules.places import GROSS, WILD, Finding, Memory, absurd, middle, plausible
@@ -22,6 +23,8 @@ Floats = NDArray[np.float64]
 
 FINDINGS = 4
 """How many findings a rank tells in one step."""
+RARE_STEPS = 16
+"""The step in which a rank tells the parameter in which few ranks have values, if there is one."""
 _GLANCES = 2  # parameters a step that are looked at because someone is under suspicion
 _SATED = 16  # findings about a worker in a parameter, after which it is looked at less often
 _SELDOM = 16
@@ -68,7 +71,7 @@ def within(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
 
 def testimony_bytes(m: int) -> int:
     """Return how long a testimony of m ranks is."""
-    return 8 * (m + FINDINGS * Finding.NUMBERS)
+    return 8 * (m + FINDINGS * Finding.NUMBERS + 1)
 
 
 class Witness:
@@ -78,14 +81,14 @@ class Witness:
     passed over are those that the past says nothing about, so that bets stay fair.
     """
 
-    def __init__(self, m: int, b: int, seed: int) -> None:
-        self.m, self.b, self.seed = m, b, seed
+    def __init__(self, m: int, b: int, seed: int, rare: RareFeatures | None = None) -> None:
+        self.m, self.b, self.seed, self.rare = m, b, seed, rare
         self.bets = Bets(m, b)
         self.memory = Memory()
         self.looks: dict[tuple[int, int], int] = {}
         self.attention: tuple[int, ...] = ()
         self.awake = True
-        self.told = np.full(m + FINDINGS * Finding.NUMBERS, np.nan)
+        self.told = np.full(testimony_bytes(m) // 8, np.nan)
         self.told[:m] = 0.0
         self._spoken = torch.from_numpy(self.told.view(np.uint8))
         self.step = 0
@@ -104,7 +107,10 @@ class Witness:
             return
         rng = generator(Stream.SAMPLE, self.seed, self.step, place)
         sample = Sample.draw(rows.shape[1], rng)
-        self.products += products(sample.take(rows))
+        values = sample.take(rows)
+        self.products += products(values)
+        if self.rare is not None and self.step < RARE_STEPS:
+            self.rare.count(values, sample, segments)
         self.look(rows, segments)
 
     def look(self, rows: torch.Tensor, segments: Sequence[Segment]) -> None:
@@ -172,9 +178,12 @@ class Witness:
         """Bet on the columns of this step: all have been seen."""
         if self.awake:
             self.told[: self.m] = self.bets.observe(views(self.products))
-            told = self.told[self.m :].reshape(FINDINGS, Finding.NUMBERS)
+            told = self.told[self.m : -1].reshape(FINDINGS, Finding.NUMBERS)
             for row, finding in zip(told, self.findings, strict=False):
                 row[:] = finding.numbers()
+            if self.rare is not None and self.step + 1 == RARE_STEPS:
+                self.told[-1] = self.rare.found(self.b)
+                self.rare = None
 
     def testimony(self) -> torch.Tensor:
         """Return the bytes of what is told to all: the odds against each, and what was found."""
@@ -223,7 +232,7 @@ class Witness:
 def heard(told: Floats) -> tuple[Floats, list[tuple[int, Finding]]]:
     """Read the testimonies of m ranks: the odds of each against each, and who found what."""
     m = len(told)
-    rows = told[:, m:].reshape(m, FINDINGS, Finding.NUMBERS)
+    rows = told[:, m:-1].reshape(m, FINDINGS, Finding.NUMBERS)
     holders, places = np.nonzero(~np.isnan(rows[:, :, 0]))
     found = [
         (int(h), Finding.read(rows[h, place])) for h, place in zip(holders, places, strict=True)
