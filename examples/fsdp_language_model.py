@@ -7,6 +7,10 @@
 The text is Python's own library, character by character. Four ranks on this machine train twice:
 with plain FSDP2, and with the reduce-scatter made robust. From step 50 on, bits of one layer's
 gradient flip on one rank, as they do on a broken device.
+
+The guard warns of rare characters: about half of the 128 are not in a rank's batch, and the rule
+drops the gradient of a character that one rank has alone. Models of many tokens lose far more by
+that: use ``fsdp.watch`` for them.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import copy
 import itertools
 import os
 import sys
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -33,9 +34,11 @@ from tests.integrations.scenes import (
 )
 from tests.integrations.scenes import scene as add_to
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import phocas
+from phocas import integrations
 from phocas.integrations.ddp import Guard, protect, watch
 from phocas.integrations.ddp import step as ddp_step
 from phocas.integrations.ddp import verify as ddp_verify
@@ -342,6 +345,59 @@ def closed(rank: int) -> Any:
 
 
 @scene
+def protected_again(rank: int) -> Any:
+    """Protect a model whose guard is closed: the new guard aggregates, the old one rests."""
+    model = DistributedDataParallel(network())
+    first = protect(model, "mean")
+    twice = refusal(lambda: protect(model, "phocas:b=1"))
+    first.close()
+    again = Recorded(model, protect(model, "phocas:b=1"), [[]])
+    train(again, rank, 3)
+    hooked = DistributedDataParallel(network())
+    hooked.register_comm_hook(None, allreduce_hook)
+    return {
+        "twice": twice,
+        "steps": (first.steps, again.guard.steps),
+        "finite": all(bool(weight.isfinite().all()) for weight in model.parameters()),
+        "hooked": refusal(lambda: protect(hooked, "phocas:b=1")),
+    }
+
+
+@scene
+def compiled(rank: int) -> Any:
+    """Protect what torch.compile returned, before and after its first step."""
+    found = []
+    for steps_before in (0, 1):
+        model = DistributedDataParallel(network())
+        quick: Any = torch.compile(model, backend="aot_eager")
+        for _ in range(steps_before):
+            quick(torch.randn(8, 30)).square().mean().backward()
+        guard = integrations.protect(quick, "phocas:b=1")
+        train(Recorded(quick, guard, [[]]), rank, 2)
+        finite = all(bool(weight.isfinite().all()) for weight in model.parameters())
+        found.append((guard.steps, finite))
+    return found
+
+
+@scene
+def buffers(rank: int) -> Any:
+    """Protect models with running statistics, which rank 0 gives to all or keeps."""
+    del rank
+
+    def said(layer: nn.Module, **options: Any) -> list[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer torch has another name for it
+            model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), layer), **options)
+        return warned(lambda: protect(model, "phocas:b=1"))
+
+    return {
+        "given": said(nn.BatchNorm1d(4)),
+        "kept": said(nn.BatchNorm1d(4), broadcast_buffers=False),
+        "none": said(nn.BatchNorm1d(4, track_running_stats=False)),
+    }
+
+
+@scene
 def framing(rank: int) -> Any:
     """Let the liar's gradients be honest, and let it say that rank 0 was far in every step."""
     said = np.array([1e30, 0.0, 0.0, 0.0])
@@ -440,6 +496,9 @@ def refused(rank: int) -> Any:
         "sparse": refusal(lambda: protect(sparse, phocas.Phocas(b=1))),
         "unlike": refusal(lambda: protect(model, "median" if rank == LIAR else "mean")),
         "unknown": refusal(lambda: protect(model, "phoca:b=1")),
+        "option": refusal(lambda: protect(model, "mean", exitcode=77)),  # type: ignore[call-arg]
+        "own option": refusal(lambda: protect(model, "mean", verfy=True)),  # type: ignore[call-arg]
+        "nobody": refusal(lambda: watch(model, b=0)),
         "dtypes": refusal(lambda: protect(DistributedDataParallel(both), "krum:b=0")),
     }
     protect(model, phocas.Phocas(b=1))

@@ -456,6 +456,30 @@ def rare(rank: int) -> Any:
 
 
 @scene
+def partial_model(rank: int) -> Any:
+    """Protect one block of a model, all blocks one by one, and the whole model."""
+
+    def said(*blocks: int) -> list[str]:
+        model = network()
+        guards = [protect(model[block], "phocas:b=1") for block in blocks]
+        guards += [] if blocks else [protect(model, "phocas:b=1")]
+        return warned(lambda: train(model, rank, 2))
+
+    return {"one": said(0), "four": said(0, 1, 2, 3), "whole": said()}
+
+
+@scene
+def compiled(rank: int) -> Any:
+    """Protect what torch.compile returned."""
+    model = network()
+    quick: Any = torch.compile(model, backend="aot_eager")
+    guard = protect(quick, "phocas:b=1")
+    train(quick, rank, 2, NAN)
+    finite = all(bool(weight.isfinite().all()) for weight in whole(model).values())
+    return guard.steps, finite
+
+
+@scene
 def framing(rank: int) -> Any:
     """Let one rank find absurd values of rank 0 in every step, which nobody else sees."""
     look = Witness.look
@@ -497,6 +521,7 @@ def refused(rank: int) -> Any:
     model = network()
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     two = sharded_on(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), pairs["b"])
+    on_pairs: Any = fully_shard(nn.Linear(4, 4), mesh=pairs["b"])
     partly: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(partly[0])
     said = {
@@ -510,6 +535,9 @@ def refused(rank: int) -> Any:
         "partly": refusal(lambda: protect(partly, "phocas:b=1")),
         "two meshes": refusal(lambda: protect(two, "mean")),
         "unlike": refusal(lambda: protect(model, "median" if rank == LIAR else "mean")),
+        "option": refusal(lambda: protect(model, "mean", per_units=True)),  # type: ignore[call-arg]
+        "nobody": refusal(lambda: watch(model, b=0)),
+        "pairs": refusal(lambda: protect(on_pairs, "phocas:b=1")),
         "exit code": refusal(lambda: protect(model, "median", exit_code=256)),
         "callback": refusal(lambda: protect(model, "median", on_suspect=3)),  # type: ignore[arg-type]
     }
@@ -559,6 +587,7 @@ def on_a_device(rank: int) -> Any:
             names = ["a", "b"]
             ledger = Ledger(phocas.parse_rule(text), names, ["here"] * WORLD, rank, Reactions())
             aggregator = Aggregator(wire, ledger, shards=WORLD, seed=0)
+            aggregator.said_partial = True  # there is no model of which this could be a part
             nothing_twice = SimpleNamespace(fsdp_params=[])
             comm = RobustReduceScatter(unit, nothing_twice, aggregator, Sharded(wire))
             generator = torch.Generator().manual_seed(rank)

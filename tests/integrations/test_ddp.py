@@ -175,6 +175,31 @@ def test_a_closed_guard_averages_again(ranks: Scene) -> None:
         assert all(result["nan"])
 
 
+def test_a_model_is_protected_once_at_a_time_and_again_after_a_close(ranks: Scene) -> None:
+    for result in ranks("protected_again"):
+        assert result["twice"] == (
+            "ValueError: the model is protected already: close its guard first"
+        )
+        assert result["steps"] == (0, 3)
+        assert result["finite"]
+        assert "has a communication hook already" in result["hooked"]
+        assert "got allreduce_hook" in result["hooked"]
+
+
+def test_a_compiled_model_is_protected(ranks: Scene) -> None:
+    assert ranks("compiled") == [[(2, True), (2, True)]] * WORLD
+
+
+def test_buffers_that_rank_0_gives_to_all_are_warned_of_once(ranks: Scene) -> None:
+    results = ranks("buffers")
+    assert [len(result["given"]) for result in results] == [1, 0, 0, 0]
+    (said,) = results[0]["given"]
+    assert said.startswith("1 has running statistics, and DDP overwrites them with rank 0's")
+    assert "forward_sync_buffers=False" in said
+    for result in results:
+        assert result["kept"] == result["none"] == []
+
+
 def test_a_rank_cannot_frame_another_by_what_it_says_of_its_shard(ranks: Scene) -> None:
     assert ranks("framing") == [[]] * WORLD
 
@@ -221,6 +246,11 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
         assert "must be dense" in said["sparse"]
         assert "did you mean 'phocas'?" in said["unknown"]
         assert "use a column rule" in said["dtypes"]
+        options = "options: verify, seed, timeout, on_suspect, log, exit_code"
+        unknown = "TypeError: unknown option 'exitcode'; did you mean 'exit_code'? "
+        assert said["option"] == unknown + options
+        assert "did you mean 'verify'?" in said["own option"]
+        assert said["nobody"] == "ValueError: Detection needs b >= 1: got b=0"
         pattern = f"rank {rank} has rule '(mean|median)', rank \\d has '(mean|median)'"
         assert re.search(pattern, said["unlike"])
 

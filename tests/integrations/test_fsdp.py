@@ -233,6 +233,18 @@ def test_nobody_is_named_where_nobody_is_wrong(ranks: Scene) -> None:
         assert "no rank is suspect" in result["text"]
 
 
+def test_a_part_of_a_model_is_warned_of_once(ranks: Scene) -> None:
+    results = ranks("partial_model")
+    assert [len(result["one"]) for result in results] == [1, 0, 0, 0]
+    assert results[0]["one"][0].startswith("only 1 of 5 units of the model are protected")
+    assert results[0]["four"][0].startswith("only 4 of 5 units of the model are protected")
+    assert [result["whole"] for result in results] == [[]] * WORLD
+
+
+def test_a_compiled_model_is_protected(ranks: Scene) -> None:
+    assert ranks("compiled") == [(2, True)] * WORLD
+
+
 def test_a_rank_cannot_frame_another_by_what_it_says_to_have_found(ranks: Scene) -> None:
     assert ranks("framing") == [[]] * WORLD
 
@@ -281,6 +293,12 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
         assert "all units must be on one mesh" in said["two meshes"]
         assert "the model is protected already" in said["twice"]
         assert "the model has 2 parameter groups" in said["groups"]
+        for meshes in ("groups", "two meshes"):
+            assert "can be neither protected nor watched" in said[meshes]
+        assert "did you mean 'per_unit'?" in said["option"]
+        assert "Detection needs b >= 1" in said["nobody"]
+        assert "2b < m: got b=1 with m=2 workers" in said["pairs"]
+        assert "workers are the 2 data-parallel ranks, of 4 ranks in all" in said["pairs"]
         assert said["together"] == "2 steps"
         assert "exit_code must be 1 to 255: got 256" in said["exit code"]
         assert "on_suspect must be a function" in said["callback"]
@@ -311,7 +329,8 @@ def test_the_example_outlives_a_broken_device_and_names_it(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert done.stderr.count("Warning") == 1
+    assert "RuntimeWarning: characters.weight: the gradients are mostly zero" in done.stderr
     assert "plain FSDP2: step 90, loss nan" in done.stdout
     loss = re.search(r"heraclius:b=1: step 90, loss ([\d.]+)", done.stdout)
     assert loss is not None

@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from tests.integrations.scenes import environment
 
 from phocas.integrations.guard import Guard, Ledger, Reactions, Suspect
+from phocas.integrations.rare import by_coordinates
 from phocas.integrations.reports import as_text
 from phocas.integrations.witness import Segment, Witness, within
-from phocas.rules import Heraclius
+from phocas.report.page.guards import read_reports
+from phocas.rules import Heraclius, parse_rule
 
 NAMES = ["a.weight", "a.bias"]
 M, WIDTH = 4, 4096
@@ -201,6 +203,88 @@ def test_reactions_come_once_and_in_order(tmp_path: Path) -> None:
         Reactions.of(None, tmp_path / "nowhere" / "log", None)
     with pytest.raises(ValueError, match="1 to 255: got 0"):
         Reactions.of(None, None, 0)
+
+
+def test_on_suspect_that_raises_is_reported_and_nothing_else_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(suspect: Suspect) -> None:
+        raise ConnectionError(f"no pager for rank {suspect.rank}")
+
+    log = tmp_path / "suspects.jsonl"
+    book = played(ledger(Reactions.of(fail, log, None)), begin=1, steps=8)
+    assert book.named() == (2,)
+    said = capsys.readouterr().err
+    assert said.startswith("phocas: on_suspect raised on rank 0 for rank 2; training continues\n")
+    assert said.endswith("ConnectionError: no pager for rank 2\n\n")
+    assert log.exists()
+
+
+def test_the_log_alone_makes_the_report_of_its_job(tmp_path: Path) -> None:
+    log = tmp_path / "suspects.jsonl"
+    book = played(ledger(Reactions.of(None, log, None)), begin=1, steps=4)
+    (report,) = read_reports(log)
+    (suspect,) = report["suspects"]
+    assert {name: suspect[name] for name in book.suspect(2).report()} == book.suspect(2).report()
+    assert {**report, "suspects": book.report()["suspects"]} == book.report()
+
+
+@pytest.mark.parametrize(
+    ("rule", "by_single_values"),
+    [
+        ("heraclius:b=1", True),
+        ("median", True),
+        ("nnm:b=1|phocas:b=1", True),
+        ("cleaning:b=1|mean", True),
+        ("mean", False),
+        ("watch:rule=heraclius:b=1", False),
+        ("watch:rule=(cleaning:b=1|mean)", False),
+        ("krum:b=0", False),
+        ("geometric-median", False),
+        ("phocas:b=0", False),
+    ],
+)
+def test_rules_that_drop_single_values_are_known(rule: str, by_single_values: bool) -> None:
+    assert by_coordinates(parse_rule(rule), M) == by_single_values
+
+
+def rare_parameter(rows: Callable[[torch.Tensor, int], None]) -> float:
+    """Return the parameter whose values are found to be rare in 16 steps."""
+    witness = ledger().witness(0)
+    for number in range(16):
+        values = torch.randn(M, WIDTH, generator=torch.Generator().manual_seed(number))
+        rows(values[:, 2048:], number)
+        witness.see(values, [Segment(0, 0, 2048), Segment(1, 2048, WIDTH)], 0)
+        witness.bet()
+        told = float(witness.told[-1])
+        assert np.isnan(told) or number == 15
+        witness.end()
+    return told
+
+
+def test_rare_values_are_told_apart_from_unused_and_faulty_ones() -> None:
+    def tokens(values: torch.Tensor, number: int) -> None:
+        seen = torch.rand(M, 64, generator=torch.Generator().manual_seed(number)) < 0.15
+        values.mul_(seen.repeat_interleave(32, dim=1))
+
+    def expert(values: torch.Tensor, number: int) -> None:
+        values[torch.arange(M) != number % M] = 0  # one rank at a time has tokens for it
+
+    def unused(values: torch.Tensor, number: int) -> None:
+        del number
+        values.zero_()
+
+    def unused_and_one_faulty(values: torch.Tensor, number: int) -> None:
+        del number
+        values[torch.arange(M) != 2] = 0
+
+    def half_off(values: torch.Tensor, number: int) -> None:
+        values.mul_(torch.rand(M, 2048, generator=torch.Generator().manual_seed(number)) < 0.6)
+
+    assert rare_parameter(tokens) == 1
+    assert rare_parameter(expert) == 1
+    for rows in (unused, unused_and_one_faulty, half_off):
+        assert np.isnan(rare_parameter(rows))
 
 
 def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-FILE = Annotated[Path, typer.Argument(help="A results file, or the JSON report of a guard.")]
+FILE = Annotated[Path, typer.Argument(help="A results file, or the JSON report or log of a guard.")]
 
 
 def register(app: typer.Typer) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,10 +30,10 @@ from phocas.integrations.reports import (
     as_text,
 )
 from phocas.integrations.witness import Witness, as_arrays, as_tensors, heard
-from phocas.rules import Rule
+from phocas.rules import Heraclius, Rule, Watch
 from phocas.rules.places import Finding, Trace, Traces
 from phocas.rules.suspicion import Suspicion
-from phocas.specs import count
+from phocas.specs import count, unknown
 
 _LATELY = 8  # steps after a finding in which none is passed over
 _NEARLY = 20.0  # odds at which a rank is looked at more closely, long before it is accused
@@ -153,15 +154,28 @@ class Options(TypedDict, total=False):
     """End the processes of all ranks with it when a rank is named."""
 
 
+def watching(b: int) -> Watch:
+    """Return the rule that averages and detects up to b faulty ranks."""
+    if count("watch", "b", b) < 1:
+        raise ValueError(f"Detection needs b >= 1: got b={b}")
+    return Watch(Heraclius(b=b))
+
+
 def options_of(
-    *,
+    *own: str,
     seed: int = 0,
     timeout: timedelta | None = None,
     on_suspect: Callable[[Suspect], None] | None = None,
     log: str | Path | None = None,
     exit_code: int | None = None,
+    **mistyped: object,
 ) -> tuple[int, timedelta | None, Reactions]:
-    """Check what was asked for, before a job runs for days: seed, timeout and reactions."""
+    """Check what was asked for, before a job runs for days: seed, timeout and reactions.
+
+    ``own`` are the options that the caller has beside these.
+    """
+    for name in mistyped:
+        raise TypeError(unknown("option", name, [*own, *Options.__annotations__]))
     return count("protect", "seed", seed), timeout, Reactions.of(on_suspect, log, exit_code)
 
 
@@ -332,10 +346,9 @@ class Ledger:
     def _react(self, new: Sequence[Suspect]) -> None:
         reactions = self.reactions
         for suspect in new:
-            if reactions.on_suspect is not None:
-                reactions.on_suspect(suspect)
+            self._call(reactions.on_suspect, suspect)
         if reactions.log is not None and self.rank == self._writer():
-            _write(reactions.log, new, self.rank)
+            _write(reactions.log, new, self.rank, self.report())
         if reactions.exit_code is not None:
             sys.stdout.flush()
             ranks = ", ".join(str(suspect.rank) for suspect in new)
@@ -344,9 +357,23 @@ class Ledger:
             # Backward may be in another thread, or inside of C++: only this ends the process.
             os._exit(reactions.exit_code)
 
+    def _call(self, on_suspect: Callable[[Suspect], None] | None, suspect: Suspect) -> None:
+        if on_suspect is None:
+            return
+        try:
+            on_suspect(suspect)
+        except Exception:  # noqa: BLE001 - the user's code must not end a job that goes well
+            reason = traceback.format_exc()
+            print(
+                f"phocas: on_suspect raised on rank {self.rank} for rank {suspect.rank}; training"
+                f" continues\n{reason}",
+                file=sys.stderr,
+            )
 
-def _write(log: Path, new: Sequence[Suspect], rank: int) -> None:
-    entry = {"event": "suspect", "time": time.time(), "told_by": rank}
+
+def _write(log: Path, new: Sequence[Suspect], rank: int, report: Report) -> None:
+    job = {name: value for name, value in report.items() if name != "suspects"}
+    entry = {"event": "suspect", "time": time.time(), "told_by": rank, "job": job}
     lines = [json.dumps({**entry, **suspect.report()}) + "\n" for suspect in new]
     try:
         with log.open("a", encoding="utf-8") as file:

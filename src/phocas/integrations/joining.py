@@ -16,6 +16,7 @@ import phocas
 from phocas.floats import FORMATS
 from phocas.integrations.wire import Wire
 from phocas.machine import available_cores
+from phocas.rules import Rule
 
 DTYPES = tuple(getattr(torch, name) for name in FORMATS)
 
@@ -52,6 +53,22 @@ def join(
                     f" rank {rank} has {theirs.get(key)!r}"
                 )
     return wire, [str(theirs["host"]) for theirs in said]
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model that ``torch.compile`` was called on, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def check_rule(rule: Rule, m: int) -> None:
+    """Raise ValueError unless the rule holds for m data-parallel ranks."""
+    try:
+        rule.check(m)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; workers are the {m} data-parallel ranks, of {dist.get_world_size()} ranks in"
+            " all: ranks of one tensor-parallel group count as one"
+        ) from None
 
 
 def check_dtypes(dtypes: Iterable[torch.dtype]) -> None:

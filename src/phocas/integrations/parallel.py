@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phocas.integrations import ddp, fsdp
 from phocas.integrations.guard import Guard, Options
+from phocas.integrations.joining import uncompiled
 from phocas.rules import Rule
 
 
@@ -19,7 +20,7 @@ def protect(model: Any, rule: Rule | str, **options: Unpack[Options]) -> Guard:
         rule: the rule, or its text.
         **options: as for ``ddp.protect`` and ``fsdp.protect``.
     """
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(uncompiled(model), DistributedDataParallel):
         return ddp.protect(model, rule, **options)
     return fsdp.protect(model, rule, **options)
 
@@ -32,6 +33,6 @@ def watch(model: Any, b: int, **options: Unpack[Options]) -> Guard:
         b: how many ranks may be wrong for what is said about them to hold.
         **options: as for ``ddp.watch`` and ``fsdp.watch``.
     """
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(uncompiled(model), DistributedDataParallel):
         return ddp.watch(model, b, **options)
     return fsdp.watch(model, b, **options)

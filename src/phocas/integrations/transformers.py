@@ -14,6 +14,9 @@ from phocas.rules import Rule
 class Protect(TrainerCallback):  # type: ignore[misc]  # it is not there where types are checked
     """Protect the model of a run from its first step on; ``guard`` is what is known then.
 
+    Use the rule ``watch:rule=heraclius:b=1`` for language models and mixtures of experts: rules
+    that go by coordinates drop rare tokens of honest ranks (``docs/ddp.md``).
+
     Args:
         trainer: The trainer, which alone knows the wrapped model.
         rule: As for ``phocas.integrations.protect``.

@@ -256,6 +256,27 @@ def test_a_guards_report_is_shown(tmp_path: Path, phocas: Command) -> None:
     assert guard["suspects"][0]["host"] == f"node7{HOSTILE}"
 
 
+def test_a_guards_log_is_shown_with_a_report_for_each_job(tmp_path: Path, phocas: Command) -> None:
+    report = guard_report()
+    (suspect,) = report.pop("suspects")
+    jobs = [(120, 5), (130, 1), (40, 5), (44, 5)]
+    lines = [
+        {"event": "suspect", "time": 1e9, "told_by": 0, **suspect, "rank": rank}
+        | {"job": {**report, "steps": steps}}
+        for steps, rank in jobs
+    ]
+    path = tmp_path / "suspects.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert phocas("report", str(path))[0] == 0
+    shown = embedded_data((tmp_path / "report.html").read_text("utf-8"))["guards"]
+    found = [(each["steps"], [one["rank"] for one in each["suspects"]]) for each in shown]
+    assert found == [(130, [5, 1]), (40, [5]), (44, [5])]
+    path.write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[1])[:99])
+    status, _, said = phocas("report", str(path))
+    assert status == 2
+    assert "is no report of a guard" in said
+
+
 def size(folder: Path) -> str:
     return f"{(folder / 'report.html').stat().st_size / 1e6:.1f} MB"
 
@@ -292,8 +313,8 @@ def _bad(folder: Path) -> dict[str, str]:
         "newer.sqlite": f"schema version {SCHEMA_VERSION + 1}",
         "foreign.sqlite": "schema version 0",
         "broken.json": "is no report of a guard",
-        "other.json": "guard.report() as JSON is wanted",
-        "list.json": "guard.report() as JSON is wanted",
+        "other.json": "guard.report() as JSON, or the file",
+        "list.json": "guard.report() as JSON, or the file",
         "later.json": "schema 99, this phocas reads 1",
         "partial.json": "lacks steps",
         "odd.json": "is no whole report",

@@ -4,6 +4,7 @@
 
 import queue
 import threading
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Unpack
@@ -11,13 +12,14 @@ from typing import Any, TypeAlias, Unpack
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from phocas.integrations.ddp.step import Aggregator
-from phocas.integrations.guard import Guard, Ledger, Options, options_of
-from phocas.integrations.joining import check_dtypes, join
+from phocas.integrations.guard import Guard, Ledger, Options, options_of, watching
+from phocas.integrations.joining import check_dtypes, check_rule, join, uncompiled
 from phocas.integrations.witness import Segment
-from phocas.rules import Heraclius, Rule, Watch, parse_rule
+from phocas.rules import Rule, parse_rule
 
 _Result: TypeAlias = torch.futures.Future[torch.Tensor]
 
@@ -92,6 +94,13 @@ class _State:
         weakref.finalize(self.guard, worker.stop)
 
 
+class _Slot:
+    """The state of the one hook that torch takes for a model: after a close, that of the next."""
+
+    def __init__(self, state: _State) -> None:
+        self.state = state
+
+
 def protect(
     model: DistributedDataParallel,
     rule: Rule | str,
@@ -100,6 +109,9 @@ def protect(
 ) -> Guard:
     """Aggregate a model's gradients by a rule from now on; to be called on all its ranks.
 
+    Use :func:`watch` for language models and mixtures of experts: rules that go by coordinates drop
+    rare tokens of honest ranks. After a guard is closed, its model can be protected again.
+
     Args:
         model: The wrapped model, before its first backward pass.
         rule: ``phocas.Phocas(b=2)`` or ``"nnm:b=2|phocas:b=2"``; row i is rank i.
@@ -107,14 +119,16 @@ def protect(
             name who is wrong. Costs a second all-to-all and a second aggregation.
         **options: :class:`phocas.integrations.guard.Options`.
     """
+    model = uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first"
         )
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    seed, timeout, reactions = options_of(**options)
+    seed, timeout, reactions = options_of("verify", **options)
     group = model.process_group
-    rule.check(dist.get_world_size(group))
+    check_rule(rule, dist.get_world_size(group))
+    slot = _slot(model)
     named = {
         name: parameter
         for name, parameter in model.module.named_parameters()
@@ -137,7 +151,12 @@ def protect(
     aggregator = Aggregator(wire, ledger, verify=verify, seed=seed)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     state = _State(ledger, _Worker(aggregator, ledger), group, numbers)
-    model.register_comm_hook(state, _hook)
+    if slot is None:
+        model.register_comm_hook(_Slot(state), _hook)
+    else:
+        slot.state = state
+    if wire.rank == 0:
+        _warn_of_buffers(model)
     return state.guard
 
 
@@ -149,14 +168,15 @@ def watch(model: DistributedDataParallel, b: int, **options: Unpack[Options]) ->
         b: How many ranks may be wrong, 2b < m.
         **options: As for :func:`protect`.
     """
-    return protect(model, Watch(Heraclius(b=b)), **options)
+    return protect(model, watching(b), **options)
 
 
 def _hook(
-    state: _State,
+    slot: _Slot,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Leave a bucket to the worker, which completes the future."""
+    state = slot.state
     if state.guard.closed:
         return allreduce_hook(state.group, bucket)
     flat = bucket.buffer()
@@ -191,6 +211,38 @@ def _outcome(future: torch.futures.Future[Any]) -> torch.Tensor:
     if isinstance(result, Exception):
         raise result
     return result  # type: ignore[no-any-return]
+
+
+def _slot(model: DistributedDataParallel) -> _Slot | None:
+    """Return where the state of a closed guard is; raise if there is another hook or guard."""
+    for hook, slot in model._comm_hooks:  # noqa: SLF001 - torch tells it nowhere else
+        if not isinstance(slot, _Slot):
+            raise ValueError(  # noqa: TRY004 - the type is right, the state is not
+                "the model has a communication hook already, and DDP takes one only: got"
+                f" {getattr(hook, '__qualname__', hook)}; leave it out to protect the model"
+            )
+        if not slot.state.guard.closed:
+            raise ValueError("the model is protected already: close its guard first")
+        return slot
+    return None
+
+
+def _warn_of_buffers(model: DistributedDataParallel) -> None:
+    """Warn if rank 0 gives statistics of batches to all ranks, which no rule sees."""
+    if not model.will_sync_module_buffers():  # type: ignore[no-untyped-call]  # torch has it so
+        return
+    for name, module in model.module.named_modules():
+        if isinstance(module, _NormBase) and module.running_mean is not None:
+            warnings.warn(
+                f"{name or 'the model'} has running statistics, and DDP overwrites them with rank"
+                " 0's in every step: if rank 0 is faulty they are wrong on all ranks, and phocas"
+                " does not see it. Use DistributedDataParallel(..., forward_sync_buffers=False),"
+                " broadcast_buffers=False in older versions of torch, or layers without running"
+                " statistics",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def _nothing() -> None:

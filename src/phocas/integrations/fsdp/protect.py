@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phocas.integrations.fsdp.exchange import Replicated, Sharded
 from phocas.integrations.fsdp.step import Aggregator, Unit
-from phocas.integrations.guard import Guard, Ledger, Options, options_of
-from phocas.integrations.joining import check_dtypes, join
+from phocas.integrations.guard import Guard, Ledger, Options, options_of, watching
+from phocas.integrations.joining import check_dtypes, check_rule, join, uncompiled
 from phocas.integrations.wire import Wire
 from phocas.integrations.witness import Segment
-from phocas.rules import Heraclius, Rule, Watch, parse_rule
+from phocas.rules import Rule, parse_rule
 
 
 class RobustReduceScatter:
@@ -47,6 +47,7 @@ class RobustReduceScatter:
         """Reduce a unit's gradients to the own shard of the aggregate."""
         del async_op  # torch never asks for it
         aggregator = self.aggregator
+        self._say_if_partial()
         self._say_if_reduced_twice()
         try:
             value = aggregator.reduce(self.unit, self.exchange.scatter(input_tensor, group))
@@ -60,6 +61,31 @@ class RobustReduceScatter:
         factor = _factor(op, group.size())
         if factor != 1:
             output_tensor.mul_(factor)
+
+    def _say_if_partial(self) -> None:
+        """Warn once, on one rank, if the model has units that no guard protects.
+
+        Only the first forward pass tells which units belong together.
+        """
+        if self.aggregator.said_partial:
+            return
+        self.aggregator.said_partial = True
+        context = self.group.modules[0]._get_fsdp_state()._state_ctx  # noqa: SLF001
+        groups = [group for state in context.all_states for group in state._fsdp_param_groups]  # noqa: SLF001
+        bare = [
+            group
+            for group in groups
+            if not isinstance(group._reduce_scatter_comm, RobustReduceScatter)  # noqa: SLF001
+            and any(each.sharded_param.requires_grad for each in group.fsdp_params)
+        ]
+        if bare and self.aggregator.wire.rank == 0:
+            warnings.warn(
+                f"only {len(groups) - len(bare)} of {len(groups)} units of the model are protected:"
+                " the gradients of the others are averaged by torch, and their faults are not seen;"
+                " call protect on the model that fully_shard was called on last",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _say_if_reduced_twice(self) -> None:
         if self.aggregator.said_twice:
@@ -87,6 +113,9 @@ def protect(
 ) -> Guard:
     """Reduce the gradients of a sharded model by a rule from now on; to be called on all ranks.
 
+    Use :func:`watch` for language models and mixtures of experts: rules that go by coordinates drop
+    rare tokens of honest ranks.
+
     Args:
         model: What ``fully_shard`` was called on, with all its parts.
         rule: ``phocas.Heraclius(b=1)`` or ``"phocas:b=1"``; row i is rank i of the mesh.
@@ -96,10 +125,11 @@ def protect(
             tell one another about a step: gradients always wait for as long as the mesh's group.
     """
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    seed, timeout, reactions = options_of(**options)
+    seed, timeout, reactions = options_of("per_unit", **options)
+    model = uncompiled(model)
     found = list(_sharded(model))
     info = _common_mesh(found)
-    rule.check(len(_ranks(info)))
+    check_rule(rule, len(_ranks(info)))
     _check_rule(rule, per_unit=per_unit)
     named = dict(model.named_parameters())
     wire, hosts = join(
@@ -143,7 +173,7 @@ def watch(model: torch.nn.Module, b: int, **options: Unpack[Options]) -> Guard:
         b: How many ranks may be wrong, 2b < m.
         **options: As for :func:`protect`.
     """
-    return protect(model, Watch(Heraclius(b=b)), **options)
+    return protect(model, watching(b), **options)
 
 
 def _factor(op: Any, size: int) -> float:
@@ -179,9 +209,10 @@ def _sharded(model: Any) -> Iterator[tuple[str, FSDPModule, Any]]:
         groups = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001 - torch has no other way
         if len(groups) > 1:
             raise ValueError(
-                f"{name or 'the model'} has {len(groups)} parameter groups, from a"
-                " shard_placement_fn that names several meshes, and torch takes a reduce-scatter"
-                " for one only: call fully_shard on the modules of each mesh by themselves"
+                f"all parameters must be on one mesh: {name or 'the model'} has {len(groups)}"
+                " parameter groups, from a shard_placement_fn that names several meshes; call"
+                " fully_shard without it. Experts on a mesh of their own (torchtitan's expert"
+                " parallelism) can be neither protected nor watched"
             )
         for group in groups:
             if any(group is other for other in known):
@@ -209,7 +240,9 @@ def _common_mesh(found: Sequence[tuple[str, FSDPModule, Any]]) -> Any:
         if group.mesh_info.mesh != info.mesh:
             raise ValueError(
                 f"all units must be on one mesh: {first} is on {info.mesh}, {name} on"
-                f" {group.mesh_info.mesh}; protect models of each mesh by themselves"
+                f" {group.mesh_info.mesh}; call fully_shard with the same mesh for all. Experts on"
+                " a mesh of their own (torchtitan's expert parallelism) can be neither protected"
+                " nor watched"
             )
         check_dtypes(
             group.mp_policy.reduce_dtype or parameter.sharded_param.dtype

@@ -42,7 +42,7 @@ class Aggregator:
         self.rule = ledger.rule
         self.witness = ledger.witness(seed)
         self.told: _Told | None = None
-        self.said_twice = False
+        self.said_twice = self.said_partial = False
         self._begin()
 
     @property

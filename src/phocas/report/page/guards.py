@@ -1,9 +1,10 @@
-"""What the page shows of a guard's report: the JSON that a DDP or FSDP job has written."""
+"""What the page shows of a guard's report or log: the JSON that a DDP or FSDP job has written."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,19 @@ class GuardContents:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._report: dict[str, Any] = {}
+        self._reports: list[dict[str, Any]] = []
 
     def read(self) -> dict[str, Any]:
         """Read the file and return what has changed since it was last read."""
-        found = read_report(self.path)
-        if found == self._report:
+        found = read_reports(self.path)
+        if found == self._reports:
             return {}
-        self._report = found
-        return {"guards": [found]}
+        self._reports = found
+        return {"guards": found}
 
     def whole(self) -> dict[str, Any]:
         """Return all that the page needs."""
-        return {**source(self.path), **drawing(), "runs": [], "guards": [self._report]}
+        return {**source(self.path), **drawing(), "runs": [], "guards": self._reports}
 
 
 def is_report(path: Path) -> bool:
@@ -39,14 +40,48 @@ def is_report(path: Path) -> bool:
         return file.read(64).lstrip()[:1] in (b"{", b"[")
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """Read and check a guard's report; numbers that are none become null."""
+def read_reports(path: Path) -> list[dict[str, Any]]:
+    """Read and check a guard's report, or its log as one report for each job.
+
+    Numbers that are not finite become null.
+    """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        first, *more = text.splitlines()
+        logged = first.endswith("}") and "event" in json.loads(first)
+        reports = _logged([first, *more]) if logged else [json.loads(text)]
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no report of a guard: {error}") from None
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{path} is no whole log of a guard: {error}") from None
+    return [_checked(path, report) for report in reports]
+
+
+def _logged(lines: Sequence[str]) -> list[Any]:
+    """Read a line of JSON for each suspect; a job begins where steps or ranks come again."""
+    reports: list[dict[str, Any]] = []
+    for line in lines:
+        entry = json.loads(line)
+        job = entry.pop("job")
+        before = reports[-1] if reports else None
+        named = [] if before is None else before["suspects"]
+        if before is None or job["steps"] < before["steps"] or _ranks([entry]) & _ranks(named):
+            reports.append({**job, "suspects": [entry]})
+        else:
+            reports[-1] = {**job, "suspects": [*named, entry]}
+    return reports
+
+
+def _ranks(suspects: list[dict[str, Any]]) -> set[int]:
+    return {suspect["rank"] for suspect in suspects}
+
+
+def _checked(path: Path, found: Any) -> dict[str, Any]:
     if not isinstance(found, dict) or "schema" not in found:
-        raise ValueError(f"{path} is no report of a guard: guard.report() as JSON is wanted")
+        raise ValueError(
+            f"{path} is no report of a guard: guard.report() as JSON, or the file that protect or"
+            " watch was given as log, is wanted"
+        )
     if found["schema"] != SCHEMA:
         raise ValueError(f"{path} has schema {found['schema']!r}, this phocas reads {SCHEMA}")
     try:

@@ -11,7 +11,7 @@ from phocas.report.page.guards import GuardContents, is_report
 
 
 def open_contents(path: Path) -> Contents | GuardContents:
-    """Read a results file, or the JSON of a guard."""
+    """Read a results file, or the JSON report or log of a guard."""
     contents = GuardContents(path) if is_report(path) else Contents(path)
     contents.read()
     return contents
