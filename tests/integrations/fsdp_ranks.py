@@ -470,13 +470,12 @@ def partial_model(rank: int) -> Any:
 
 @scene
 def compiled(rank: int) -> Any:
-    """Protect what torch.compile returned."""
+    """Protect what torch.compile returned; return the names of parameters that are wrong."""
     model = network()
     quick: Any = torch.compile(model, backend="aot_eager")
     guard = protect(quick, "phocas:b=1")
-    train(quick, rank, 2, NAN)
-    finite = all(bool(weight.isfinite().all()) for weight in whole(model).values())
-    return guard.steps, finite
+    train(quick, rank, 4, NAN)
+    return set(guard.suspects()[0].layers) <= set(dict(model.named_parameters()))
 
 
 @scene

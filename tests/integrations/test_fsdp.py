@@ -241,8 +241,8 @@ def test_a_part_of_a_model_is_warned_of_once(ranks: Scene) -> None:
     assert [result["whole"] for result in results] == [[]] * WORLD
 
 
-def test_a_compiled_model_is_protected(ranks: Scene) -> None:
-    assert ranks("compiled") == [(2, True)] * WORLD
+def test_parameters_of_a_compiled_model_have_their_own_names(ranks: Scene) -> None:
+    assert ranks("compiled") == [True] * WORLD
 
 
 def test_a_rank_cannot_frame_another_by_what_it_says_to_have_found(ranks: Scene) -> None:

@@ -65,9 +65,12 @@ def check_rule(rule: Rule, m: int) -> None:
     try:
         rule.check(m)
     except ValueError as error:
+        world = dist.get_world_size()
+        if m == world:
+            raise
         raise ValueError(
-            f"{error}; workers are the {m} data-parallel ranks, of {dist.get_world_size()} ranks in"
-            " all: ranks of one tensor-parallel group count as one"
+            f"{error}; workers are the {m} data-parallel ranks, of {world} ranks in all: ranks of"
+            " one tensor-parallel group count as one"
         ) from None
 
 
