@@ -128,6 +128,7 @@ class Radii:
 
 Request: TypeAlias = Distances | Norms
 AnyRequest = TypeVar("AnyRequest", Distances, Norms)
+Choice = TypeVar("Choice")
 
 
 def wants_double(request: Request) -> bool:
@@ -147,11 +148,13 @@ def _chosen(weights: Floats) -> NDArray[np.intp] | None:
 class Mix:
     """The rows that are reduced: all m of them, or ``weights @ rows``.
 
-    ``fair`` is the weight that a worker has in them if nothing of it is lost, for blame.
+    ``fair`` is the weight that a worker has in them if nothing of it is lost, for blame. ``norms``
+    answers requests for the squared norms of the mixed rows where they are known without measuring.
     """
 
     weights: Floats | None = None
     fair: float | Floats = 1.0
+    norms: Callable[[Norms], Floats] | None = None
     selected: NDArray[np.intp] | None = field(init=False)
     """The indices of the rows if the mix only selects some."""
 
@@ -174,7 +177,10 @@ class Mix:
         # NumPy multiplies zeros too, and a rule that is lost has NaN weights only.
         with np.errstate(invalid="ignore"):
             weights = self.weights @ first.weights
-        return Mix(weights, self.fair * first.fair)
+        fair = self.fair
+        if np.ndim(fair) and np.ndim(first.fair):  # buckets of buckets: each worker is in one
+            fair = np.asarray(fair)[first.weights.argmax(axis=0)]
+        return Mix(weights, fair * first.fair, self.norms)
 
 
 UNMIXED = Mix()
@@ -220,10 +226,31 @@ def measured_distances() -> Generator[Request, Floats, tuple[Floats, Distances]]
     return squared, request
 
 
-def measured_norms(typical: Callable[[Floats], float]) -> Generator[Request, Floats, Floats]:
-    """Ask for norms, whose squares are scaled if the typical one would be out of range."""
-    squared, _ = yield from _in_range(Norms(), typical)
-    return squared
+def chosen(choose: Callable[[Floats], tuple[Choice, bool]]) -> Generator[Request, Floats, Choice]:
+    """Choose rows by their squared distances, and again if the choice rests on an infinite one.
+
+    ``choose`` returns its choice, and whether all distances that the choice rests on are finite.
+    The square of 1e20 is infinite in single precision and finite in double precision, in which
+    rows that are far away are told from those farther away. Norms show first, for less, whether
+    any distance of rows without NaN and inf is infinite.
+    """
+    squared, request = yield from measured_distances()
+    found, finite = choose(squared)
+    if not finite and not request.wide:
+        present = np.isfinite((yield Norms()))
+        if np.isinf(squared[np.ix_(present, present)]).any():
+            found, _ = choose((yield Distances(wide=True)))
+    return found
+
+
+def measured_norms(
+    typical: Callable[[Floats], float],
+) -> Generator[Request, Floats, tuple[Floats, Norms]]:
+    """Ask for norms, whose squares are scaled if the typical one would be out of range.
+
+    Returns them with the request that got them: squares are as scaled there.
+    """
+    return (yield from _in_range(Norms(), typical))
 
 
 def _in_range(
@@ -256,14 +283,26 @@ def _typical(squared: Floats) -> float:
     return float(np.sort(np.sort(squared, axis=1)[:, middle])[middle])
 
 
-def clipped(radius: float, weights: Floats | None = None) -> Generator[Request, Floats, Floats]:
-    """Return what rows are multiplied by so that none is longer than a radius.
-
-    A row of infinite length is left out.
-    """
+def fitting_norms(radius: float, weights: Floats | None = None) -> Norms:
+    """Ask for norms, scaled so that the square of a radius is in range."""
     exponent = math.frexp(radius)[1]
-    scale = 2.0**-exponent if abs(exponent) > 400 else 1.0
-    return shrinking((yield Norms(weights, scale)), radius * scale)
+    return Norms(weights, 2.0**-exponent if abs(exponent) > 400 else 1.0)
+
+
+def clipped(squared: Floats, request: Norms, longest: float) -> Mix:
+    """Return the mix that makes no row longer than ``longest``, a squared norm as requested.
+
+    The norms of the mixed rows are known: clipped rows are all as long, to the last bit. Rounded
+    products would decide which of them is longer.
+    """
+    norms = np.where(np.isfinite(squared), np.minimum(squared, longest), 0.0)
+
+    def known(other: Norms) -> Floats:
+        ratio = other.scale / request.scale
+        with np.errstate(over="ignore", under="ignore"):
+            return norms * ratio * ratio
+
+    return Mix(np.diag(shrinking(squared, math.sqrt(longest))), norms=known)
 
 
 def shrinking(squared: Floats, radius: float) -> Floats:
@@ -308,7 +347,9 @@ def through(first: Mix, planning: Planning) -> Planning:
     if first.weights is None:
         return (yield from planning)
     weights = first.weights
-    convex = bool(np.all(weights >= 0) and np.allclose(weights.sum(axis=1), 1))
+    # Up to the rounding of the sum: rows clipped by a millionth are no convex mixes of rows.
+    rounding = weights.shape[1] * np.finfo(np.float64).eps
+    convex = bool(np.all(weights >= 0) and np.all(np.abs(weights.sum(axis=1) - 1) <= rounding))
     reply: Floats | None = None
     while True:
         try:
@@ -317,12 +358,16 @@ def through(first: Mix, planning: Planning) -> Planning:
             result: Mix = stop.value
             return result.after(first)
         few = len(weights) <= DERIVED_ROWS
-        if isinstance(request, Distances) and request.weights is None and convex and few:
+        if request.weights is None and isinstance(request, Norms) and first.norms is not None:
+            reply = first.norms(request)
+        elif request.weights is None and isinstance(request, Distances) and convex and few:
             squared = yield replace(request, weights=None)
             reply = of_mixed(squared, weights)
         else:
             inner = weights if request.weights is None else request.weights @ weights
-            reply = yield replace(request, weights=inner)
+            asked = replace(request, weights=inner)
+            # Clipped rows far from the origin differ by less than rounding to single precision.
+            reply = yield asked if convex or isinstance(asked, Norms) else replace(asked, wide=True)
 
 
 Function: TypeAlias = Callable[[NDArray[Any]], Any]

@@ -13,9 +13,10 @@ from phocas.rules.algebra import (
     Floats,
     Mix,
     Planning,
-    clipped,
+    fitting_norms,
     lost,
     measured_distances,
+    shrinking,
 )
 from phocas.rules.base import Rule
 from phocas.rules.promise import Tolerance
@@ -236,6 +237,7 @@ class CenteredClipping(WeighingRule):
         factor = np.zeros(m)
         for turn in range(self.iterations):
             # A row that is out of reach is out for good, and not in the centre either.
-            factor = yield from clipped(self.radius, np.eye(m) - centre if turn else None)
+            request = fitting_norms(self.radius, np.eye(m) - centre if turn else None)
+            factor = shrinking((yield request), self.radius * request.scale)
             centre = centre * (1 - factor.sum() / m) + factor / m
         return Mix(centre[None, :], fair=1 / m)

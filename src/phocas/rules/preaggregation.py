@@ -13,11 +13,11 @@ from phocas.rules.algebra import (
     Floats,
     Mix,
     Planning,
+    chosen,
     clipped,
+    fitting_norms,
     heaviest,
-    measured_distances,
     measured_norms,
-    shrinking,
 )
 from phocas.rules.base import PreAggregator, Told
 from phocas.rules.promise import Tolerance
@@ -29,6 +29,9 @@ class NNM(Told, PreAggregator):
     """Replace each row by the mean of its m - b nearest rows, itself among them.
 
         x_i <- mean of the m - b rows x_j with the smallest |x_i - x_j|
+
+    Of rows that are as near, those with the smaller index are taken. Distances of float32 rows are
+    computed in single precision where it can hold them, and in double precision where it cannot.
 
     Breakdown: b wrong rows, or fewer if what follows survives fewer; one wrong value in every row
     breaks it. A row at infinite distance is mixed into no finite row as long as at most b rows are
@@ -70,15 +73,21 @@ class NNM(Told, PreAggregator):
     ) -> Planning:
         """Take the mass nearest to each row, all but that of the b heaviest; the last in part."""
         del rng
-        squared, _ = yield from measured_distances()
-        squared = squared.copy()
-        np.fill_diagonal(squared, -1.0)
-        nearest = np.argsort(squared, axis=1, kind="stable")
-        near = _or_ones(units, m)[nearest]
-        kept = int(near[0].sum()) - heaviest(near[0], self.b)
-        nearer = np.cumsum(near, axis=1) - near
+        each = _or_ones(units, m)
+        kept = int(each.sum()) - heaviest(each, self.b)
+
+        def choose(squared: Floats) -> tuple[tuple[NDArray[np.intp], Floats], bool]:
+            squared = squared.copy()
+            np.fill_diagonal(squared, -1.0)
+            nearest = np.argsort(squared, axis=1, kind="stable")
+            near = each[nearest]
+            taken = np.clip(kept - (np.cumsum(near, axis=1) - near), 0, near)
+            used = np.take_along_axis(squared, nearest, axis=1)[taken > 0]
+            return (nearest, taken / kept), bool(np.isfinite(used).all())
+
+        nearest, shares = yield from chosen(choose)
         weights = np.zeros((m, m))
-        np.put_along_axis(weights, nearest, np.clip(kept - nearer, 0, near) / kept, axis=1)
+        np.put_along_axis(weights, nearest, shares, axis=1)
         return Mix(weights)
 
 
@@ -176,7 +185,8 @@ class Clipping(PreAggregator):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Measure the rows."""
         del m, rng
-        return Mix(np.diag((yield from clipped(self.radius))))
+        request = fitting_norms(self.radius)
+        return clipped((yield request), request, (self.radius * request.scale) ** 2)
 
 
 @dataclass(frozen=True)
@@ -236,8 +246,8 @@ class AdaptiveClipping(Told, PreAggregator):
             place = np.searchsorted(np.cumsum(each[longest]), clipped_mass, side="right")
             return float(squared[longest[place]])
 
-        squared = yield from measured_norms(longest_left)
-        return Mix(np.diag(shrinking(squared, math.sqrt(longest_left(squared)))))
+        squared, request = yield from measured_norms(longest_left)
+        return clipped(squared, request, longest_left(squared))
 
 
 def _or_ones(units: NDArray[np.int64] | None, m: int) -> NDArray[np.int64]:

@@ -35,7 +35,7 @@ def reference(rule: Rule, rows: Any) -> Matrix:
     >>> reference(Phocas(b=1), [[1.0], [2.0], [6.0], [900.0]])
     array([3.])
     """
-    matrix = np.asarray(rows, np.float64)
+    matrix = np.asanyarray(rows, np.float64)
     with np.errstate(all="ignore"):
         if isinstance(rule, Pipeline):
             stage, following = rule.stages[0], rule.following
@@ -45,7 +45,7 @@ def reference(rule: Rule, rows: Any) -> Matrix:
         if isinstance(rule, Weighted):
             return _weighted(rule.rule, matrix[rule.present], rule.units)
         if type(rule) in _CHOICES:
-            return np.asarray(matrix[_CHOICES[type(rule)](rule, matrix)].mean(axis=0))
+            return _averaged(matrix, _CHOICES[type(rule)](rule, matrix), np.ones(len(matrix)))
         return _RULES[type(rule)](rule, matrix)
 
 
@@ -60,8 +60,7 @@ def _weighted(rule: Rule, rows: Matrix, units: NDArray[np.int64]) -> Matrix:
         copies = _STAGES[type(stage)](stage, np.repeat(rows, counts, axis=0), following)
         return _weighted(following, copies[np.cumsum(counts) - 1], units)
     if type(rule) in _CHOICES:
-        chosen = _CHOICES[type(rule)](rule, rows)
-        return np.asarray(np.average(rows[chosen], axis=0, weights=units[chosen]))
+        return _averaged(rows, _CHOICES[type(rule)](rule, rows), units)
     many = np.repeat(rows, counts, axis=0)
     if isinstance(rule, Heraclius) and not rule.reach:
         rule = Phocas(rule.b)  # of equal values at the edge, some are kept and some are not
@@ -73,6 +72,13 @@ def _of_copies(step: Step, counts: NDArray[np.int64]) -> Step:
     if not isinstance(step, Told):
         return step
     return replace(step, b=int(np.sort(counts)[len(counts) - step.b :].sum()))
+
+
+def _averaged(rows: Matrix, chosen: list[int], units: NDArray[Any]) -> Matrix:
+    """Average the chosen rows by weight; NaN if there is nothing to choose."""
+    if not chosen:
+        return np.full(rows.shape[1], np.nan)
+    return np.asarray(units[chosen] / units[chosen].sum() @ np.asarray(rows[chosen]))
 
 
 # -- columns ---------------------------------------------------------------------------------------
@@ -189,13 +195,19 @@ def scores(squared: Matrix, neighbours: int) -> Matrix:
     )
 
 
+def _smallest(values: Matrix, number: int) -> list[int]:
+    """Return where the smallest values are, of equal ones the first; nothing if one is infinite."""
+    best = np.argsort(values, kind="stable")[:number]
+    return [int(row) for row in best] if np.isfinite(values[best]).all() else []
+
+
 def _krum(rule: Krum, rows: Matrix) -> list[int]:
-    return [int(np.argmin(scores(squared_distances(rows), len(rows) - rule.b - 2)))]
+    return _smallest(scores(squared_distances(rows), len(rows) - rule.b - 2), 1)
 
 
 def _multi_krum(rule: MultiKrum, rows: Matrix) -> list[int]:
-    ranked = np.argsort(scores(squared_distances(rows), len(rows) - rule.b - 2), kind="stable")
-    return [int(row) for row in ranked[: rule.chosen(len(rows))]]
+    found = scores(squared_distances(rows), len(rows) - rule.b - 2)
+    return _smallest(found, rule.chosen(len(rows)))
 
 
 def _bulyan(rule: Bulyan, rows: Matrix) -> Matrix:
@@ -211,21 +223,29 @@ def _bulyan(rule: Bulyan, rows: Matrix) -> Matrix:
 
 def _mda(rule: MDA, rows: Matrix) -> list[int]:
     squared = squared_distances(rows)
-    best = min(
-        combinations(range(len(rows)), len(rows) - rule.b),
-        key=lambda members: squared[np.ix_(members, members)].max(),
-    )
-    return list(best)
+
+    def diameter(members: tuple[int, ...]) -> float:
+        return float(squared[np.ix_(members, members)].max())
+
+    best = min(combinations(range(len(rows)), len(rows) - rule.b), key=diameter)
+    return list(best) if np.isfinite(diameter(best)) else []
+
+
+class Clipped(np.ndarray[Any, np.dtype[np.float64]]):
+    """Rows whose lengths are known: clipped ones are all as long, however their values round."""
+
+    lengths: Matrix | None = None
 
 
 def _lengths(rows: Matrix) -> Matrix:
+    if isinstance(rows, Clipped) and rows.lengths is not None:
+        return rows.lengths
     lengths = np.sqrt(np.sum(rows**2, axis=1))
     return np.where(np.isnan(lengths), np.inf, lengths)
 
 
 def _cge(rule: CGE, rows: Matrix) -> list[int]:
-    shortest = np.argsort(_lengths(rows), kind="stable")[: len(rows) - rule.b]
-    return [int(row) for row in shortest]
+    return _smallest(_lengths(rows), len(rows) - rule.b)
 
 
 def _geometric_median(rule: GeometricMedian, rows: Matrix) -> Matrix:
@@ -291,10 +311,12 @@ def _bucketing(rule: Bucketing, rows: Matrix, _: Rule) -> Matrix:
 
 
 def _clip(rows: Matrix, radius: float) -> Matrix:
-    result = np.zeros_like(rows)
-    for i, (row, length) in enumerate(zip(rows, _lengths(rows), strict=True)):
+    lengths = _lengths(rows)
+    result = np.zeros(rows.shape).view(Clipped)
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         if np.isfinite(length):
             result[i] = row * (radius / length) if length > radius else row
+    result.lengths = np.where(np.isfinite(lengths), np.minimum(lengths, radius), 0.0)
     return result
 
 

@@ -14,8 +14,8 @@ from phocas.rules.algebra import (
     Floats,
     Mix,
     Planning,
+    chosen,
     lost,
-    measured_distances,
     measured_norms,
     select,
 )
@@ -31,6 +31,17 @@ def krum_scores(squared: Floats, b: int, *, at_least: int = 0) -> Floats:
     # A row's distance to itself is zero and so comes first.
     nearest = np.sort(squared, axis=1)[:, 1 : 1 + neighbours]
     return np.asarray(nearest.sum(axis=1), np.float64)
+
+
+def _best_scores(m: int, b: int, number: int) -> Planning:
+    """Choose so many rows with the best Krum scores; of equal scores, the smaller index first."""
+
+    def choose(squared: Floats) -> tuple[Mix, bool]:
+        scores = krum_scores(squared, b)
+        best = np.sort(np.argsort(scores, kind="stable")[:number])
+        return (Mix(select(m, best)), True) if np.isfinite(scores[best]).all() else (lost(m), False)
+
+    return (yield from chosen(choose))
 
 
 def _near_rows(m: int, b: int, q: int) -> int:
@@ -121,9 +132,7 @@ class Krum(KrumRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose one row."""
         del rng
-        scores = krum_scores((yield from measured_distances())[0], self.b)
-        best = int(np.argmin(scores))
-        return Mix(select(m, np.array([best]))) if np.isfinite(scores[best]) else lost(m)
+        return (yield from _best_scores(m, self.b, 1))
 
 
 @dataclass(frozen=True)
@@ -187,9 +196,7 @@ class MultiKrum(KrumRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose the rows with the best scores."""
         del rng
-        scores = krum_scores((yield from measured_distances())[0], self.b)
-        best = np.sort(np.argsort(scores, kind="stable")[: self.chosen(m)])
-        return Mix(select(m, best)) if np.all(np.isfinite(scores[best])) else lost(m)
+        return (yield from _best_scores(m, self.b, self.chosen(m)))
 
 
 @dataclass(frozen=True)
@@ -245,15 +252,20 @@ class Bulyan(RowRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose rows one by one, each time the best of those that are left."""
         del rng
-        squared, _ = yield from measured_distances()
-        left = np.arange(m)
-        chosen: list[int] = []
-        for _ in range(m - 2 * self.b):
-            scores = krum_scores(squared[np.ix_(left, left)], self.b, at_least=1)
-            best = int(np.argmin(scores))
-            chosen.append(int(left[best]))
-            left = np.delete(left, best)
-        return Mix(select(m, np.sort(np.array(chosen))))
+
+        def choose(squared: Floats) -> tuple[list[int], bool]:
+            left = np.arange(m)
+            best: list[int] = []
+            finite = True
+            for _ in range(m - 2 * self.b):
+                scores = krum_scores(squared[np.ix_(left, left)], self.b, at_least=1)
+                place = int(np.argmin(scores))
+                finite = finite and bool(np.isfinite(scores[place]))
+                best.append(int(left[place]))
+                left = np.delete(left, place)
+            return best, finite
+
+        return Mix(select(m, np.sort(np.array((yield from chosen(choose))))))
 
 
 @dataclass(frozen=True)
@@ -299,11 +311,13 @@ class MDA(RowRule):
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Choose the set with the smallest diameter."""
         del rng
-        squared, _ = yield from measured_distances()
-        members = smallest_diameter(squared, m - self.b)
-        chosen: NDArray[np.intp] = np.array(members, np.intp)
-        finite = np.all(np.isfinite(squared[np.ix_(chosen, chosen)]))
-        return Mix(select(m, chosen)) if finite else lost(m)
+
+        def choose(squared: Floats) -> tuple[Mix, bool]:
+            members: NDArray[np.intp] = np.array(smallest_diameter(squared, m - self.b), np.intp)
+            finite = bool(np.isfinite(squared[np.ix_(members, members)]).all())
+            return Mix(select(m, members)) if finite else lost(m), finite
+
+        return (yield from chosen(choose))
 
 
 @dataclass(frozen=True)
@@ -311,6 +325,9 @@ class CGE(RowRule):
     """Average the m - b rows with the smallest norms: comparative gradient elimination.
 
         CGE_b = mean of the m - b rows x_i with the smallest |x_i|
+
+    Of rows that are as long, those with the smaller index are taken: rows that were clipped before
+    all have the radius as their norm.
 
     Breakdown: what b wrong rows add is no longer than an honest row, 2b < m; it bounds the norm,
     not the direction. A row with NaN or inf has infinite norm.
@@ -342,6 +359,6 @@ class CGE(RowRule):
         """Choose the shortest rows."""
         del rng
         rank = m - self.b - 1
-        squared = yield from measured_norms(lambda each: float(np.partition(each, rank)[rank]))
+        squared, _ = yield from measured_norms(lambda each: float(np.partition(each, rank)[rank]))
         best = np.sort(np.argsort(squared, kind="stable")[: m - self.b])
         return Mix(select(m, best)) if np.all(np.isfinite(squared[best])) else lost(m)
