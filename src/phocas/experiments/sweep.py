@@ -10,9 +10,10 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -29,13 +30,14 @@ from phocas.provenance import describe_code
 from phocas.specs import count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from multiprocessing.synchronize import Event
 
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
 NEWS_SECONDS = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # a whole group gets them, and the parent decides
 PATIENCE = 60.0  # a process whose sweep was killed finishes its round and lets go of its run
 
 
@@ -168,7 +170,8 @@ class _Worker:
     def __init__(self, context: Any, stop: Event) -> None:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, stop, os.getpid()))
-        self.process.start()
+        with _blocked_signals():  # the process inherits the mask
+            self.process.start()
         theirs.close()
         self.index: int | None = None
 
@@ -177,10 +180,25 @@ class _Worker:
         self.pipe.send((index, config.model_dump(), config.code()))
 
 
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block the signals that end a sweep; those that arrive are delivered afterwards."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(pipe: connection.Connection, stop: Event, parent: int) -> None:
     """Run what comes through the pipe until it closes; stop soon when the parent is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a whole group gets them: the parent decides
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     torch.set_num_threads(1)
 
     def should_stop() -> bool:
