@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -208,7 +209,11 @@ def interruptible() -> Iterator[threading.Event]:
     def ask(_number: int, _frame: object) -> None:
         event.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("stopping after this round; press again to stop at once", file=sys.stderr)
+        text = "stopping after this round; press again to stop at once"
+        try:
+            print(text, file=sys.stderr)
+        except RuntimeError:  # the signal came within a write to the same stream
+            os.write(2, f"{text}\n".encode())
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
