@@ -49,9 +49,26 @@ def write_toml(path: Path, **values: Any) -> Path:
     return path
 
 
-def command(*words: object) -> list[str]:
-    code = "import sys; sys.argv[0] = 'phocas'; from phocas.cli import main; main()"
-    return [sys.executable, "-c", code, *map(str, words)]
+# The command, which waits at a line that starts so until its input ends.
+GATED = """
+import sys
+from phocas.cli import main
+
+class Gated:
+    def __init__(self, stream):
+        self.stream = stream
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+    def write(self, text):
+        self.stream.write(text)
+        self.stream.flush()
+        if text.startswith("round 36/"):
+            sys.stdin.read()
+
+sys.argv[0] = "phocas"
+sys.stderr = Gated(sys.stderr)
+main()
+"""
 
 
 @dataclass
@@ -83,8 +100,14 @@ def phocas(
 
 
 def start_and_await(round_: int, *words: object, cwd: Path) -> subprocess.Popen[str]:
-    """Start a run and return when it says that it has done a round."""
-    child = subprocess.Popen(command(*words), cwd=cwd, stderr=subprocess.PIPE, text=True)
+    """Start a run and return when it says that it has done a round; it ends with its input."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", GATED, *map(str, words)],
+        cwd=cwd,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert child.stderr is not None
     for line in child.stderr:
         if line.startswith(f"round {round_}/"):
