@@ -331,7 +331,7 @@ def test_the_example_under_torchrun(tmp_path: Path) -> None:
         env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
