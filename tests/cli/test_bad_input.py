@@ -77,7 +77,7 @@ def a_round(number: int) -> Round:
 def phocas(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "phocas", *words]
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120, **options
+        command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300, **options
     )
 
 

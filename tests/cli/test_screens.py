@@ -122,7 +122,7 @@ def test_the_module_is_the_command(phocas: Phocas, words: tuple[str, ...]) -> No
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode, done.stderr) == (0, "")

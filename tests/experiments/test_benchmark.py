@@ -19,7 +19,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", "from phocas.cli import main; main()", "bench", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "80"},
     )
@@ -108,7 +108,7 @@ def test_a_rule_past_its_limit_is_said_in_words_and_status() -> None:
         [sys.executable, "-c", LIMITED, "bench", "--seconds", "0.02"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "200"},
     )

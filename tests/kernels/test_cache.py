@@ -26,9 +26,9 @@ def counted(text, target):
     return original(text, target)
 jit.compile_text = counted
 rows = np.random.default_rng(0).normal(size=(20, 3000)).astype(np.float32)
-start = time.perf_counter()
+start = time.process_time()
 value = phocas.aggregate(rows, "nnm:b=6|phocas:b=6")
-print(len(compiled), time.perf_counter() - start, float(value.sum()))
+print(len(compiled), time.process_time() - start, float(value.sum()))
 """
 
 
@@ -37,7 +37,7 @@ def run(cache: Path | str, script: str = SCRIPT, **environment: str) -> list[str
         [sys.executable, "-W", "error", "-c", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={
             **os.environ,
@@ -189,7 +189,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("m", "seconds"), [(20, 0.3), (128, 2.0)])
 def test_first_use_is_quick(tmp_path: Path, m: int, seconds: float) -> None:
-    """The budget of a quiet machine, three times, for the best of three."""
+    """At most so many seconds of the processor, three times that here, for the best of three."""
     script = SCRIPT.replace("size=(20", f"size=({m}").replace("nnm:b=6|", "")
     times = [float(run(tmp_path / str(i), script)[1]) for i in range(3)]
     assert min(times) < 3 * seconds

@@ -71,7 +71,7 @@ def test_many_callers_change_the_number_of_threads() -> None:
 def test_children_compute_the_same(method: str) -> None:
     wanted = [answer(seed) for seed in range(4)]  # the parent has helpers by now
     with multiprocessing.get_context(method).Pool(2) as pool:
-        assert pool.map_async(answer, range(4)).get(timeout=120) == wanted
+        assert pool.map_async(answer, range(4)).get(timeout=300) == wanted
     assert [answer(seed) for seed in range(4)] == wanted
 
 
@@ -85,7 +85,7 @@ def test_children_have_helpers_of_their_own() -> None:
     with num_threads(3):
         answer(0)
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            assert pool.map_async(_helpers_of_a_child, [0]).get(timeout=60) == [2]
+            assert pool.map_async(_helpers_of_a_child, [0]).get(timeout=300) == [2]
 
 
 def _compile_in_child(results: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_fork_while_another_thread_compiles(
     child = context.Process(target=_compile_in_child, args=(results,))
     child.start()
     try:
-        assert results.get(timeout=60) == bits(np.array([24.0, 25.0, 26.0]))
+        assert results.get(timeout=300) == bits(np.array([24.0, 25.0, 26.0]))
     finally:
         child.kill()
         child.join()
@@ -130,7 +130,7 @@ def test_ctrl_c_during_the_work_leaves_the_pool_in_use() -> None:
     with num_threads(2):
         wanted = bits(rule(rows))
         interrupted = 0
-        end = time.monotonic() + 30
+        end = time.monotonic() + 300
         while interrupted < 3:
             assert time.monotonic() < end
             _let_helpers_sleep()
@@ -224,7 +224,7 @@ def test_an_interruption_leaves_no_helper_at_work(
 
 
 def _let_helpers_sleep() -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while set(threads.POOL.states()) != {threads.ASLEEP}:
         assert time.monotonic() < end
         os.sched_yield()
@@ -266,7 +266,7 @@ def test_a_process_ends_while_helpers_sleep() -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
