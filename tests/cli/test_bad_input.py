@@ -7,6 +7,8 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +149,15 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(tmp_path: Path) -> No
     assert json.loads(later.stdout)["status"] == "complete"
 
 
-def test_results_are_read_where_nothing_can_be_written(folder: Path) -> None:
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that other users reach; each session of pytest closes its folders to them."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        yield Path(place)
+
+
+def test_results_are_read_where_nothing_can_be_written(reachable: Path) -> None:
     code = """
 import os, sys
 from phocas.cli import main
@@ -169,17 +179,16 @@ except PermissionError:
     pass
 sys.exit(run())
 """
-    for place in (folder, *folder.parents[:-2]):
-        place.chmod(0o755)
+    a_results_file(reachable / "phocas.sqlite")
     for words in (("runs", "--json"), ("export", "--csv", "-", "--table", "rounds")):
         ended = subprocess.run(
             [sys.executable, "-c", code, *words],
-            cwd=folder,
+            cwd=reachable,
             capture_output=True,
             text=True,
             check=False,
         )
-        folder.chmod(0o755)
+        reachable.chmod(0o755)
         assert ended.returncode == 0, ended.stderr
         lines = ended.stdout.splitlines()
         assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
