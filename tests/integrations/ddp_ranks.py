@@ -4,6 +4,7 @@ Results are as scenes.py says.
 """
 
 import copy
+import io
 import itertools
 import os
 import sys
@@ -289,6 +290,7 @@ def suspects(rank: int) -> Any:
             {
                 "suspects": [(one.rank, one.excess) for one in recorded.guard.suspects()],
                 "since": [one.since for one in recorded.guard.suspects()],
+                "flagged": [one.flagged for one in recorded.guard.suspects()],
                 "dropped": recorded.guard.dropped(),
                 "steps": recorded.guard.steps,
                 "each": [torch.cat([flat for flat, _, _ in step]) for step in recorded.steps],
@@ -318,6 +320,49 @@ def corrupted(rank: int) -> Any:
 
 
 @scene
+def lost(rank: int) -> Any:
+    """Watch while one rank's gradient of one weight is NaN in the fourth step only."""
+    torch.manual_seed(1)
+    module: Any = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 5))
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    guard = watch(model, b=1)
+    torch.manual_seed(100 + rank)
+    before: Any = None
+    for step in range(12):
+        optimizer.zero_grad()
+        poison = float("nan") if rank == LIAR and step == 3 else 1.0
+        handle = module[0].weight.register_hook(lambda grad, poison=poison: grad * poison)
+        model(torch.randn(8, 30)).square().mean().backward()
+        handle.remove()
+        optimizer.step()
+        before = guard.report() if step == 3 else before
+    file = io.BytesIO()
+    torch.save(guard.state_dict(), file)
+    again = watch(DistributedDataParallel(copy.deepcopy(module)), b=1)
+    again.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    return before, again.report(), again.report_text(), guard.unusual()
+
+
+def differing(rank: int, batch: int = 32, scale: float = 1.0, **options: Any) -> Any:
+    """Regress on data of one kind, of which one rank takes another batch or loss from step 7."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Linear(30, 40))
+    target = torch.randn(30, 40)
+    told: list[Any] = []
+    guard = watch(model, b=1, on_suspect=told.append, **options)
+    torch.manual_seed(100 + rank)
+    for step in range(40):
+        model.zero_grad()
+        other = rank == LIAR and step >= 6
+        inputs = torch.randn(batch if other else 32, 30)
+        loss = (model(inputs) - inputs @ target).square().mean()
+        (loss * scale if other else loss).backward()
+    report, text = guard.report(), guard.report_text()
+    return {"suspects": report["suspects"], "text": text, "told": [one.rank for one in told]}
+
+
+@scene
 def rare(rank: int) -> Any:
     """Protect and watch a model with rare tokens, and protect a dense one against a liar."""
 
@@ -329,6 +374,18 @@ def rare(rank: int) -> Any:
         "rare": run(Tokens(), lambda model: protect(model, "heraclius:b=1")),
         "watched": run(Tokens(), lambda model: watch(model, b=1)),
         "dense": run(dense_network(), lambda model: protect(model, "heraclius:b=1"), 1e20),
+    }
+
+
+@scene
+def kinds(rank: int) -> Any:
+    """Let one rank differ in several ways; the job must not end for one that merely differs."""
+    return {
+        "half the batch": differing(rank, batch=16, exit_code=77),
+        "loss x50": differing(rank, scale=50.0, exit_code=77),
+        "signs flipped": differing(rank, scale=-1.0),
+        "NaN": differing(rank, scale=float("nan")),
+        "asked for": differing(rank, batch=16, act_on=["differs"])["told"],
     }
 
 
@@ -521,7 +578,7 @@ def on_a_device(rank: int) -> Any:
             device.sent.clear()
             device.fetched.clear()
             for last, flat in enumerate(flats):
-                aggregator.take(flat, [], last=bool(last))
+                aggregator.take(flat, list, last=bool(last))
             moved = sum(device.sent), sum(device.fetched)
             got = torch.cat([flat.cpu() for flat in flats])
             found[text] = {"sent": torch.cat(sent), "got": got, "moved": moved}

@@ -48,8 +48,18 @@ def environment() -> dict[str, str]:
     }
 
 
-def play(script: Path, folder: Path, seconds: float = 900, *which: str) -> Scene:
-    """Run a script of scenes as WORLD processes; return what looks up the results of a scene."""
+def play(
+    script: Path,
+    folder: Path,
+    seconds: float = 900,
+    *which: str,
+    world: int = WORLD,
+    code: int = 0,
+) -> Scene:
+    """Run a script of scenes as so many processes; return what looks up the results of a scene.
+
+    Every process must end with the code.
+    """
     running = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(folder), *which],
@@ -57,13 +67,13 @@ def play(script: Path, folder: Path, seconds: float = 900, *which: str) -> Scene
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(WORLD)
+        for rank in range(world)
     ]
     deadline = time.monotonic() + seconds
     try:
         for process in running:
             _, errors = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            assert process.returncode == 0, errors
+            assert process.returncode == code, errors
     finally:
         for process in running:
             process.kill()
@@ -71,7 +81,7 @@ def play(script: Path, folder: Path, seconds: float = 900, *which: str) -> Scene
     def results(name: str) -> list[Any]:
         found = [
             torch.load(path, weights_only=False)
-            for rank in range(WORLD)
+            for rank in range(world)
             if (path := folder / f"{name}.{rank}.pt").exists()
         ]
         assert found, f"no scene of this name: {name}"
@@ -82,7 +92,7 @@ def play(script: Path, folder: Path, seconds: float = 900, *which: str) -> Scene
     return results
 
 
-def act(scenes: dict[str, Play], rank: int, folder: Path) -> None:
+def act(scenes: dict[str, Play], rank: int, folder: Path, world: int = WORLD) -> None:
     """Join the others and play all scenes in turn."""
     torch.set_num_threads(1)
     phocas.set_num_threads(1)
@@ -90,7 +100,7 @@ def act(scenes: dict[str, Play], rank: int, folder: Path) -> None:
         "gloo",
         f"file://{folder}/meet",
         rank=rank,
-        world_size=WORLD,
+        world_size=world,
         timeout=timedelta(seconds=DEATH_TIMEOUT),
     )
     for name, run in scenes.items():

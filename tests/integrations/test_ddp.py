@@ -150,7 +150,7 @@ def test_suspects(ranks: Scene) -> None:
         assert [rank for rank, _ in lying["suspects"]] == [LIAR]
         assert lying["suspects"][0][1] == pytest.approx(lying["dropped"][LIAR] - 1 / WORLD)
         assert lying["suspects"][0][1] > 0.5
-        assert lying["since"][0] <= 25
+        assert lying["since"][0] <= lying["flagged"][0] <= 25
         assert honest["suspects"] == []
         assert lying["steps"] == honest["steps"] == 60
 
@@ -162,11 +162,46 @@ def test_watching_names_the_rank_and_layers_that_are_corrupted(ranks: Scene) -> 
         assert result["report"] == results[0]["report"]
         (suspect,) = result["report"]["suspects"]
         assert suspect["rank"] == LIAR
-        assert suspect["since"] <= 6 + 10
+        assert 7 <= suspect["since"] <= suspect["flagged"] <= 6 + 10
         assert {"0.weight", "1.weight"} <= set(suspect["layers"])
         assert suspect["places"]["1.weight"]["kind"] == "hardware"
         assert suspect["places"]["1.weight"]["stride"] % 16 == 0
         assert result["told"] == [LIAR]
+
+
+def test_first_nonfinite_value_is_kept_when_the_model_is_lost(ranks: Scene) -> None:
+    """NaN in one weight of one rank in step 4 is in all weights, and in all ranks, from step 5."""
+    for before, report, text, unusual in ranks("lost"):
+        (first,) = report["nonfinite"]
+        assert first == {"rank": LIAR, "step": 4, "parameters": ["0.weight"], "seen_by": 3}
+        assert report["lost"] == 5
+        assert report["steps"] == 12
+        assert (report["suspects"], report["unusual"]) == ([], [LIAR])
+        assert unusual == (LIAR,)
+        assert report["dropped"] == pytest.approx(before["dropped"])
+        assert f"the first non-finite value came from rank {LIAR} in step 4" in text
+        assert "  parameter 0.weight" in text
+        assert "no rank is finite since step 5: evidence is void since" in text
+
+
+def test_a_suspect_is_of_the_kind_that_its_gradients_show(ranks: Scene) -> None:
+    results = ranks("kinds")
+    for result in results:
+        for name, kind in [
+            ("half the batch", "differs"),
+            ("loss x50", "differs"),
+            ("signs flipped", "wrong"),
+            ("NaN", "nonfinite"),
+        ]:
+            (suspect,) = result[name]["suspects"]
+            assert (suspect["rank"], suspect["kind"]) == (LIAR, kind), (name, suspect)
+            assert suspect["sure"] > 0.99
+            assert all(places["kind"] != "hardware" for places in suspect["places"].values())
+            assert (result[name]["told"] == []) == (kind == "differs")
+            assert abs(suspect["since"] - 7) <= 1, (name, suspect)
+            assert suspect["flagged"] > suspect["since"]
+        assert result["asked for"] == [LIAR]
+        assert "differs from the others, and need not be wrong" in result["half the batch"]["text"]
 
 
 def test_a_closed_guard_averages_again(ranks: Scene) -> None:

@@ -163,7 +163,8 @@ def test_a_resumed_job_knows_what_one_that_went_on_does(ranks: Scene) -> None:
         on, again = result["reports"]
         assert on == again
         assert on["steps"] == 6
-        assert [(one["rank"], one["since"]) for one in again["suspects"]] == [(LIAR, 3)]
+        assert [(one["rank"], one["flagged"]) for one in again["suspects"]] == [(LIAR, 3)]
+        assert again["suspects"][0]["since"] == 1
         assert result["at once"] == [LIAR]
         assert result["told"] == []
 
@@ -184,7 +185,8 @@ def test_nan_in_one_parameter_is_survived_and_named(ranks: Scene) -> None:
         assert result["finite"]
         (suspect,) = result["suspects"]
         assert suspect["rank"] == LIAR
-        assert suspect["since"] == 7
+        assert (suspect["since"], suspect["flagged"]) == (5, 7)
+        assert (suspect["sure"], suspect["kind"]) == (1.0, "nonfinite")
         assert suspect["grounds"] == ["addresses"]
         assert list(suspect["layers"]) == ["1.0.weight"]
         assert suspect["places"]["1.0.weight"]["since"] == 5
@@ -211,7 +213,7 @@ def check_corrupted(results: list[Any], seeds: int) -> None:
         assert [rank for rank, one in enumerate(told) if one["struck"]] == [told[0]["bad"]]
         (suspect,) = told[0]["suspects"]
         assert suspect["rank"] == told[0]["bad"]
-        assert suspect["since"] <= 6 + 10
+        assert suspect["since"] <= suspect["flagged"] <= 6 + 10
         assert next(iter(suspect["layers"])) == "2.0.weight"
         places = suspect["places"]["2.0.weight"]
         assert places["kind"] == "hardware"
@@ -252,8 +254,9 @@ def test_a_rank_cannot_frame_another_by_what_it_says_to_have_found(ranks: Scene)
 def test_who_is_named_is_told_and_logged_once_and_a_closed_guard_is_gone(ranks: Scene) -> None:
     for result in ranks("reactions"):
         assert result["told"] == [LIAR]
-        (line,) = result["log"].splitlines()
-        entry = json.loads(line)
+        first, entry = map(json.loads, result["log"].splitlines())
+        assert (first["event"], first["rank"], first["step"]) == ("nonfinite", LIAR, 3)
+        assert first["seen_by"] == WORLD - 1
         assert (entry["event"], entry["rank"], entry["told_by"]) == ("suspect", LIAR, 0)
         assert entry["host"]
         assert result["steps"] == 8

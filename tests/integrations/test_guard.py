@@ -54,6 +54,8 @@ def step(
         each.hear(np.array(told), lost, M * WIDTH)
     for witness in witnesses:
         book.instruct(witness)
+    for each in (book, *others):
+        each.react()
 
 
 def nothing() -> None:
@@ -94,7 +96,9 @@ def test_a_report_has_layers_addresses_and_stride() -> None:
     book = played(ledger(), begin=6, steps=12)
     report = book.report()
     (suspect,) = report["suspects"]
-    assert (suspect["rank"], suspect["since"], suspect["grounds"]) == (2, 9, ["addresses"])
+    assert (suspect["rank"], suspect["grounds"]) == (2, ["addresses"])
+    assert (suspect["since"], suspect["flagged"]) == (7, 9)
+    assert (suspect["sure"], suspect["kind"]) == (1.0, "hardware")
     assert list(suspect["layers"]) == ["a.weight"]
     places = suspect["places"]["a.weight"]
     assert places["kind"] == "hardware"
@@ -108,7 +112,7 @@ def test_a_report_has_layers_addresses_and_stride() -> None:
     assert "rank 2 on host: named in step 9" in text
     assert "same addresses, stride 32: hardware" in text
     assert max(map(len, text.splitlines())) <= 80
-    assert str(book.suspect(2)).startswith("rank 2: since step 9, a.weight, 2.3% of its values")
+    assert str(book.suspect(2)).startswith("rank 2: since step 7, a.weight, 2.3% of its values")
 
 
 @pytest.mark.parametrize("begin", range(80, 84))
@@ -125,7 +129,7 @@ def test_most_quiet_steps_are_passed_over_and_a_late_fault_is_named_in_time(begi
     assert sum(looked[64:80]) == 4
     (suspect,) = book.report()["suspects"]
     assert suspect["rank"] == 2
-    assert suspect["since"] <= begin + 1 + 3 + 2  # it is seen in the fourth, then in each
+    assert suspect["flagged"] <= begin + 1 + 3 + 2  # it is seen in the fourth, then in each
     assert sum(looked[-16:]) == 4  # who is named is known
 
 
@@ -142,7 +146,7 @@ def test_a_rank_that_is_wrong_in_steps_that_are_passed_over_is_looked_at() -> No
 def test_what_ranks_say_was_thrown_away_may_be_nonsense() -> None:
     book = ledger()
     told = np.zeros((M, book.witness(0).told.size))
-    told[:, M:] = np.nan
+    told[:, M + 1 :] = np.nan
     lost = np.array([[np.nan] * M, [np.inf] * M, [-np.inf] * M, [0.0, 10.0, 1e300, 5.0]])
     book.hear(told, lost[[0, 2, 3, 3]], 100)
     np.testing.assert_allclose(book.suspicion.shares(), [0.0, 0.2, 1.0, 0.1])
@@ -176,7 +180,7 @@ def test_a_rank_on_another_host_is_new() -> None:
     go_on(moved, range(12, 40), begin=100)
     assert moved[0].suspects() == ()
     go_on(moved, range(40, 46), begin=40)
-    assert [(suspect.rank, suspect.since) for suspect in moved[0].suspects()] == [(2, 43)]
+    assert [(one.rank, one.since, one.flagged) for one in moved[0].suspects()] == [(2, 41, 43)]
 
 
 def test_evidence_of_another_job_is_refused() -> None:
@@ -301,7 +305,7 @@ def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 77, done.stderr
-    assert done.stdout.startswith("rank 2: since step 4, a.weight")
+    assert done.stdout.startswith("rank 2: since step 2, a.weight")
     assert "went on" not in done.stdout
     assert done.stderr == "phocas: rank 0 ends, for rank 2 is suspect\n"
     assert json.loads((tmp_path / "log").read_text())["rank"] == 2

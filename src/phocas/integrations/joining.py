@@ -34,22 +34,23 @@ def join(
     told is compared, so that a difference is an error and not a hang.
     """
     _share_cores()
-    own = dist.new_group(
+    group = dist.new_group(
         ranks or dist.get_process_group_ranks(group),
         timeout=timeout or _timeout(group, device),
         use_local_synchronization=True,
     )
-    wire = Wire(own, device)
+    wire = Wire(group, device)
     text = bytearray(json.dumps({**settings, "host": socket.gethostname()}).encode())
     said = [
         json.loads(message.cpu().numpy().tobytes())
         for message in wire.gather([torch.frombuffer(text, dtype=torch.uint8)])
     ]
-    for rank, theirs in enumerate(said):
+    for rank, theirs in zip(wire.ranks, said, strict=True):
         for key, value in settings.items():
             if theirs.get(key) != value:
+                own = wire.ranks[wire.rank]
                 raise ValueError(
-                    f"all ranks must be protected alike: rank {wire.rank} has {key} {value!r},"
+                    f"all ranks must be protected alike: rank {own} has {key} {value!r},"
                     f" rank {rank} has {theirs.get(key)!r}"
                 )
     return wire, [str(theirs["host"]) for theirs in said]

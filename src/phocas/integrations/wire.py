@@ -5,10 +5,12 @@ Everything travels as plain numbers, never as pickled objects: a rank may lie, b
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from phocas.sharding import shard_bounds
 # torch 2.13 renamed it and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_LEAVING = timedelta(seconds=5)
 _FLOATS: dict[int, type[np.floating]] = {4: np.float32, 8: np.float64}
 
 
@@ -76,6 +79,7 @@ class Wire:
         self.device = device
         self.rank = dist.get_rank(group)
         self.m = dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self._rooms: dict[tuple[str, int, torch.device], torch.Tensor] = {}
         self._letters: dict[tuple[int, ...], Letters] = {}
         self._routes: dict[tuple[int, torch.dtype, torch.device, int, int], Route] = {}
@@ -164,6 +168,11 @@ class Wire:
         """Begin to gather messages of the same length into memory that the caller keeps."""
         work: dist.Work = all_gather(arrived, own, group=self.group, async_op=True)
         return work
+
+    def leave(self) -> None:
+        """Wait until all ranks are about to exit: who is still reading must not be cut off."""
+        with contextlib.suppress(RuntimeError):  # somebody has exited, or does not come
+            dist.barrier(self.group, async_op=True).wait(_LEAVING)
 
     def memory(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of a purpose for so many values, which the next call uses again."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from phocas.integrations.rare import RareFeatures
 from phocas.rules import Median
-from phocas.rules.bets import Bets
+from phocas.rules.bets import Bets, Direction
 from phocas.rules.places import GROSS, WILD, Finding, Memory, absurd, middle, plausible
 from phocas.rules.sampling import Sample, products, views
 from phocas.seeds import Stream, generator
@@ -55,6 +55,9 @@ class Segment:
         return self.first + places // self.run * self.jump + places % self.run
 
 
+Segments: TypeAlias = Sequence[Segment] | Callable[[], Sequence[Segment]]
+
+
 def within(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
     """Return what lies within a range of columns, counted from its beginning."""
     return [
@@ -71,25 +74,28 @@ def within(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
 
 def testimony_bytes(m: int) -> int:
     """Return how long a testimony of m ranks is."""
-    return 8 * (m + FINDINGS * Finding.NUMBERS + 1)
+    return 8 * (m + 1 + FINDINGS * Finding.NUMBERS + 1)
 
 
 class Witness:
     """Bet on who is far from whom in the columns held here, and find where wrong values lie.
 
     Only while ``awake``, which whoever hears all witnesses decides before a step. Steps that are
-    passed over are those that the past says nothing about, so that bets stay fair.
+    passed over are those that the past says nothing about, so that bets stay fair. Values that are
+    not finite are found in every step. If every rank has some, the model itself is lost or its
+    loss overflows: then nothing else is said of the step.
     """
 
     def __init__(self, m: int, b: int, seed: int, rare: RareFeatures | None = None) -> None:
         self.m, self.b, self.seed, self.rare = m, b, seed, rare
         self.bets = Bets(m, b)
+        self.direction = Direction(m)
         self.memory = Memory()
         self.looks: dict[tuple[int, int], int] = {}
         self.attention: tuple[int, ...] = ()
         self.awake = True
         self.told = np.full(testimony_bytes(m) // 8, np.nan)
-        self.told[:m] = 0.0
+        self.told[: m + 1] = 0.0
         self._spoken = torch.from_numpy(self.told.view(np.uint8))
         self.step = 0
         self.turn = 0
@@ -97,27 +103,38 @@ class Witness:
 
     def _begin(self) -> None:
         self.products = np.zeros((self.m, self.m))
+        self.broken = np.zeros(self.m, bool)
         self.findings: list[Finding] = []
         self.glances = _GLANCES
         self.seen = 0
 
-    def see(self, rows: torch.Tensor, segments: Sequence[Segment], place: int) -> None:
-        """Look at the (m, width) rows of some columns, which begin at a place of the gradient."""
-        if not self.awake or not rows.shape[1]:
+    def see(self, rows: torch.Tensor, segments: Segments, place: int) -> None:
+        """Look at the (m, width) rows of some columns, which begin at a place of the gradient.
+
+        Segments that take time to work out may be a function, which is called if they are needed.
+        """
+        if not rows.shape[1]:
+            return
+        self.look(rows, segments)
+        if not self.awake:
             return
         rng = generator(Stream.SAMPLE, self.seed, self.step, place)
         sample = Sample.draw(rows.shape[1], rng)
         values = sample.take(rows)
         self.products += products(values)
         if self.rare is not None and self.step < RARE_STEPS:
-            self.rare.count(values, sample, segments)
-        self.look(rows, segments)
+            parts = segments() if callable(segments) else segments
+            self.rare.count(values, sample, parts)
 
-    def look(self, rows: torch.Tensor, segments: Sequence[Segment]) -> None:
+    def look(self, rows: torch.Tensor, segments: Segments) -> None:
         """Find who is absurd in which parameter, and have a glance at who is under suspicion."""
-        if not self.awake:
+        broken = _broken(rows)
+        if broken.any():
+            self.broken |= broken
+        if broken.all() or not (self.awake or broken.any()):
             return
-        if not self.attention and plausible(_sizes(rows)):
+        segments = segments() if callable(segments) else segments
+        if not self.attention and not broken.any() and plausible(_sizes(rows)):
             self.seen += len(segments)
             return
         sizes = np.array([_sizes(rows[:, part.begin : part.end]) for part in segments])
@@ -126,7 +143,7 @@ class Witness:
         for part, lengths in zip(segments, sizes, strict=True):
             self.seen += 1
             wrong = np.flatnonzero(absurd(lengths, usual, self.b))
-            curious = self._curious()
+            curious = [*np.flatnonzero(broken & ~np.isfinite(lengths)), *self._curious()]
             if len(wrong) or curious:
                 self._inspect(rows[:, part.begin : part.end], part, wrong.tolist(), curious)
 
@@ -153,6 +170,8 @@ class Witness:
         width = away.shape[1]
         spread = middle(_sizes(away)) / math.sqrt(width)
         near = (away <= WILD * spread).sum(dim=1).cpu().numpy()
+        finite = exact.isfinite().all(dim=1).cpu().numpy()
+        along = self.direction.along()
         for rank in asked:
             gross = (~(away[rank] <= GROSS * spread)).nonzero().flatten().cpu().numpy()
             found = part.address(gross)
@@ -171,19 +190,24 @@ class Witness:
                     stride=stride,
                     repeats=share,
                     again=again,
+                    nonfinite=not finite[rank],
+                    along=float(along[rank]),
                 )
             )
 
     def bet(self) -> None:
         """Bet on the columns of this step: all have been seen."""
-        if self.awake:
+        lost = bool(self.broken.all())
+        self.told[self.m] = lost
+        if self.awake and not lost:
             self.told[: self.m] = self.bets.observe(views(self.products))
-            told = self.told[self.m : -1].reshape(FINDINGS, Finding.NUMBERS)
-            for row, finding in zip(told, self.findings, strict=False):
-                row[:] = finding.numbers()
+            self.direction.observe(self.products)
             if self.rare is not None and self.step + 1 == RARE_STEPS:
                 self.told[-1] = self.rare.found(self.b)
                 self.rare = None
+        told = self.told[self.m + 1 : -1].reshape(FINDINGS, Finding.NUMBERS)
+        for row, finding in zip(told, self.findings, strict=False):
+            row[:] = finding.numbers()
 
     def testimony(self) -> torch.Tensor:
         """Return the bytes of what is told to all: the odds against each, and what was found."""
@@ -198,7 +222,11 @@ class Witness:
         return {**as_tensors(arrays), "places": places}
 
     def _bets(self) -> dict[str, Floats]:
-        return {"money": self.bets.money, "usual": self.bets.usual}
+        return {
+            "money": self.bets.money,
+            "usual": self.bets.usual,
+            "direction": self.direction.sums,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, between two steps."""
@@ -214,6 +242,7 @@ class Witness:
     def forget(self, rank: int) -> None:
         """Begin anew with a rank."""
         self.bets.forget(rank)
+        self.direction.forget(rank)
         self.told[rank] = 0.0
         for known in (self.looks, self.memory.known):
             for key in [key for key in known if key[1] == rank]:
@@ -222,17 +251,22 @@ class Witness:
     def end(self) -> None:
         """Go on to the next step."""
         self.step += 1
-        if self.awake:
-            if self.turn >= self.seen:
-                self.turn = 0
-            self.told[self.m :] = np.nan
+        if self.awake and self.turn >= self.seen:
+            self.turn = 0
+        if self.awake or self.broken.any():
+            self.told[self.m + 1 :] = np.nan
             self._begin()
+
+
+def model_lost(told: Floats) -> bool:
+    """Say whether most of m ranks have seen values that are not finite of every rank."""
+    return bool(2 * np.count_nonzero(told[:, len(told)] > 0) > len(told))
 
 
 def heard(told: Floats) -> tuple[Floats, list[tuple[int, Finding]]]:
     """Read the testimonies of m ranks: the odds of each against each, and who found what."""
     m = len(told)
-    rows = told[:, m:-1].reshape(m, FINDINGS, Finding.NUMBERS)
+    rows = told[:, m + 1 : -1].reshape(m, FINDINGS, Finding.NUMBERS)
     holders, places = np.nonzero(~np.isnan(rows[:, :, 0]))
     found = [
         (int(h), Finding.read(rows[h, place])) for h, place in zip(holders, places, strict=True)
@@ -260,6 +294,16 @@ def as_arrays(state: Mapping[str, Any], own: Mapping[str, Floats]) -> dict[str, 
 def _most(shares: Floats, b: int) -> float:
     """Return the largest share, but for b - 1 that may be of other liars."""
     return float(np.sort(shares)[-min(max(1, b), len(shares))]) if len(shares) else 0.0
+
+
+def _broken(rows: torch.Tensor) -> NDArray[np.bool_]:
+    """Return whose rows have a value that is not finite."""
+    # A sum is finite only if its values are, and is read once; few rows are looked at again.
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    found = ~rows.sum(dim=1, dtype=dtype).isfinite().cpu()
+    if bool(found.any()):
+        found = ~rows.isfinite().all(dim=1).cpu()
+    return np.asarray(found.numpy())
 
 
 def _sizes(rows: torch.Tensor) -> Floats:

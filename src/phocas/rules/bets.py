@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ _STRIKING = 4.0  # squared distance, in units of what was usual in the rounds be
 _MEMORY = 0.9  # of what is usual, from one round to the next
 VIEWS = (0.9, 0.1)
 """Parts of the money: by distance, by angle."""
+
+_LASTING = 0.95  # of evidence on directions, from one round to the next
+_GROWTH = 0.1  # log wealth a round: what grows faster has begun to grow
 
 _ROOM = 1 << 22  # bets held at once; of more than 400 workers fewer kinds are kept
 
@@ -184,3 +188,88 @@ class Bets:
             return np.asarray(won[0])
         np.fill_diagonal(won, np.inf)  # a worker is no reference of itself
         return np.asarray(np.sort(won, axis=0)[: self.num_workers - 1 - self.b].mean(axis=0))
+
+
+class Direction:
+    r"""Measure whether each worker's rows point as those of the others do.
+
+    Let p_ij be the product of rows i and j over the usual squared length of a row. The median of
+    p_ij over j is on average the same, s, for an honest worker, for one whose rows are noisier
+    (half the batch size), and c s for rows that are scaled by c. It is 0 for rows of noise and -s
+    for a flipped sign. So d_i = median_j p_ij - s / 2, with the median over workers for s, says by
+    its sign which of the two it is. :attr:`along` is its sum over rounds in units of its root sum
+    of squares, where later rounds weigh more. If d is symmetric about 0, it exceeds z with
+    probability at most exp(-z^2 / 2).
+
+    >>> direction = Direction(4)
+    >>> for _ in range(9):
+    ...     direction.observe(np.outer([1, 1, -1, 3], [1, 1, -1, 3]) + np.eye(4))
+    >>> direction.along().round(1).tolist()
+    [3.0, 3.0, -3.0, 3.0]
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.sums = np.zeros((2, num_workers))
+
+    def observe(self, products: Floats) -> None:
+        """Take the products of m rows with one another in one round."""
+        m = len(products)
+        if m < 3:
+            return
+        with np.errstate(all="ignore"):
+            known = products / np.sort(np.diagonal(products))[(m - 1) // 2]
+        np.fill_diagonal(known, np.inf)  # sorted to the end, as NaN is
+        found = np.sort(known, axis=1)[:, (m - 2) // 2]
+        usual = np.sort(found)[(m - 1) // 2]
+        told = np.isfinite(found) & (found < np.sqrt(np.finfo(np.float64).max))
+        d = np.where(told, found - usual / 2, 0.0) if np.isfinite(usual) else np.zeros(m)
+        self.sums *= [[_LASTING], [_LASTING**2]]
+        self.sums += [d, np.square(d)]
+
+    def along(self) -> Floats:
+        """Return the evidence for each worker, in deviations: positive if it points with others."""
+        return np.asarray(self.sums[0] / np.sqrt(np.maximum(self.sums[1], np.finfo(float).tiny)))
+
+    def forget(self, worker: int) -> None:
+        """Discard what is known of a worker."""
+        self.sums[:, worker] = 0.0
+
+
+class Onset:
+    """The round in which the wealth of the bets against each worker began to grow.
+
+    Wealth falls or stays while a worker is honest, and grows by a factor in every round in which it
+    is not. The estimate is the round after the last minimum of log(wealth) - 0.1 t over the rounds
+    t that were observed.
+
+    >>> onset = Onset(2)
+    >>> for round in range(1, 9):
+    ...     onset.observe(np.array([0.5, 0.5 * 2.0 ** max(0, round - 4)]), round)
+    >>> onset.rounds.tolist()
+    [9, 5]
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.rounds = np.ones(num_workers, np.int64)
+        self.lowest = np.full(num_workers, math.log(begun_by(1)))
+        self.observed = 0
+
+    def observe(self, wealth: Floats, round: int) -> None:
+        """Take the wealth after a round (from 1)."""
+        self.observed += 1
+        level = np.log(np.maximum(wealth, 1e-300)) - _GROWTH * self.observed
+        lower = level <= self.lowest
+        self.lowest[lower] = level[lower]
+        self.rounds[lower] = round + 1
+
+    def forget(self, worker: int) -> None:
+        """Begin anew with a worker."""
+        self.lowest[worker] = np.inf
+
+    def state(self) -> list[Any]:
+        """Return what a checkpoint must keep, ready for ``json``."""
+        return [self.rounds.tolist(), self.lowest.tolist(), self.observed]
+
+    def load_state(self, state: Sequence[Any]) -> None:
+        """Go on from a checkpoint."""
+        self.rounds[:], self.lowest[:], self.observed = state

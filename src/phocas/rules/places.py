@@ -87,11 +87,15 @@ class Finding:
     stride: int
     """What divides the distances between addresses that came again, 0 if none did."""
     repeats: float
-    """The share of gross addresses that were known before, -1 for the first time."""
+    """The share of gross addresses that were known before, beyond chance; -1 the first time."""
     again: bool
     """Whether that is far more than chance."""
+    nonfinite: bool = False
+    """Whether a value here is NaN or infinite."""
+    along: float = 0.0
+    """Evidence on the direction of the worker's rows: :class:`phocas.rules.bets.Direction`."""
 
-    NUMBERS = 10
+    NUMBERS = 12
 
     def numbers(self) -> list[float]:
         """Return the finding as numbers, for the wire."""
@@ -106,7 +110,7 @@ class Finding:
 
 
 _FIELDS = tuple(Finding.__dataclass_fields__)
-_KINDS = (int, int, int, int, float, bool, int, int, float, bool)
+_KINDS = (int, int, int, int, float, bool, int, int, float, bool, bool, float)
 
 
 class Memory:
@@ -118,13 +122,16 @@ class Memory:
     def compare(
         self, parameter: int, worker: int, found: Addresses, columns: int
     ) -> tuple[float, int, bool]:
-        """Return which share is known, what divides the distances of these, whether it is news.
+        """Return the repeated share beyond chance, the stride of these, and whether it is news.
+
+        Of addresses drawn at random, as many are known as there are known ones among the columns.
+        The share is 0 for so many and 1 if all are known.
 
         >>> memory = Memory()
-        >>> memory.compare(0, 3, np.array([5, 69, 133]), columns=1000)
+        >>> memory.compare(0, 3, np.array([5, 69, 133]), columns=6000)
         (-1.0, 0, False)
-        >>> memory.compare(0, 3, np.array([5, 7, 133, 197]), columns=1000)
-        (0.5, 128, True)
+        >>> memory.compare(0, 3, np.array([5, 7, 133, 197]), columns=12)
+        (0.3333333333333333, 128, False)
         """
         key = (parameter, worker)
         before = self.known.get(key)
@@ -137,7 +144,8 @@ class Memory:
         stride = int(np.gcd.reduce(np.diff(again))) if len(again) > 1 else 0
         chance = len(before) / max(1, columns)
         self.known[key] = np.union1d(before, found)[:_REMEMBERED]
-        return share, stride, share >= min(_SURELY, max(_AGAIN, _CHANCE * chance))
+        beyond = max(0.0, share - chance) / max(1e-9, 1 - chance)
+        return beyond, stride, share >= min(_SURELY, max(_AGAIN, _CHANCE * chance))
 
     def state(self) -> list[Any]:
         """Return what a checkpoint must keep, ready for ``json``."""
@@ -162,13 +170,16 @@ class Trace:
     repeats: float = -1.0
     times: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
+    """By holder, the round in which the present run of absurd rounds began."""
+    nonfinite: bool = False
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Trace:
         """Return what was written as JSON, which has no numbers for keys."""
         counts = {
             name: {int(holder): number for holder, number in state[name].items()}
-            for name in ("times", "last")
+            for name in ("times", "last", "begun")
         }
         return cls(**{**state, **counts})
 
@@ -189,6 +200,9 @@ class Trace:
             recent = round - self.last.get(holder, -_WITHIN - 1) <= _WITHIN
             self.times[holder] = self.times.get(holder, 0) + 1 if recent and finding.again else 1
             self.last[holder] = round
+            if not recent:
+                self.begun[holder] = round
+        self.nonfinite |= finding.nonfinite
 
     @property
     def share(self) -> float:
@@ -222,6 +236,8 @@ class Traces:
         self.b = b
         self.workers: list[dict[int, Trace]] = [{} for _ in range(num_workers)]
         self.since = np.zeros(num_workers, np.int64)
+        self.onset = np.zeros(num_workers, np.int64)
+        self.along: list[dict[int, float]] = [{} for _ in range(num_workers)]
 
     def hear(self, round: int, holder: int, findings: Iterable[Finding]) -> None:
         """Take what a holder found in a round."""
@@ -229,6 +245,7 @@ class Traces:
             if not 0 <= finding.worker < len(self.workers):
                 continue
             traces = self.workers[finding.worker]
+            self.along[finding.worker][holder] = finding.along
             if finding.parameter not in traces:
                 if len(traces) >= _TRACES:
                     continue
@@ -239,6 +256,8 @@ class Traces:
         """Return what a checkpoint must keep, ready for ``json``."""
         return {
             "since": self.since.tolist(),
+            "onset": self.onset.tolist(),
+            "along": [list(known.items()) for known in self.along],
             "workers": [
                 [[parameter, asdict(trace)] for parameter, trace in traces.items()]
                 for traces in self.workers
@@ -248,6 +267,8 @@ class Traces:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.since[:] = state["since"]
+        self.onset[:] = state["onset"]
+        self.along = [{int(holder): z for holder, z in known} for known in state["along"]]
         self.workers = [
             {parameter: Trace.read(trace) for parameter, trace in traces}
             for traces in state["workers"]
@@ -255,18 +276,34 @@ class Traces:
 
     def forget(self, worker: int) -> None:
         """Begin anew with a worker."""
-        self.workers[worker], self.since[worker] = {}, 0
+        self.workers[worker], self.along[worker] = {}, {}
+        self.since[worker] = self.onset[worker] = 0
+
+    def direction(self, worker: int) -> tuple[float, float]:
+        """Return the evidence that a worker's rows point as the others' do, and that they do not.
+
+        Both are sums over holders, in deviations. Each leaves out the b holders that say it most.
+        """
+        told = np.sort([z for holder, z in self.along[worker].items() if holder != worker])
+        kept = len(told) - self.b
+        if kept < 1:
+            return 0.0, 0.0
+        return (
+            float(told[:kept].sum() / np.sqrt(kept)),
+            float(-told[-kept:].sum() / np.sqrt(kept)),
+        )
 
     def judge(self, round: int) -> None:
         """Name who is now known by enough holders."""
         if not self.b:
             return
         for worker, traces in enumerate(self.workers):
-            witnesses = {
-                holder
+            begun = [
+                (holder, trace.begun[holder])
                 for trace in traces.values()
                 for holder, times in trace.times.items()
                 if times >= TIMES and holder != worker
-            }
-            if len(witnesses) > self.b and not self.since[worker]:
+            ]
+            if len({holder for holder, _ in begun}) > self.b and not self.since[worker]:
                 self.since[worker] = round
+                self.onset[worker] = min(since for _, since in begun)

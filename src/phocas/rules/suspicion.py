@@ -134,6 +134,12 @@ class Suspicion:
         """Let a round pass unobserved."""
         self.judged += 1
 
+    def skip(self) -> None:
+        """Count a round whose evidence is void: nothing that is known changes."""
+        self.total += self.shares()
+        self.rounds += 1
+        self.judged += 1
+
     def observe(
         self,
         values: npt.ArrayLike,

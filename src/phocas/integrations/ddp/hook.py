@@ -6,7 +6,9 @@ import queue
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, Unpack
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phocas.integrations.ddp.step import Aggregator
 from phocas.integrations.guard import Guard, Ledger, Options, options_of, watching
+from phocas.integrations.job import join_job, ranks_of_job
 from phocas.integrations.joining import check_dtypes, check_rule, join, uncompiled
 from phocas.integrations.witness import Segment
 from phocas.rules import Rule, parse_rule
@@ -27,7 +30,7 @@ _Result: TypeAlias = torch.futures.Future[torch.Tensor]
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     flat: torch.Tensor
-    segments: list[Segment]
+    segments: Callable[[], list[Segment]]
     last: bool
     ready: Any  # a CUDA event, or None
     future: torch.futures.Future[Any]
@@ -89,7 +92,7 @@ class _State:
     ) -> None:
         self.worker, self.group, self.numbers = worker, group, numbers
         witness = worker.aggregator.witness
-        self.guard = Guard(ledger, witness, catch_up=_nothing, close=_nothing)
+        self.guard = Guard(ledger, witness, catch_up=ledger.receive, close=ledger.finish)
         # The worker knows nothing of the guard, and ends with it.
         weakref.finalize(self.guard, worker.stop)
 
@@ -125,7 +128,7 @@ def protect(
             f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first"
         )
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    seed, timeout, reactions = options_of("verify", **options)
+    seed, timeout, job_group, reactions = options_of("verify", **options)
     group = model.process_group
     check_rule(rule, dist.get_world_size(group))
     slot = _slot(model)
@@ -147,7 +150,9 @@ def protect(
         },
         timeout,
     )
-    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions)
+    ranks = ranks_of_job(getattr(model, "device_mesh", None), job_group)
+    job = join_job(wire, ranks, rule.liars(wire.m), timeout)
+    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions, wire, job)
     aggregator = Aggregator(wire, ledger, verify=verify, seed=seed)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     state = _State(ledger, _Worker(aggregator, ledger), group, numbers)
@@ -184,8 +189,7 @@ def _hook(
     ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
     future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
     result: _Result = future.then(_outcome)
-    looked_at = state.worker.aggregator.witness.awake
-    segments = _segments(bucket.parameters(), state.numbers) if looked_at else []
+    segments = partial(_segments, bucket.parameters(), state.numbers)
     job = _Job(flat, segments, bucket.is_last(), ready, future)
     if job.last and ready is None:
         state.worker.now(job)  # nothing is left of backward that the thread would not hold up
@@ -243,10 +247,6 @@ def _warn_of_buffers(model: DistributedDataParallel) -> None:
                 stacklevel=3,
             )
             return
-
-
-def _nothing() -> None:
-    """Do nothing: the thread has heard all that there is, and the hook asks whether to go on."""
 
 
 def _check_gradients(

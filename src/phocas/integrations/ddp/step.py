@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -52,14 +53,16 @@ class Aggregator:
         self.lost = np.zeros((self.wire.m, self.wire.m))
 
     def take(
-        self, flat: torch.Tensor, segments: Sequence[Segment], *, last: bool
+        self, flat: torch.Tensor, segments: Callable[[], Sequence[Segment]], *, last: bool
     ) -> list[torch.Tensor]:
         """Take a bucket; return the buckets that now hold the aggregate, in the order taken."""
+        if not self.columns:
+            self.ledger.receive()
+            self.ledger.react()
         if not self.columns and not self.rule.columnwise:  # which ask nothing and draw nothing
             self.evaluation = self._evaluation()
         bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
-        if self.witness.awake:
-            self._see(bucket, segments)
+        self._see(bucket, segments)
         if last:
             self.witness.bet()
         self.columns += flat.numel()
@@ -75,15 +78,15 @@ class Aggregator:
             self._begin()
         return done
 
-    def _see(self, bucket: Bucket, segments: Sequence[Segment]) -> None:
+    def _see(self, bucket: Bucket, segments: Callable[[], Sequence[Segment]]) -> None:
         """Let the witness look at the shards that are held here; only the own one is bet on."""
         for shard, rows in bucket.columns.items():
             begin, end = bucket.bounds[shard]
-            here = within(segments, begin, end)
             if shard == self.wire.rank:
+                here = partial(_within, segments, begin, end)
                 self.witness.see(rows, here, bucket.start + begin)
-            else:
-                self.witness.look(rows, here)
+            elif self.witness.awake and end > begin:
+                self.witness.look(rows, within(segments(), begin, end))
 
     def _measure(self, shard: int, bucket: Bucket, columns: torch.Tensor) -> Partial:
         return self.evaluation.partial(self._held(columns), bucket.start + bucket.bounds[shard][0])
@@ -107,7 +110,8 @@ class Aggregator:
 
         while self.evaluation.request is not None:
             messages = agree(self.wire, self.waiting, compute)
-            self.evaluation.answer(read(rank, message) for rank, message in enumerate(messages))
+            told = zip(self.wire.ranks, messages, strict=True)
+            self.evaluation.answer(read(rank, message) for rank, message in told)
         for bucket in self.waiting:
             self._finish(bucket, last=bucket is self.waiting[-1])
         return [bucket.flat for bucket in self.waiting]
@@ -136,6 +140,8 @@ class Aggregator:
             self.ledger.hear(numbers[:, : before // 8], self.lost, self.columns)
             self.witness.end()
             self.ledger.instruct(self.witness)
+            self.ledger.send()
+            self.ledger.react()
 
     def _form(self, bucket: Bucket, head: int) -> _Form:
         key = (bucket.flat.numel(), bucket.flat.dtype, head)
@@ -144,6 +150,10 @@ class Aggregator:
             sizes = [head + item * bucket.width(shard) for shard in range(self.wire.m)]
             self.forms[key] = _Form(head, sizes)
         return self.forms[key]
+
+
+def _within(segments: Callable[[], Sequence[Segment]], begin: int, end: int) -> Sequence[Segment]:
+    return within(segments(), begin, end)
 
 
 class _Form:

@@ -88,20 +88,22 @@ def _settled(
             for bucket in buckets
         ]
         shown.append([wire.broadcast(tensor, holder) for tensor in columns])
-    one, other = claims
+    one, other = (wire.ranks[holder] for holder in claims)
     for first, second in zip(*shown, strict=True):
         for row in range(wire.m):
             if not torch.equal(as_bytes(first[row]), as_bytes(second[row])):
+                sender = wire.ranks[row]
                 return AggregatorError(
                     f"ranks {one} and {other} aggregated shard {shard} from different values of"
-                    f" rank {row}: rank {row} sent two versions, or one of ranks {one} and {other}"
-                    " changed what it was sent",
-                    (row, *(rank for rank in claims if rank != row)),
+                    f" rank {sender}: rank {sender} sent two versions, or one of ranks {one} and"
+                    f" {other} changed what it was sent",
+                    (sender, *(rank for rank in (one, other) if rank != sender)),
                 )
     truth = digest(compute(shard, shown[0]))
-    wrong = tuple(rank for rank, claim in claims.items() if not torch.equal(claim, truth))
+    made = {wire.ranks[holder]: claim for holder, claim in claims.items()}
+    wrong = tuple(rank for rank, claim in made.items() if not torch.equal(claim, truth))
     names = " and ".join(f"rank {rank}" for rank in wrong)
-    said = ", ".join(f"rank {rank} has {_hex(claim)}" for rank, claim in claims.items())
+    said = ", ".join(f"rank {rank} has {_hex(claim)}" for rank, claim in made.items())
     return AggregatorError(
         f"{names} aggregated shard {shard} wrongly: both holders have the same values, of which"
         f" the rule makes {_hex(truth)}, but {said}",

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phocas.integrations.fsdp.exchange import Replicated, Sharded
 from phocas.integrations.fsdp.step import Aggregator, Unit
 from phocas.integrations.guard import Guard, Ledger, Options, options_of, watching
+from phocas.integrations.job import join_job, ranks_of_job
 from phocas.integrations.joining import check_dtypes, check_rule, join, uncompiled
 from phocas.integrations.wire import Wire
 from phocas.integrations.witness import Segment
@@ -125,7 +126,7 @@ def protect(
             tell one another about a step: gradients always wait for as long as the mesh's group.
     """
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    seed, timeout, reactions = options_of("per_unit", **options)
+    seed, timeout, job_group, reactions = options_of("per_unit", **options)
     model = uncompiled(model)
     found = list(_sharded(model))
     info = _common_mesh(found)
@@ -146,7 +147,8 @@ def protect(
         _ranks(info),
     )
     exchange = _exchange(info, wire)
-    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions)
+    job = join_job(wire, ranks_of_job(info.mesh, job_group), rule.liars(wire.m), timeout)
+    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions, wire, job)
     aggregator = Aggregator(wire, ledger, shards=exchange.shards, seed=seed)
     numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
     before = []
@@ -159,6 +161,7 @@ def protect(
 
     def close() -> None:
         aggregator.catch_up()
+        ledger.react()
         for module, comm in before:
             module.set_custom_reduce_scatter(comm)
 

@@ -58,6 +58,7 @@ class Aggregator:
         """Aggregate the rows of the own columns of a unit."""
         if self.columns == 0:
             self.catch_up()
+            self.ledger.react()
         # Other units are to come, and nobody but the engine knows which one is the last.
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
         engine.queue_callback(partial(self.end, self.step))
@@ -80,7 +81,8 @@ class Aggregator:
         while evaluation.request is not None:
             measured = evaluation.partial(host, arrived.start)
             messages = self.wire.gather([pack([measured])])
-            evaluation.answer(read(rank, message) for rank, message in enumerate(messages))
+            told = zip(self.wire.ranks, messages, strict=True)
+            evaluation.answer(read(rank, message) for rank, message in told)
         return evaluation.explain(host)
 
     def end(self, step: int) -> None:
@@ -90,11 +92,13 @@ class Aggregator:
         self.witness.bet()
         told = [self.witness.testimony(), as_bytes(torch.from_numpy(self.dropped))]
         self.told = _Told.send(self.wire, told, self.columns * self.shards)
+        self.ledger.send()
         self.witness.end()
         self._begin()
 
     def catch_up(self) -> None:
         """Hear what the others have seen in the last step."""
+        self.ledger.receive()
         if self.told is None:
             return
         sent, self.told = self.told, None
