@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ import torch
 from tests.integrations.scenes import environment
 
 from phocas.integrations.guard import Guard, Ledger, Reactions, Suspect
+from phocas.integrations.job import Job
 from phocas.integrations.rare import by_coordinates
 from phocas.integrations.reports import as_text
+from phocas.integrations.wire import Wire
 from phocas.integrations.witness import Segment, Witness, within
 from phocas.report.page.guards import read_reports
 from phocas.rules import Heraclius, parse_rule
@@ -143,6 +146,34 @@ def test_a_rank_that_is_wrong_in_steps_that_are_passed_over_is_looked_at() -> No
     assert [suspect["rank"] for suspect in book.report()["suspects"]] == [2]
 
 
+@pytest.mark.parametrize("poisoned", range(70, 74))
+def test_first_nonfinite_value_is_found_in_steps_that_are_not_looked_at(poisoned: int) -> None:
+    """One value in one step, of which the model is lost."""
+    book = ledger()
+    witnesses = [book.witness(0) for _ in range(M)]
+    nan = float("nan")
+    for number in range(90):
+        told = []
+        for holder, witness in enumerate(witnesses):
+            rng = torch.Generator().manual_seed(1000 * number + holder)
+            rows = torch.randn(M, WIDTH, generator=rng)
+            if number == poisoned and holder == 1:
+                rows[2, 17] = nan
+            if number > poisoned:
+                rows[:, 5] = nan
+            witness.see(rows, lambda: [Segment(0, 0, 64), Segment(1, 64, WIDTH)], holder)
+            witness.bet()
+            told.append(witness.testimony().view(torch.float64).clone().numpy())
+            witness.end()
+        book.hear(np.array(told), np.zeros((M, M)), M * WIDTH)
+        for witness in witnesses:
+            book.instruct(witness)
+    (first,) = book.report()["nonfinite"]
+    assert first == {"rank": 2, "step": poisoned + 1, "parameters": ["a.weight"], "seen_by": 1}
+    assert book.report()["lost"] == poisoned + 2
+    assert book.report()["suspects"] == []
+
+
 def test_what_ranks_say_was_thrown_away_may_be_nonsense() -> None:
     book = ledger()
     told = np.zeros((M, book.witness(0).told.size))
@@ -207,6 +238,8 @@ def test_reactions_come_once_and_in_order(tmp_path: Path) -> None:
         Reactions.of(None, tmp_path / "nowhere" / "log", None)
     with pytest.raises(ValueError, match="1 to 255: got 0"):
         Reactions.of(None, None, 0)
+    with pytest.raises(ValueError, match="nonfinite, hardware, wrong, differs: got 'wrong'"):
+        Reactions.of(None, None, 1, "wrong")  # type: ignore[arg-type]
 
 
 def test_on_suspect_that_raises_is_reported_and_nothing_else_stops(
@@ -309,6 +342,21 @@ def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
     assert "went on" not in done.stdout
     assert done.stderr == "phocas: rank 0 ends, for rank 2 is suspect\n"
     assert json.loads((tmp_path / "log").read_text())["rank"] == 2
+
+
+def test_no_group_is_told_what_at_most_b_of_its_members_say() -> None:
+    """Ranks 4 and 5 tell of rank 6; rank 4 alone tells of rank 7, and rank 0 of another group."""
+    job = Job(cast(Wire, SimpleNamespace(m=8)), [((0, 1, 2, 3), 1), ((4, 5, 6, 7), 1)])
+    one, other = {"event": "suspect", "rank": 6}, {"event": "suspect", "rank": 7}
+    foreign = {"event": "suspect", "rank": 0}
+    garbage = ["x", 3, None, {"rank": 7}, [other]]
+    told: list[tuple[int, list[Any]]] = [
+        (0, [other]),
+        (4, [one, other, foreign]),
+        (5, [*garbage, foreign, one]),
+        (6, []),
+    ]
+    assert list(job.agreed(told)) == [one]
 
 
 def test_addresses_of_a_shard_are_those_of_the_parameter() -> None:

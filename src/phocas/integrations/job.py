@@ -83,9 +83,11 @@ class Job:
                 for rank, entries in told
                 if rank in members
                 for entry in entries
+                if isinstance(entry, dict) and {"event", "rank"} <= entry.keys()
             )
             for text, times in said.items():
-                if times > b and (entry := json.loads(text))["rank"] in members:
+                entry = json.loads(text)
+                if times > b and entry["rank"] in members:
                     yield entry
 
 

@@ -114,17 +114,22 @@ def embedded_data(page: str) -> dict[str, Any]:
 def guard_report() -> dict[str, Any]:
     """Return what a guard of eight ranks says, of which one has a broken memory."""
     return {
-        "schema": 1,
+        "schema": 2,
         "rule": "watch:phocas:b=2",
         "ranks": 8,
+        "members": list(range(8)),
         "steps": 120,
         "dropped": [0.24, 0.25, 0.26, 0.25, 0.25, 0.61, 0.24, 0.25],
         "expected": 0.25,
+        "nonfinite": [{"rank": 5, "step": 11, "parameters": ["blocks.3.mlp.weight"], "seen_by": 7}],
+        "lost": None,
         "suspects": [
             {
                 "rank": 5,
                 "host": f"node7{HOSTILE}",
-                "since": 12,
+                "kind": "hardware",
+                "since": 10,
+                "flagged": 12,
                 "grounds": ["distances", "addresses"],
                 "sure": 0.99997,
                 "dropped": 0.61,

@@ -627,6 +627,8 @@ def test_a_guards_report_names_rank_layer_and_step(
         text = page.locator("#guards").inner_text()
         assert f"Rank 5 on node7{HOSTILE[:30]}" in text
         assert "Named in step 12" in text
+        assert "since step 10" in text
+        assert "The first non-finite value came from rank 5 in step 11" in text
         assert "blocks.3.mlp.weight" in text
         assert "hardware: the same addresses again" in text
         assert "128" in text

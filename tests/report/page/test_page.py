@@ -297,7 +297,7 @@ def _bad(folder: Path) -> dict[str, str]:
     whole = guard_report()
     del whole["steps"]
     for name, text in {
-        "broken.json": '{"schema": 1,',
+        "broken.json": '{"schema": 2,',
         "other.json": '{"a": 1}',
         "list.json": "[1]",
         "later.json": '{"schema": 99}',
@@ -315,7 +315,7 @@ def _bad(folder: Path) -> dict[str, str]:
         "broken.json": "is no report of a guard",
         "other.json": "guard.report() as JSON, or the file",
         "list.json": "guard.report() as JSON, or the file",
-        "later.json": "schema 99, this phocas reads 1",
+        "later.json": "schema 99, this phocas reads 2",
         "partial.json": "lacks steps",
         "odd.json": "is no whole report",
     }
