@@ -352,7 +352,7 @@ def test_no_group_is_told_what_at_most_b_of_its_members_say() -> None:
     garbage = ["x", 3, None, {"rank": 7}, [other]]
     told: list[tuple[int, list[Any]]] = [
         (0, [other]),
-        (4, [one, other, foreign]),
+        (4, [one, other, other, foreign]),
         (5, [*garbage, foreign, one]),
         (6, []),
     ]

@@ -79,11 +79,7 @@ class Job:
         """Yield the entries about a member of a group that more than b of its members have told."""
         for members, b in self.groups:
             said = Counter(
-                json.dumps(entry, sort_keys=True)
-                for rank, entries in told
-                if rank in members
-                for entry in entries
-                if isinstance(entry, dict) and {"event", "rank"} <= entry.keys()
+                text for rank, entries in told if rank in members for text in _texts(entries)
             )
             for text, times in said.items():
                 entry = json.loads(text)
@@ -137,6 +133,15 @@ def ranks_of_job(mesh: Any, group: dist.ProcessGroup | None) -> list[int]:
         root = dist.device_mesh._mesh_resources.get_root_mesh(mesh)  # noqa: SLF001
     ranks: list[int] = root.mesh.flatten().tolist()
     return sorted(ranks)
+
+
+def _texts(entries: Sequence[Any]) -> set[str]:
+    """Return each entry once, in one spelling; what is none is left out."""
+    return {
+        json.dumps(entry, sort_keys=True)
+        for entry in entries
+        if isinstance(entry, dict) and {"event", "rank"} <= entry.keys()
+    }
 
 
 def _message(news: Sequence[dict[str, Any]]) -> bytes:
