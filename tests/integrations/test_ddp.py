@@ -281,7 +281,7 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
         assert "must be dense" in said["sparse"]
         assert "did you mean 'phocas'?" in said["unknown"]
         assert "use a column rule" in said["dtypes"]
-        options = "options: verify, seed, timeout, on_suspect, log, exit_code"
+        options = "options: verify, seed, timeout, on_suspect, log, exit_code, act_on, job_group"
         unknown = "TypeError: unknown option 'exitcode'; did you mean 'exit_code'? "
         assert said["option"] == unknown + options
         assert "did you mean 'verify'?" in said["own option"]
