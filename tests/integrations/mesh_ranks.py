@@ -78,15 +78,16 @@ def fsdp_on_a_part_of_a_mesh(rank: int) -> Any:
 
 @scene
 def ddp_in_a_subgroup(rank: int) -> Any:
-    """Give DDP a bare group: the job is then all of the world. Go on from a checkpoint, too."""
+    """Give DDP a bare group, and the world as the job. Go on from a checkpoint, too."""
     mesh = mesh_of((4, 2), ("dp", "tp"))
     told: list[Any] = []
     model = DistributedDataParallel(network(), process_group=mesh.get_group("dp"))
-    guard = ddp.protect(model, "phocas:b=1", on_suspect=told.append)
+    world = dist.group.WORLD
+    guard = ddp.protect(model, "phocas:b=1", on_suspect=told.append, job_group=world)
     train(model, rank)
     found = answer(guard, told)
     fresh = DistributedDataParallel(network(), process_group=mesh.get_group("dp"))
-    again = ddp.protect(fresh, "phocas:b=1", on_suspect=told.append)
+    again = ddp.protect(fresh, "phocas:b=1", on_suspect=told.append, job_group=world)
     again.load_state_dict(guard.state_dict())
     train(fresh, rank, 2)
     return {**found, "again": answer(again, told)}
@@ -105,7 +106,7 @@ def hybrid_on_a_part_of_a_mesh(rank: int) -> Any:
 
 @scene
 def apart(rank: int) -> Any:
-    """Protect on the ranks of one group only, which are told that they are all of the job."""
+    """Protect on the ranks of one group only, which without a mesh are all of the job."""
     mesh = mesh_of((4, 2), ("dp", "tp"))
     if rank not in GROUP:
         dist.barrier()
@@ -114,7 +115,7 @@ def apart(rank: int) -> Any:
     model = DistributedDataParallel(network(), process_group=group)
     pair = dist.new_group([rank], use_local_synchronization=True)
     said = refusal(lambda: ddp.protect(model, "phocas:b=1", job_group=pair))
-    guard = ddp.protect(model, "phocas:b=1", job_group=group)
+    guard = ddp.protect(model, "phocas:b=1")  # the others of the world protect nothing
     train(model, rank)
     found = {"said": said, "named": [one.rank for one in guard.suspects()]}
     dist.barrier()
@@ -126,7 +127,7 @@ def leaving(rank: int) -> Any:
     """End all ranks with one code, though the groups take their steps at different times."""
     mesh = mesh_of((4, 2), ("dp", "tp"))
     model = DistributedDataParallel(network(), process_group=mesh.get_group("dp"))
-    ddp.protect(model, "phocas:b=1", exit_code=EXIT_CODE)
+    ddp.protect(model, "phocas:b=1", exit_code=EXIT_CODE, job_group=dist.group.WORLD)
     train(model, rank, 20)
     return "nobody has left"
 

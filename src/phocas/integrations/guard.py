@@ -185,8 +185,8 @@ class Options(TypedDict, total=False):
     """The kinds that ``on_suspect`` and ``exit_code`` are for; all but ``differs`` if not given."""
     job_group: dist.ProcessGroup | None
     """The ranks that have one answer and one exit code: each must protect its model and take as
-    many steps. If not given, all ranks of the mesh that the model's mesh is a part of, or of the
-    world if there is no mesh."""
+    many steps. If not given, all ranks of the mesh that the model's mesh is a part of; for DDP
+    without a mesh, the ranks of its process group."""
 
 
 def watching(b: int) -> Watch:

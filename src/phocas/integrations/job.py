@@ -122,11 +122,9 @@ def join_job(wire: Wire, ranks: Sequence[int], b: int, timeout: timedelta | None
 
 
 def ranks_of_job(mesh: Any, group: dist.ProcessGroup | None) -> list[int]:
-    """Return the ranks of a group, else of the mesh that a mesh is a part of, else of the world."""
+    """Return the ranks of a group, or else of the whole mesh that a mesh is a part of."""
     if group is not None:
         return dist.get_process_group_ranks(group)
-    if mesh is None:
-        return list(range(dist.get_world_size()))
     if hasattr(mesh, "_get_root_mesh"):
         root = mesh._get_root_mesh()  # noqa: SLF001 - torch has no other way
     else:  # before torch 2.9

@@ -150,7 +150,9 @@ def protect(
         },
         timeout,
     )
-    ranks = ranks_of_job(getattr(model, "device_mesh", None), job_group)
+    mesh = getattr(model, "device_mesh", None)
+    # Without a mesh nothing tells whether other ranks of the world train at all.
+    ranks = ranks_of_job(mesh, group if job_group is None and mesh is None else job_group)
     job = join_job(wire, ranks, rule.liars(wire.m), timeout)
     ledger = Ledger(rule, list(named), hosts, wire.rank, reactions, wire, job)
     aggregator = Aggregator(wire, ledger, verify=verify, seed=seed)
