@@ -28,6 +28,8 @@ _MAIN = ("__main__", "__mp_main__")  # a spawned process has the second for the 
 _DEPTH = 6  # how far attributes of attributes are followed
 _ITEMS = 64  # how many items of a container are looked at
 _CONSTANTS = (int, float, complex, str, bytes, type(None), type(Ellipsis))
+_LONGEST = 1024  # items of a container that counts by its content
+_CONTAINERS = (tuple, list, dict, set, frozenset)
 _BOOKKEEPING = {
     "__abstractmethods__",
     "__annotate_func__",
@@ -192,18 +194,24 @@ def _essence(value: object, seen: set[int]) -> object:
 
 
 def _named(function: types.FunctionType) -> list[object]:
-    """Return what a function names in its module: constants, and the module's own definitions."""
+    """Return what a function names in its module: constants, containers, its own definitions.
+
+    Of an object of the module's own class it is the class, and the values if it is a dataclass.
+    """
     codes, names = [function.__code__], set()
     while codes:
         code = codes.pop()
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
         loads = (step for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
         names |= {step.argval for step in loads}
-    found = [function.__globals__.get(name) for name in sorted(names)]
-    own = (types.FunctionType, type)
-    return [
-        each
-        for each in found
-        if isinstance(each, _CONSTANTS)
-        or (isinstance(each, own) and each.__module__ == function.__module__)
-    ]
+    found: list[object] = []
+    for each in (function.__globals__.get(name) for name in sorted(names)):
+        if isinstance(each, types.FunctionType | type):
+            found += [each] if each.__module__ == function.__module__ else []
+        elif isinstance(each, _CONTAINERS):
+            found += [each] if len(each) <= _LONGEST else []
+        elif isinstance(each, _CONSTANTS):
+            found.append(each)
+        elif type(each).__module__ == function.__module__:
+            found += [type(each), each]
+    return found

@@ -420,8 +420,19 @@ SCALE = 2.0
 unrelated = 1
 
 
+TABLE = {1: (2, 3)}
+
+
+class Shift:
+    def amount(self):
+        return 4.0
+
+
+SHIFT = Shift()
+
+
 def helper(x):
-    return x * SCALE
+    return x * SCALE + TABLE[1][0] + SHIFT.amount()
 
 
 class Net(torch.nn.Module):
@@ -453,6 +464,8 @@ def run_cell(source: str) -> dict[str, Any]:
         ("SCALE = 2.0", "SCALE = 2.0  # a comment\n\n", True),
         ("unrelated = 1", "unrelated = 2\n\n\ndef another():\n    return 5\n", True),
         ("SCALE = 2.0", "SCALE = 3.0", False),
+        ("TABLE = {1: (2, 3)}", "TABLE = {1: (2, 4)}", False),
+        ("return 4.0", "return 5.0", False),
         ("x * SCALE", "x + SCALE", False),
         ("Linear(64, 10)", "Linear(64, 10, bias=False)", False),
         ("min(self.b, 1)", "min(self.b, 2)", False),

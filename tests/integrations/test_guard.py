@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 from tests.integrations.scenes import environment
 
-from phocas.integrations.guard import Guard, Ledger, Reactions, Suspect
+from phocas.integrations.guard import Guard, Ledger, Reactions, Suspect, _write
 from phocas.integrations.job import Job
 from phocas.integrations.rare import by_coordinates
 from phocas.integrations.reports import as_text
@@ -39,6 +40,7 @@ def step(
     seed: int,
     wrong: slice | None,
     others: Sequence[Ledger] = (),
+    value: float = 1e30,
 ) -> None:
     """Let every witness see its columns, in which worker 2 is wrong somewhere."""
     told = []
@@ -46,7 +48,7 @@ def step(
         rng = torch.Generator().manual_seed(1000 * seed + number)
         rows = torch.randn(M, WIDTH, generator=rng)
         if wrong is not None:
-            rows[2, wrong] = 1e30
+            rows[2, wrong] = value
         whole = (Segment(0, 0, WIDTH - 64, number * WIDTH), Segment(1, WIDTH - 64, WIDTH))
         witness.see(rows, whole, number)
         witness.bet()
@@ -88,10 +90,11 @@ def go_on(each: list[Guard], steps: range, begin: int) -> None:
         step(books[0], witnesses, number, wrong, others=books[1:])
 
 
-def played(book: Ledger, begin: int, steps: int) -> Ledger:
+def played(book: Ledger, begin: int, steps: int, value: float = 1e30) -> Ledger:
     witnesses = [book.witness(0) for _ in range(M)]
     for number in range(steps):
-        step(book, witnesses, number, slice(5, 3000, 32) if number >= begin else None)
+        wrong = slice(5, 3000, 32) if number >= begin else None
+        step(book, witnesses, number, wrong, value=value)
     return book
 
 
@@ -264,6 +267,50 @@ def test_the_log_alone_makes_the_report_of_its_job(tmp_path: Path) -> None:
     (suspect,) = report["suspects"]
     assert {name: suspect[name] for name in book.suspect(2).report()} == book.suspect(2).report()
     assert {**report, "suspects": book.report()["suspects"]} == book.report()
+
+
+def test_log_of_a_rank_that_sends_nan_makes_a_report(tmp_path: Path) -> None:
+    log = tmp_path / "suspects.jsonl"
+    book = played(ledger(Reactions.of(None, log, None)), begin=1, steps=4, value=float("nan"))
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert events[0] == "nonfinite"
+    assert "suspect" in events
+    (report,) = read_reports(log)
+    assert report["nonfinite"] == book.report()["nonfinite"]
+    assert [suspect["rank"] for suspect in report["suspects"]] == [2]
+
+
+def test_rank_that_is_flagged_as_another_kind_is_logged_again(tmp_path: Path) -> None:
+    log = tmp_path / "suspects.jsonl"
+    book = played(ledger(Reactions.of(None, log, None)), begin=1, steps=4)
+    first = book.suspect(2)
+    other = dataclasses.replace(first, kind="differs" if first.kind != "differs" else "wrong")
+    assert book._unwritten([first]) == []
+    (entry,) = book._unwritten([other])
+    _write(log, [entry], 0, book.report())
+    (report,) = read_reports(log)
+    assert [(one["rank"], one["kind"]) for one in report["suspects"]] == [(2, other.kind)]
+
+
+def test_honest_job_leaves_no_log(tmp_path: Path) -> None:
+    log = tmp_path / "suspects.jsonl"
+    assert played(ledger(Reactions.of(None, log, None)), begin=99, steps=6).named() == ()
+    assert not log.exists()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"event": "suspect", "rank": 1},
+        {"event": "nonfinite", "rank": 1},
+        {"event": "other", "rank": 1, "step": 1, "parameters": [], "seen_by": 3},
+    ],
+    ids=str,
+)
+def test_verdict_that_is_not_whole_is_left_out(entry: dict[str, Any]) -> None:
+    book = ledger()
+    book._publish(entry)
+    assert (book.public, book.firsts) == ({}, [])
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ PIPELINES = [
     stages + last
     for stages in BEFORE
     for last in STEPS
-    # Of rows that were clipped to one length, rounding decides which is the shortest.
+    # Rows that were clipped to one length tie; the definitions below do not know their lengths.
     if not (last == "cge:b=1" and ("radius=2" in stages or "adaptive" in stages))
 ]
 MEANS = ["mean", *(f"nnm:b=0|{last}" for last in STEPS)]

@@ -191,6 +191,16 @@ def test_byzantine_losses_do_not_end_the_evidence(data: Dataset) -> None:
     assert (last.lost, last.suspects) == (None, (0, 1, 2))
 
 
+def test_losses_of_few_workers_do_not_say_that_the_model_is_lost(data: Dataset) -> None:
+    """Where each row is a step, a round has the loss of the one worker that sent it."""
+    with make(data) as trainer:
+        few = np.full(trainer.task.num_workers // 2, np.nan)
+        trainer._judge_model(few)
+        assert trainer.lost is None
+        trainer._judge_model(np.full(trainer.task.num_workers // 2 + 1, np.nan))
+        assert trainer.lost == 0
+
+
 def test_who_is_suspected_does_not_depend_on_servers_and_threads(data: Dataset) -> None:
     found = []
     for servers, threads in ((1, 1), (3, 2)):

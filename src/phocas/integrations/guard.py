@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -403,7 +403,7 @@ class Ledger:
 
     def _forget(self, rank: int) -> None:
         self.public.pop(rank, None)
-        self.logged.discard(f"suspect {rank}")
+        self.logged -= {f"suspect {rank} {kind}" for kind in KINDS}
         self.acted.discard(rank)
 
     def named(self) -> tuple[int, ...]:
@@ -515,15 +515,15 @@ class Ledger:
                 self._publish(entry)
 
     def _publish(self, entry: dict[str, Any]) -> None:
-        if entry["event"] == "suspect":
+        """Take a verdict of a group; one that is not whole is left out."""
+        event = entry.pop("event")
+        wanted = {"suspect": SuspectReport, "nonfinite": NonfiniteReport}.get(event)
+        if wanted is None or entry.keys() != wanted.__annotations__.keys():
+            return
+        if event == "suspect":
             self.public[entry["rank"]] = Suspect.read(entry)
             return
-        first = NonfiniteReport(
-            rank=entry["rank"],
-            step=entry["step"],
-            parameters=entry["parameters"],
-            seen_by=entry["seen_by"],
-        )
+        first = cast("NonfiniteReport", entry)
         if first not in self.firsts:
             known = sorted([*self.firsts, first], key=lambda one: (one["step"], one["rank"]))
             self.firsts = _earliest(known, self.suspicion.b)
@@ -547,7 +547,8 @@ class Ledger:
         for suspect in act:
             self._call(reactions.on_suspect, suspect)
         unwritten = self._unwritten(suspects)
-        if reactions.log is not None and self.own == min(set(everyone) - named, default=0):
+        writer = min(set(everyone) - named, default=0)
+        if unwritten and reactions.log is not None and self.own == writer:
             _write(reactions.log, unwritten, self.own, self.report())
         if act and reactions.exit_code is not None:
             sys.stdout.flush()
@@ -578,7 +579,7 @@ class Ledger:
             f"nonfinite {first['rank']} {first['step']}": {"event": "nonfinite", **first}
             for first in self.first_nonfinite()
         } | {
-            f"suspect {suspect.rank}": {"event": "suspect", **suspect.report()}
+            f"suspect {suspect.rank} {suspect.kind}": {"event": "suspect", **suspect.report()}
             for suspect in suspects
         }
         new = [entry for name, entry in found.items() if name not in self.logged]

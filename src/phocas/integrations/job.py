@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phocas.integrations.joining import group_timeout
 from phocas.integrations.wire import Wire
 
 _EARLY = 64  # steps at the beginning, after each of which there is an exchange
@@ -98,16 +99,16 @@ def join_job(wire: Wire, ranks: Sequence[int], b: int, timeout: timedelta | None
     # Small messages through host memory: a device has no part in them.
     # Torch names a group that only its ranks know of by how many groups each of these is in, which
     # may differ between the groups of a job. So all of the world is asked if all take part.
-    group = dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend="gloo",
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-    )
     own = {"members": wire.ranks, "b": b, "host": socket.gethostname()}
-    whole = Wire(group, torch.device("cpu"))
     text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     try:
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout or group_timeout(wire.group, wire.device),
+            backend="gloo",
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        whole = Wire(group, torch.device("cpu"))
         said = [json.loads(message.numpy().tobytes()) for message in whole.gather([text])]
     except RuntimeError as error:
         raise RuntimeError(
@@ -143,11 +144,14 @@ def _texts(entries: Sequence[Any]) -> set[str]:
 
 
 def _message(news: Sequence[dict[str, Any]]) -> bytes:
-    """Write entries as JSON that is short enough, without details if need be."""
+    """Write entries as JSON that is short enough, without details if need be, or fewer of them."""
     whole = json.dumps(news).encode() if news else b""
-    if len(whole) > _LONGEST:
-        bare = [{**entry, "places": {}, "layers": {}} for entry in news]
-        whole = json.dumps(bare).encode()[:_LONGEST]
+    if len(whole) <= _LONGEST:
+        return whole
+    details: dict[str, Any] = {"places": {}, "layers": {}}
+    bare = [{**entry, **details} if "places" in entry else entry for entry in news]
+    while len(whole := json.dumps(bare).encode()) > _LONGEST:
+        bare.pop()
     return whole
 
 

@@ -36,7 +36,7 @@ def join(
     _share_cores()
     group = dist.new_group(
         ranks or dist.get_process_group_ranks(group),
-        timeout=timeout or _timeout(group, device),
+        timeout=timeout or group_timeout(group, device),
         use_local_synchronization=True,
     )
     wire = Wire(group, device)
@@ -91,7 +91,8 @@ def _share_cores() -> None:
         phocas.set_num_threads(min(cores, phocas.get_num_threads()))
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return how long the collectives of a group wait."""
     # Left alone, a new group waits for minutes; there is no public way to ask what another does.
     options = group._get_backend(device).options  # noqa: SLF001
     return getattr(options, "_timeout", None)

@@ -58,7 +58,11 @@ def _weighted(rule: Rule, rows: Matrix, units: NDArray[np.int64]) -> Matrix:
     if isinstance(rule, Pipeline):
         stage, following = _of_copies(rule.stages[0], counts), rule.following
         copies = _STAGES[type(stage)](stage, np.repeat(rows, counts, axis=0), following)
-        return _weighted(following, copies[np.cumsum(counts) - 1], units)
+        last = np.cumsum(counts) - 1
+        kept = copies[last]
+        if isinstance(kept, Clipped) and isinstance(copies, Clipped):
+            kept.lengths = None if copies.lengths is None else copies.lengths[last]
+        return _weighted(following, kept, units)
     if type(rule) in _CHOICES:
         return _averaged(rows, _CHOICES[type(rule)](rule, rows), units)
     many = np.repeat(rows, counts, axis=0)

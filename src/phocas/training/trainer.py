@@ -268,7 +268,7 @@ class Trainer:
         The size of a step does not tell: a step of any size along columns that no data uses does no
         harm. The median is honest if most workers are.
         """
-        if self.lost is not None or not len(losses):
+        if self.lost is not None or 2 * len(losses) <= self.task.num_workers:
             return
         loss = float(np.sort(losses)[len(losses) // 2])  # NaN comes last
         if self.first_loss is None:

@@ -153,8 +153,8 @@ def protect(
     mesh = getattr(model, "device_mesh", None)
     # Without a mesh nothing tells whether other ranks of the world train at all.
     ranks = ranks_of_job(mesh, group if job_group is None and mesh is None else job_group)
-    job = join_job(wire, ranks, rule.liars(wire.m), timeout)
-    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions, wire, job)
+    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions, wire)
+    ledger.job = join_job(wire, ranks, ledger.suspicion.b, timeout)
     aggregator = Aggregator(wire, ledger, verify=verify, seed=seed)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     state = _State(ledger, _Worker(aggregator, ledger), group, numbers)

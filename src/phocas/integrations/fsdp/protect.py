@@ -147,8 +147,9 @@ def protect(
         _ranks(info),
     )
     exchange = _exchange(info, wire)
-    job = join_job(wire, ranks_of_job(info.mesh, job_group), rule.liars(wire.m), timeout)
-    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions, wire, job)
+    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions, wire)
+    ranks = ranks_of_job(info.mesh, job_group)
+    ledger.job = join_job(wire, ranks, ledger.suspicion.b, timeout)
     aggregator = Aggregator(wire, ledger, shards=exchange.shards, seed=seed)
     numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
     before = []

@@ -58,22 +58,25 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
 
 
 def _logged(lines: Sequence[str]) -> list[Any]:
-    """Read a line of JSON for each suspect; a job begins where steps or ranks come again."""
+    """Read a line of JSON for each event; a job begins where steps or verdicts come again.
+
+    A rank may be flagged again as another kind, which replaces the first. Events of other kinds are
+    in the report of the job that each line has.
+    """
     reports: list[dict[str, Any]] = []
     for line in lines:
         entry = json.loads(line)
         job = entry.pop("job")
-        before = reports[-1] if reports else None
-        named = [] if before is None else before["suspects"]
-        if before is None or job["steps"] < before["steps"] or _ranks([entry]) & _ranks(named):
-            reports.append({**job, "suspects": [entry]})
+        before = reports[-1] if reports else {**job, "suspects": []}
+        new = [entry] if entry["event"] == "suspect" else []
+        same = [one for one in before["suspects"] if new and one["rank"] == entry["rank"]]
+        again = any(one["kind"] == entry["kind"] for one in same)
+        if not reports or job["steps"] < before["steps"] or again:
+            reports.append({**job, "suspects": new})
         else:
-            reports[-1] = {**job, "suspects": [*named, entry]}
+            kept = [one for one in before["suspects"] if one not in same]
+            reports[-1] = {**job, "suspects": [*kept, *new]}
     return reports
-
-
-def _ranks(suspects: list[dict[str, Any]]) -> set[int]:
-    return {suspect["rank"] for suspect in suspects}
 
 
 def _checked(path: Path, found: Any) -> dict[str, Any]:
