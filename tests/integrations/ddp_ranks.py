@@ -344,13 +344,16 @@ def lost(rank: int) -> Any:
     return before, again.report(), again.report_text(), guard.unusual()
 
 
-def differing(rank: int, batch: int = 32, scale: float = 1.0, **options: Any) -> Any:
+def differing(
+    rank: int, batch: int = 32, scale: float = 1.0, rule: str | None = None, **options: Any
+) -> Any:
     """Regress on data of one kind, of which one rank takes another batch or loss from step 7."""
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Linear(30, 40))
     target = torch.randn(30, 40)
     told: list[Any] = []
-    guard = watch(model, b=1, on_suspect=told.append, **options)
+    options["on_suspect"] = told.append
+    guard = protect(model, rule, **options) if rule else watch(model, b=1, **options)
     torch.manual_seed(100 + rank)
     for step in range(40):
         model.zero_grad()
@@ -384,6 +387,7 @@ def kinds(rank: int) -> Any:
         "half the batch": differing(rank, batch=16, exit_code=77),
         "loss x50": differing(rank, scale=50.0, exit_code=77),
         "signs flipped": differing(rank, scale=-1.0),
+        "x1e20": differing(rank, scale=1e20, rule="heraclius:b=1"),
         "NaN": differing(rank, scale=float("nan")),
         "asked for": differing(rank, batch=16, act_on=["differs"])["told"],
     }

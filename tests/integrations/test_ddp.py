@@ -191,6 +191,7 @@ def test_a_suspect_is_of_the_kind_that_its_gradients_show(ranks: Scene) -> None:
             ("half the batch", "differs"),
             ("loss x50", "differs"),
             ("signs flipped", "wrong"),
+            ("x1e20", "wrong"),
             ("NaN", "nonfinite"),
         ]:
             (suspect,) = result[name]["suspects"]

@@ -387,7 +387,7 @@ def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
     assert done.returncode == 77, done.stderr
     assert done.stdout.startswith("rank 2: since step 2, a.weight")
     assert "went on" not in done.stdout
-    assert done.stderr == "phocas: rank 0 ends, for rank 2 is suspect\n"
+    assert done.stderr == "phocas: exiting rank 0 with code 77: rank 2 was flagged (hardware)\n"
     assert json.loads((tmp_path / "log").read_text())["rank"] == 2
 
 

@@ -75,6 +75,8 @@ class Advice:
     """Why a b beyond ``needed`` may have been used without being seen; None if it was not."""
     needed: int
     """What would have been enough for all that is beyond doubt."""
+    grounds: tuple[str, ...]
+    """What needs so much: values far away, suspects, or the attack of the simulation."""
     costs: tuple[Cost, ...]
 
     @property
@@ -104,7 +106,13 @@ def advise(results: Results, record: RunRecord) -> Advice:
     by_rows = not isinstance(judged, Foreign) and _survives_rows_only(judged.tolerates(m))
     gross = next(one for one in seen if one.reach == GROSS)
     byzantine = _byzantine(record)
-    needed = max(gross.rows if by_rows else gross.most, _proven(record), byzantine or 0)
+    what = "workers with values" if by_rows else "values of a column"
+    each = {
+        f"{byzantine} Byzantine workers of the attack": byzantine or 0,
+        f"the {what} beyond {GROSS:g} spreads": gross.rows if by_rows else gross.most,
+        "suspects": _proven(record),
+    }
+    needed = max(each.values())
     return Advice(
         record=record,
         status=actual_status(record, results.path),
@@ -117,6 +125,7 @@ def advise(results: Results, record: RunRecord) -> Advice:
         byzantine=byzantine,
         unknown=_unknown(record, byzantine),
         needed=needed,
+        grounds=tuple(name for name, most in each.items() if needed and most == needed),
         costs=() if isinstance(judged, Foreign) else _costs(judged, m, needed),
     )
 

@@ -553,7 +553,13 @@ class Ledger:
         if act and reactions.exit_code is not None:
             sys.stdout.flush()
             ranks = ", ".join(str(suspect.rank) for suspect in act)
-            print(f"phocas: rank {self.own} ends, for rank {ranks} is suspect", file=sys.stderr)
+            kinds = ", ".join(dict.fromkeys(suspect.kind for suspect in act))
+            code = reactions.exit_code
+            print(
+                f"phocas: exiting rank {self.own} with code {code}: rank {ranks} was flagged"
+                f" ({kinds})",
+                file=sys.stderr,
+            )
             sys.stderr.flush()
             if self.wire is not None:
                 (self.wire if self.job is None else self.job.wire).leave()

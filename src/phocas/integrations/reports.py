@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 - ``hardware``: its values are wrong at the same addresses again and again.
 - ``differs``: its rows are noisier or longer than those of the others, and point as these do, as
   far as can be told: another batch size, another loss scale, other data.
-- ``wrong``: none of these: its rows point elsewhere, or are many times too large.
+- ``wrong``: none of these: its rows point elsewhere, or are more than 1000 times too long.
 """
 
 

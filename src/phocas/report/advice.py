@@ -36,7 +36,7 @@ def print_advice(advice: Advice) -> None:
         _say(line)
     if advice.costs:
         print()
-        _say(f"bounds with {advice.needed} wrong, in units of V; without one, nothing is promised:")
+        _say(f"error bounds with {advice.needed} wrong values, in units of V (none: no guarantee):")
         _print_costs(advice.costs)
     print()
     _say(
@@ -48,10 +48,8 @@ def print_advice(advice: Advice) -> None:
 
 def _verdict(advice: Advice) -> list[str]:
     record, needed, told = advice.record, advice.needed, advice.told
-    what = "workers with values" if advice.by_rows else "values of a column"
-    why = f"for the {what} beyond {GROSS:g} spreads, and for suspects"
-    if advice.byzantine:
-        why = f"for {advice.byzantine} Byzantine workers of the attack, {why}"
+    seen = " and for ".join(advice.grounds)
+    why = f"for {seen}" if seen else f"nothing was beyond {GROSS:g} spreads"
     need = f"b >= {needed}, {why}"
     if advice.hopeless:
         m = record.config["workers"]

@@ -19,6 +19,7 @@ VIEWS = (0.9, 0.1)
 """Parts of the money: by distance, by angle."""
 
 _LASTING = 0.95  # of evidence on directions, from one round to the next
+_ABSURD = 1000.0  # times the usual length of a row, beyond what a loss scale or a batch explains
 _GROWTH = 0.1  # log wealth a round: what grows faster has begun to grow
 
 _ROOM = 1 << 22  # bets held at once; of more than 400 workers fewer kinds are kept
@@ -197,8 +198,9 @@ class Direction:
     p_ij over j is on average the same, s, for an honest worker, for one whose rows are noisier
     (half the batch size), and c s for rows that are scaled by c. It is 0 for rows of noise and -s
     for a flipped sign. So d_i = median_j p_ij - s / 2, with the median over workers for s, says by
-    its sign which of the two it is. :attr:`along` is its sum over rounds in units of its root sum
-    of squares, where later rounds weigh more. If d is symmetric about 0, it exceeds z with
+    its sign which of the two it is. Rows more than 1000 times as long as usual are of no data: for
+    them d is negative, wherever they point. :attr:`along` is its sum over rounds in units of its
+    root sum of squares, where later rounds weigh more. If d is symmetric about 0, it exceeds z with
     probability at most exp(-z^2 / 2).
 
     >>> direction = Direction(4)
@@ -218,11 +220,13 @@ class Direction:
             return
         with np.errstate(all="ignore"):
             known = products / np.sort(np.diagonal(products))[(m - 1) // 2]
+        absurd = ~(np.diagonal(known) <= _ABSURD**2)
         np.fill_diagonal(known, np.inf)  # sorted to the end, as NaN is
         found = np.sort(known, axis=1)[:, (m - 2) // 2]
         usual = np.sort(found)[(m - 1) // 2]
         told = np.isfinite(found) & (found < np.sqrt(np.finfo(np.float64).max))
         d = np.where(told, found - usual / 2, 0.0) if np.isfinite(usual) else np.zeros(m)
+        d[absurd] = -1.0
         self.sums *= [[_LASTING], [_LASTING**2]]
         self.sums += [d, np.square(d)]
 
