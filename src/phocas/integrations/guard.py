@@ -728,7 +728,7 @@ class Guard:
         ranks may go into one checkpoint (``torch.distributed.checkpoint``).
         """
         self._catch_up()
-        self._ledger.react()  # all ranks are here; who is told before is not told after
+        self._ledger.react()  # on all ranks: a checkpoint keeps what was reported
         return {self._shared: self._ledger.state(), self._own: self._witness.state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -231,7 +231,7 @@ def chosen(choose: Callable[[Floats], tuple[Choice, bool]]) -> Generator[Request
 
     ``choose`` returns its choice, and whether all distances that the choice rests on are finite.
     The square of 1e20 is infinite in single precision and finite in double precision, in which
-    rows that are far away are told from those farther away. Norms show first, for less, whether
+    far rows are distinguished from farther ones. Norms show first, for less, whether
     any distance of rows without NaN and inf is infinite.
     """
     squared, request = yield from measured_distances()
