@@ -1,13 +1,13 @@
-"""Time training without waiting: the event engine's bookkeeping, and updates on Ray.
+"""Time asynchronous training: the bookkeeping of the event engine, and updates on Ray.
 
     python benchmarks/asynchronous.py [--updates 3000] [--json]
     python benchmarks/asynchronous.py --ray [--processes 2] [--updates 60]
 
-The event engine trains the softmax model on MNIST's shape, 20 workers; bookkeeping is all CPU time
-of a round but the drawing of batches and their gradients, which are timed where they are computed.
-On Ray the paper's CNN (d = 2.4M) is trained by 20 workers; the baseline is what as many other
-processes compute in gradients, all at once, that pull no parameters and send no rows. Both take
-turns; the best turn of each counts.
+The event engine trains the softmax model on data of MNIST's shape with 20 workers. Bookkeeping is
+the CPU time of a round without drawing batches and computing gradients. On Ray 20 workers train the
+paper's CNN (d = 2.4M). The baseline is the same number of processes that only compute gradients,
+all at once, without pulling parameters or sending rows. Both take turns. The best turn of each
+counts.
 """
 
 # ruff: noqa: INP001 - a script
@@ -40,7 +40,7 @@ POLICIES = {
 
 
 def events(policy: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the rounds a second of CPU time, with the gradients and without them."""
+    """Return updates per second of CPU time, with and without gradients."""
     engine = LocalSettings(asynchronous=policy, speeds="slow:workers=4,factor=10")
     data = load("synthetic")
     common: dict[str, Any] = {"num_workers": 20, "lr": 0.05, "threads": 1}
@@ -49,15 +49,15 @@ def events(policy: str, options: argparse.Namespace) -> dict[str, Any]:
         if not isinstance(cluster, AsynchronousCluster):
             raise TypeError(f"expected the event engine: got {type(cluster).__name__}")
         rows = timed(cluster, "_compute")
-        own = timed(cluster.reception, "_renew")
+        own = timed(cluster.async_server, "_renew")
         best = {"update": float("inf"), "bookkeeping": float("inf")}
         for _ in range(options.turns):
             rows.clear()
             own.clear()
-            before, arrived = time.process_time(), cluster.reception.arrivals
+            before, arrived = time.process_time(), cluster.async_server.arrivals
             for _ in range(options.updates // options.turns):
                 trainer.step(detailed=False)
-            arrived = cluster.reception.arrivals - arrived
+            arrived = cluster.async_server.arrivals - arrived
             spent = time.process_time() - before
             best["update"] = min(best["update"], spent / arrived)
             left = spent - sum(rows) - sum(own)
@@ -66,7 +66,7 @@ def events(policy: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(owner: object, name: str) -> list[float]:
-    """Have a method leave its CPU seconds in a list."""
+    """Wrap a method so that it appends its CPU seconds to the returned list."""
     method, seconds = getattr(owner, name), []
 
     def timing(*arguments: Any) -> Any:
@@ -80,13 +80,13 @@ def timed(owner: object, name: str) -> list[float]:
 
 
 class Alone:
-    """A process that computes the gradients of some workers, one by one, and does nothing else."""
+    """A baseline process that only computes gradients of some workers, one by one."""
 
     def __init__(self, job: Sequence[Any], first: int, last: int) -> None:
         self.workers = Workers(replace(the_ray().get(job[0]), place=None), first, last)
 
     def compute(self, number: int) -> int:
-        """Compute so many gradients, and return how many they are."""
+        """Compute the given number of gradients, and return that number."""
         workers = self.workers
         task, first = workers.job.task, workers.first
         for step in range(number):
@@ -98,7 +98,7 @@ class Alone:
 
 
 def on_ray(policy: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return updates a second, those of gradients alone, and their ratio."""
+    """Return updates per second, gradients per second of the baseline, and their ratio."""
     data = load("synthetic:train=2000,test=100,side=32,channels=3")
     engine = RaySettings(asynchronous=policy, processes=options.processes)
     common: dict[str, Any] = {"num_workers": 20, "lr": 0.01, "batch_size": options.batch}
@@ -112,10 +112,10 @@ def on_ray(policy: str, options: argparse.Namespace) -> dict[str, Any]:
         ray.get([one.compute.remote(1) for one in alone])
         rates: dict[str, list[float]] = {"updates": [], "gradients": []}
         for _ in range(options.turns):
-            start, arrived = time.perf_counter(), cluster.reception.arrivals
-            while cluster.reception.arrivals - arrived < options.updates:
+            start, arrived = time.perf_counter(), cluster.async_server.arrivals
+            while cluster.async_server.arrivals - arrived < options.updates:
                 trainer.step(detailed=False)
-            arrived = cluster.reception.arrivals - arrived
+            arrived = cluster.async_server.arrivals - arrived
             rates["updates"].append(arrived / (time.perf_counter() - start))
             ray.wait(list(cluster.pending), num_returns=len(cluster.pending))
             share = options.updates // len(alone)
@@ -141,7 +141,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ray", action="store_true", help="updates on Ray, not the event engine")
-    parser.add_argument("--updates", type=int, default=None, help="in all, or in a turn on Ray")
+    parser.add_argument(
+        "--updates", type=int, default=None, help="updates in total, or in a turn on Ray"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
@@ -158,8 +160,8 @@ def main() -> None:
             print(json.dumps(result))
         else:
             rest = {key: value for key, value in result.items() if key != "policy"}
-            told = ", ".join(f"{key} {value:.4g}" for key, value in rest.items())
-            print(f"{result['policy']}: {told}")
+            text = ", ".join(f"{key} {value:.4g}" for key, value in rest.items())
+            print(f"{result['policy']}: {text}")
 
 
 if __name__ == "__main__":

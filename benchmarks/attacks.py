@@ -1,7 +1,9 @@
 # ruff: noqa: INP001 - a script, no package
-"""Time every attack on a (20, 2.4M) float32 matrix against writing the cells it touches.
+"""Time every attack on a (20, 2.4M) float32 matrix against writing the cells that it changes.
 
-Run with: python benchmarks/attacks.py. Both times are the best of several in the same run.
+    python benchmarks/attacks.py
+
+Both times are the best of several in the same run.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def best(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def write_cells(G: np.ndarray, touched: Touched) -> None:
-    """Write the touched cells with what is already at hand: the least an attack has to do."""
+    """Write existing values into the changed cells: the minimum work of an attack."""
     for row in touched.whole_rows:
         G[row] = G[-1]
     G[touched.cell_rows, touched.cell_columns] = np.float32(1)

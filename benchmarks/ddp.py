@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - a script, not a package
-"""Time a step of DDP by each rule against plain DDP: ratios in one run, as steps.py says.
+"""Time a step of DDP with each rule against plain DDP, as ratios in one run (see steps.py).
 
 python benchmarks/ddp.py [--world-size 4] [--turns 15] [--models mlp cnn] [--warm 64]
 """
@@ -21,7 +21,7 @@ WAYS = {
     "plain DDP": None,
     "mean": ("mean", False),
     "heraclius": ("heraclius:b=1", False),
-    "watch": ("watch:rule=heraclius:b=1", False),
+    "watch": ("monitor:rule=heraclius:b=1", False),
     "phocas": ("phocas:b=1", False),
     "phocas, verified": ("phocas:b=1", True),
     "geometric-median": ("geometric-median", False),
@@ -42,7 +42,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """Return the paper's CNN, without the dropout."""
+    """Return the paper's CNN, without dropout."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1),
         nn.ReLU(),
@@ -67,7 +67,7 @@ MODELS = {"mlp": (mlp, (32, 1, 28, 28)), "cnn": (cnn, (32, 3, 32, 32))}
 
 
 def bench(chosen: argparse.Namespace) -> None:
-    """Compare the ways for each model."""
+    """Compare all variants for each model."""
     for name in chosen.models:
         make, shape = MODELS[name]
         drawn = [(torch.randn(shape), torch.randint(10, shape[:1])) for _ in range(BATCHES)]

@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - a script, not a package
-"""Time a step of FSDP2 by each rule against plain FSDP2: ratios in one run, as steps.py says.
+"""Time a step of FSDP2 with each rule against plain FSDP2, as ratios in one run (see steps.py).
 
 python benchmarks/fsdp.py [--world-size 4] [--turns 15] [--warm 64]
 """
@@ -27,7 +27,7 @@ WAYS = {
     "mean": "mean",
     "heraclius": "heraclius:b=1",
     "phocas": "phocas:b=1",
-    "watch": "watch:rule=heraclius:b=1",
+    "watch": "monitor:rule=heraclius:b=1",
 }
 
 
@@ -42,7 +42,7 @@ def transformer() -> nn.Module:
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
-    """Return what is sharded by itself."""
+    """Return the modules that are sharded on their own."""
     return list(model.layers if isinstance(model, Transformer) else model.children())
 
 
@@ -53,7 +53,7 @@ MODELS = {
 
 
 def bench(chosen: argparse.Namespace) -> None:
-    """Compare the ways for each model."""
+    """Compare all variants for each model."""
     for name in chosen.models:
         make, batch = MODELS[name]
         batches = cycle([batch() for _ in range(BATCHES)])

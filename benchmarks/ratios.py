@@ -1,11 +1,11 @@
 # ruff: noqa: INP001 - a script, no package
-"""Time cleaning against none before the same rule, weights against none, merged files against cat.
+"""Time the cell filter and weights against the same rule without them, and merging against cat.
 
-    python benchmarks/ratios.py [cleaning] [weights] [files]
+    python benchmarks/ratios.py [cell-filter] [weights] [files]
 
-All are ratios of the best of several turns, which the two sides take in one run. Files are eight of
-524 MB in a temporary folder, read from the page cache, which needs 4.2 GB; the result is written to
-/dev/shm.
+Each ratio compares the best of several turns, which both sides take in one run. The merge reads
+eight files of 524 MB in a temporary folder from the page cache, which needs 4.2 GB. Its result is
+written to /dev/shm.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ FILES, VALUES = 8, 131_000_000
 SECONDS, TURNS = 8.0, 8
 
 
-def cleaning() -> None:
-    """Clean honest rows, and rows with 1% of the cells wrong, before NNM and the trimmed mean."""
+def cell_filter() -> None:
+    """Filter honest rows, and rows with 1% wrong cells, before NNM and the trimmed mean."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(WORKERS, CNN)).astype(np.float32)
     plain = phocas.parse_rule("nnm:b=6|trimmed-mean:b=6")
-    cleaned = phocas.parse_rule("cleaning:b=8|nnm:b=6|trimmed-mean:b=6")
+    cleaned = phocas.parse_rule("cell-filter:b=8|nnm:b=6|trimmed-mean:b=6")
     for what, share in (("honest rows", 0.0), ("1% of the cells wrong", 0.01)):
         rows.reshape(-1)[rng.integers(0, rows.size, int(share * rows.size))] = 1e6
         found = in_turns(partial(plain, rows), partial(cleaned, rows), SECONDS, TURNS)
-        print(f"cleaning, {what}: {found.ratio:.2f} of {plain}", flush=True)
+        print(f"cell filter, {what}: {found.ratio:.2f} of {plain}", flush=True)
 
 
 def weights() -> None:
-    """Weigh the rows of a small model."""
+    """Aggregate rows of a small model with and without weights."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(WORKERS, MLP)).astype(np.float32)
     units = rng.integers(400, 900, size=WORKERS)
@@ -52,7 +52,7 @@ def weights() -> None:
 
 
 def files() -> None:
-    """Merge files that are in the page cache, and read them with cat."""
+    """Merge files in the page cache, against reading them with cat."""
     rng = np.random.default_rng(0)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -69,7 +69,7 @@ def files() -> None:
 
 
 if __name__ == "__main__":
-    known = {"cleaning": cleaning, "weights": weights, "files": files}
+    known = {"cell-filter": cell_filter, "weights": weights, "files": files}
     words = sys.argv[1:] or list(known)
     if not set(words) <= set(known):
         sys.exit(f"words must be among {', '.join(known)}: got {' '.join(words)}")

@@ -1,12 +1,13 @@
-"""Time rounds on Ray against the gradients and one copy of the matrix through the object store.
+"""Time rounds on Ray against gradients plus one copy of the matrix through the object store.
 
     python benchmarks/ray_rounds.py [--processes 2] [--rounds 12] [--servers 4] [--json]
 
-For each model (the paper's CNN, and a dense one whose gradients cost next to nothing) one engine is
-started on this machine. A round costs its wall time, as the trainer sees it. The baseline is what
-cannot be avoided: the same gradients in as many other processes, all at the same time, that pull
-no parameters and send no rows (the time of the slowest counts), and one ``ray.put`` of the m x d
-matrix. Rounds, gradients and copies take turns; the best of each counts, and the medians are given.
+The script starts one engine on this machine for each model: the paper's CNN, and a dense model
+whose gradients cost next to nothing. The cost of a round is its wall-clock time in the trainer. The
+baseline is the work that cannot be avoided: the same gradients, and one ``ray.put`` of the m x d
+matrix. The baseline computes gradients in the same number of processes, all at once, without
+pulling parameters or sending rows; the slowest process counts. Rounds, gradients and copies take
+turns. The best of each counts, and the medians are printed too.
 """
 
 # ruff: noqa: INP001 - a script
@@ -34,7 +35,7 @@ from phocas.training import Trainer
 from phocas.training.models import build_model
 
 TARGET = 1.3
-_WARM = 4  # rounds before any is counted: memory of the object store is touched for the first time
+_WARM = 4  # uncounted rounds, in which memory of the object store is touched for the first time
 
 
 def models() -> dict[str, tuple[Any, Any]]:
@@ -48,20 +49,20 @@ def models() -> dict[str, tuple[Any, Any]]:
 
 
 class Alone:
-    """A process that computes the gradients of some workers, and does nothing else."""
+    """A baseline process that only computes gradients of some workers."""
 
     def __init__(self, job: Sequence[Any], first: int, last: int) -> None:
         self.workers = Workers(the_ray().get(job[0]), first, last)
 
     def gradients(self, number: int) -> float:
-        """Return the seconds that the gradients of a round take."""
+        """Return the seconds for the gradients of a round."""
         start = time.perf_counter()
         self.workers.compute_rows(number, 1.0, None)
         return time.perf_counter() - start
 
 
 def measure(name: str, model: Any, data: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Run rounds, and the copies between them."""
+    """Time rounds, gradients and copies in turns."""
     with Trainer(
         model,
         functional.cross_entropy,
@@ -130,7 +131,7 @@ def main() -> None:
         print(
             "{model}: d={d}, {processes} worker processes: round {round_ms:.0f} ms, gradients"
             " {gradients_ms:.0f} ms, copy {copy_ms:.0f} ms, ratio {ratio:.2f}".format(**result)
-            + f" (wanted: at most {TARGET})"
+            + f" (target: at most {TARGET})"
         )
         print(
             "    medians: round {round:.0f} ms, gradients {gradients:.0f} ms, copy {copy:.0f} ms,"

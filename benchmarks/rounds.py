@@ -1,11 +1,11 @@
-"""Time whole rounds: against ByzFL's loop, a plain loop for convolutions, and local steps.
+"""Time whole rounds against ByzFL, the CNN against a plain loop, and local steps against rounds.
 
     python benchmarks/rounds.py [--rounds 40] [--threads 1 2] [--json]
 
-Everything is measured in one process, the contenders taking turns; the best turn of each counts.
-Local steps are compared with as many plain rounds' gradients. ByzFL is left out if it is not
-installed. It has no Phocas, so it runs its trimmed mean; its six Byzantine clients compute no
-gradients, ours do.
+All variants run in one process and take turns. The best turn of each counts. Local steps are
+compared with the gradients of as many plain rounds. ByzFL is left out if it is not installed. ByzFL
+has no Phocas, so it runs its trimmed mean. The six Byzantine clients of ByzFL compute no gradients,
+those of phocas do.
 """
 
 # ruff: noqa: INP001 - a script
@@ -30,16 +30,16 @@ import phocas
 from phocas.data import load
 from phocas.training import Trainer
 from phocas.training.gradients import worker_gradients
-from phocas.training.lanes import Lanes
 from phocas.training.models import CNN, MLP, build_model
 from phocas.training.parameters import FlatParameters
+from phocas.training.pool import DeterministicPool
 
 WORKERS, BYZANTINE, BATCH = 20, 6, 32
 TURNS = 5
 
 
 def ours(threads: int) -> tuple[Callable[[], None], dict[str, list[float]]]:
-    """Return a round of ours, and where it leaves its times by phase."""
+    """Return a round of phocas, and the dict that collects its times by phase."""
     data = load("synthetic")
     trainer = Trainer(
         build_model("mlp", data.shape, 10, 0),
@@ -62,7 +62,7 @@ def ours(threads: int) -> tuple[Callable[[], None], dict[str, list[float]]]:
 
 
 def local_rounds(threads: int, steps: int) -> float:
-    """Return the time of so many local steps over that of as many plain rounds' gradients."""
+    """Return the time of local steps over that of the gradients of as many plain rounds."""
     best = {}
     data = load("synthetic")
     common: dict[str, Any] = {"num_workers": WORKERS, "batch_size": BATCH, "rule": "mean"}
@@ -78,7 +78,7 @@ def local_rounds(threads: int, steps: int) -> float:
 
 
 def byzfl_round() -> Callable[[], None] | None:
-    """Return a round of ByzFL's own benchmark loop, without its evaluations, if it is there."""
+    """Return a round of ByzFL's own benchmark loop without evaluation, or None without ByzFL."""
     try:
         importlib.import_module("torchvision")
     except (ImportError, RuntimeError):
@@ -126,7 +126,7 @@ def byzfl_round() -> Callable[[], None] | None:
             "pre_agg_list": [],
         }
     )
-    liar = byzfl.ByzantineClient(
+    malicious = byzfl.ByzantineClient(
         {"name": "Gaussian", "f": BYZANTINE, "parameters": {"mu": 0.0, "sigma": 200.0}}
     )
 
@@ -134,7 +134,7 @@ def byzfl_round() -> Callable[[], None] | None:
         for client in clients:
             client.compute_gradients()
         honest = [client.get_flat_gradients_with_momentum() for client in clients]
-        server.update_model_with_gradients(honest + liar.apply_attack(honest))
+        server.update_model_with_gradients(honest + malicious.apply_attack(honest))
         state = server.get_dict_parameters()
         for client in clients:
             client.set_model_state(state)
@@ -145,7 +145,7 @@ def byzfl_round() -> Callable[[], None] | None:
 def cnn_rounds(
     threads: int, workers: int, batch: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return the CNN's gradients our way, and by a plain channels-last loop."""
+    """Return the CNN's gradients by phocas, and by a plain channels-last loop."""
     model = build_model(CNN().layers, (3, 32, 32), 10, 0)
     twin = build_model(CNN().layers, (3, 32, 32), 10, 0).to(
         memory_format=torch.channels_last  # type: ignore[call-overload]
@@ -156,7 +156,7 @@ def cnn_rounds(
     flat = FlatParameters(model)
     rows = torch.empty(workers, flat.size)
     way = worker_gradients(
-        model, functional.cross_entropy, flat, Lanes(threads), sample=(inputs, targets)
+        model, functional.cross_entropy, flat, DeterministicPool(threads), sample=(inputs, targets)
     )
 
     def our_way() -> None:
@@ -173,7 +173,7 @@ def cnn_rounds(
 
 
 def take_turns(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return each contender's milliseconds a round: the median of its best turn."""
+    """Return the milliseconds per round of each variant: the median of its best turn."""
     best = dict.fromkeys(contenders, float("inf"))
     for contender in contenders.values():
         contender()

@@ -1,9 +1,9 @@
 # ruff: noqa: INP001 - a script's part, not a package
-"""What the benchmarks of DDP and FSDP2 have in common: ranks, ways that take turns, a table.
+"""Start ranks, time variants in turns and print a table, for the benchmarks of DDP and FSDP2.
 
-Ways take turns, a few steps each, so that a slow moment of the machine hits all of them. Sockets
-are on loopback. A turn has eight steps, two of which are looked at for evidence; in the first 64
-all of them are, which is why so many are not counted.
+Variants take turns of a few steps each, so that a slow moment of the machine affects all of them.
+Sockets are on loopback. A turn has eight steps. The guard collects evidence in two of them. In the
+first 64 steps it collects evidence in every step, so these steps are not counted.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import phocas
-from phocas.integrations.guard import Ledger
-from phocas.integrations.witness import Witness
+from phocas.detection import Detector
+from phocas.detection.observer import RankObserver
 
-STEPS = 8  # of one way in one turn
-BATCHES = 16  # of each rank: with one only, somebody is the farthest in every step
-WARM = 64  # steps at the beginning that are all looked at
+STEPS = 8  # of one variant in one turn
+BATCHES = 16  # of each rank; with a single batch the same rank would be the farthest in every step
+WARM = 64  # first steps, all of which are observed for evidence
 
 Loss = Callable[[nn.Module], torch.Tensor]
 Bench = Callable[[argparse.Namespace], None]
 
 
 class Evidence:
-    """The processor time that looking for evidence takes in one process."""
+    """The processor time for collecting evidence in one process."""
 
     spent = 0.0
     depth = 0
 
     @classmethod
     def on(cls, owner: type, name: str) -> None:
-        """Time a method, unless one that is timed has called it."""
+        """Time a method, except inside another timed method."""
         method = getattr(owner, name)
 
         def timed(*arguments: object) -> object:
@@ -57,7 +57,7 @@ class Evidence:
 
 
 def arguments(description: str, models: list[str], ways: list[str]) -> argparse.Namespace:
-    """Read what is to be measured."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--world-size", type=int, default=4)
     parser.add_argument("--turns", type=int, default=15)
@@ -78,8 +78,8 @@ def _rank(rank: int, bench: Bench, chosen: argparse.Namespace, meet: str) -> Non
     torch.set_num_threads(1)
     phocas.set_num_threads(1)
     for owner, methods in (
-        (Witness, ("see", "look", "bet", "end")),
-        (Ledger, ("hear", "instruct")),
+        (RankObserver, ("see", "look", "bet", "end", "follow")),
+        (Detector, ("hear",)),
     ):
         for method in methods:
             Evidence.on(owner, method)
@@ -90,7 +90,7 @@ def _rank(rank: int, bench: Bench, chosen: argparse.Namespace, meet: str) -> Non
 
 
 def compare(name: str, ways: dict[str, nn.Module], loss: Loss, chosen: argparse.Namespace) -> None:
-    """Print step times of all ways, with ratios to the first one."""
+    """Print the step times of all variants, with ratios to the first one."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     evidence: dict[str, list[float]] = {way: [] for way in ways}
     warm = max(1, -(-chosen.warm // STEPS))  # the first turn compiles kernels in any case
@@ -115,7 +115,7 @@ def compare(name: str, ways: dict[str, nn.Module], loss: Loss, chosen: argparse.
 
 
 def _turn(model: nn.Module, loss: Loss) -> float:
-    """Return the milliseconds of a step; everyone begins together."""
+    """Return the milliseconds of a step; all ranks begin together."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     dist.barrier()
     begin = time.perf_counter()

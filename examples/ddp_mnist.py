@@ -1,10 +1,10 @@
 # ruff: noqa: INP001 - a script, not a package
-"""Train on MNIST with DistributedDataParallel while one rank sends garbage.
+"""Train on MNIST with DistributedDataParallel while one rank is faulty.
 
     torchrun --nproc-per-node 4 examples/ddp_mnist.py
     torchrun --nproc-per-node 4 examples/ddp_mnist.py --rule none   # plain DDP: learns nothing
 
-The liar sends noise as large as 1e20.
+The faulty rank sends noise of size 1e20. At the end rank 0 prints the flagged ranks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from phocas.integrations import ddp
 
 
 def main() -> None:
-    """Train, and print what rank 0 sees."""
+    """Train, and print test accuracy and flagged ranks on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rule", default="phocas:b=1", help="a rule, or none for plain DDP")
     parser.add_argument("--verify", action="store_true", help="aggregate every shard twice")
-    parser.add_argument("--liar", type=int, default=1, help="the rank that lies, -1 for none")
+    parser.add_argument("--faulty", type=int, default=1, help="the faulty rank, -1 for none")
     parser.add_argument("--data", default="mnist", help="mnist, fashion-mnist, synthetic, ...")
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--rendezvous", default="env://", help="where ranks meet, as torch says it")
+    parser.add_argument("--rendezvous", default="env://", help="init_method of torch.distributed")
     arguments = parser.parse_args()
 
     if "RANK" not in os.environ:
@@ -44,7 +44,7 @@ def main() -> None:
         nn.ReLU(),
         nn.Linear(128, dataset.num_classes),
     )
-    if rank == arguments.liar:
+    if rank == arguments.faulty:
         for parameter in network.parameters():
             parameter.register_hook(lambda value: 1e20 * torch.randn_like(value))  # type: ignore[no-untyped-call]
 
@@ -66,16 +66,16 @@ def main() -> None:
             print(f"round {step}: test accuracy {accuracy(network, dataset):.3f}", flush=True)
 
     if rank == 0 and guard is not None:
-        for suspect in guard.suspects():
+        for flagged in guard.flagged():
             print(
-                f"rank {suspect.rank} is suspect: {suspect.dropped:.0%} of its values were thrown"
-                f" away, where {suspect.expected:.0%} is chance"
+                f"rank {flagged.rank} is flagged: {flagged.dropped:.0%} of its values were"
+                f" dropped, where {flagged.expected:.0%} is chance"
             )
     dist.destroy_process_group()
 
 
 def accuracy(model: nn.Module, dataset: data.Dataset) -> float:
-    """Return the share of test images that are recognised."""
+    """Return the share of test images that are classified correctly."""
     with torch.no_grad():
         guesses = model(torch.from_numpy(dataset.floats(dataset.test_images))).argmax(dim=1)
     return float((guesses.numpy() == dataset.test_labels).mean())

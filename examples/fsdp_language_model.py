@@ -4,13 +4,13 @@
     python examples/fsdp_language_model.py
     python examples/fsdp_language_model.py --figure curves.png
 
-The text is Python's own library, character by character. Four ranks on this machine train twice:
-with plain FSDP2, and with the reduce-scatter made robust. From step 50 on, bits of one layer's
-gradient flip on one rank, as they do on a broken device.
+The text is the source of Python's standard library, character by character. Four ranks on this
+machine train twice: with plain FSDP2, and with a robust rule in the reduce-scatter. From step 50
+on, bits of one layer's gradient flip on one rank, as they do on a broken device.
 
-The guard warns of rare characters: about half of the 128 are not in a rank's batch, and the rule
-drops the gradient of a character that one rank has alone. Models of many tokens lose far more by
-that: use ``fsdp.watch`` for them.
+The guard warns of rare characters: about half of the 128 are not in a rank's batch. The rule drops
+the gradient of a character that only one rank has. Models with many tokens lose far more: use
+``fsdp.watch`` for them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ BATCH = 8
 
 
 class Corrupted(torch.autograd.Function):
-    """A weight, the gradient of which goes through a broken device."""
+    """A weight whose gradient is corrupted by a broken device."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, attack: SilentCorruption, step: int) -> Any:
-        """Pass the weight on."""
+        """Return the weight unchanged."""
         ctx.attack, ctx.step = attack, step
         return weight.view_as(weight)
 
@@ -71,7 +71,7 @@ class Projection(nn.Linear):
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a layer for each character by itself."""
+    """A causal attention layer and a feed-forward layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         """Make the layers."""
@@ -86,7 +86,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what was attended to, and what was thought of it."""
+        """Add the outputs of both layers to the input."""
         batch, length, width = x.shape
         parts = self.attention(self.before_attention(x)).view(batch, length, 3, self.heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The next character, from those before it."""
+    """A character-level language model."""
 
     def __init__(self, layers: int = 3, width: int = 64, heads: int = 4) -> None:
         """Make the layers."""
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, CHARACTERS)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next character, at each place."""
+        """Return the logits of the next character, at each position."""
         x = self.characters(text) + self.places(torch.arange(text.shape[1]))
         for layer in self.layers:
             x = layer(x)
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
 
 
 def library() -> torch.Tensor:
-    """Return the sources of Python's own library, one character after the other."""
+    """Return the source of Python's standard library as a tensor of characters."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     sources = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     kept = bytes(character for character in sources if character < CHARACTERS)
@@ -127,7 +127,7 @@ def library() -> torch.Tensor:
 def train(
     rank: int, text: torch.Tensor, arguments: argparse.Namespace, rule: str | None
 ) -> tuple[list[float], fsdp.Guard | None]:
-    """Train from the same beginning, plain or protected; return the mean loss of each step."""
+    """Train from the same weights, plain or protected; return the mean loss of each step."""
     torch.manual_seed(0)
     model = Transformer()
     for layer in model.layers:
@@ -160,7 +160,7 @@ def train(
 
 
 def run(rank: int, arguments: argparse.Namespace, meet: str) -> None:
-    """Train twice, and say what the guard knows."""
+    """Train twice, and print the report of the guard."""
     torch.set_num_threads(1)
     phocas.set_num_threads(1)
     dist.init_process_group("gloo", meet, rank=rank, world_size=WORLD)
@@ -175,7 +175,7 @@ def run(rank: int, arguments: argparse.Namespace, meet: str) -> None:
 
 
 def draw(arguments: argparse.Namespace, plain: list[float], protected: list[float]) -> None:
-    """Draw the two curves."""
+    """Draw the two loss curves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - only for figures
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -214,9 +214,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rule", default="heraclius:b=1")
     parser.add_argument("--steps", type=int, default=140)
-    parser.add_argument("--faulty", type=int, default=3, help="the rank that is broken, -1: none")
-    parser.add_argument("--layer", default="layers.2.attention", help="where it is broken")
-    parser.add_argument("--begin", type=int, default=50, help="the steps before it breaks")
+    parser.add_argument("--faulty", type=int, default=3, help="the faulty rank, -1 for none")
+    parser.add_argument("--layer", default="layers.2.attention", help="the layer with the fault")
+    parser.add_argument(
+        "--begin", type=int, default=50, help="the number of steps before the fault"
+    )
     parser.add_argument("--figure", type=Path, help="draw the two curves into this file")
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,4 +1,4 @@
-"""Examples of every rule, from what it may be told, and the values that nobody should send."""
+"""Examples of every rule with valid parameters, and hostile values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "floa
 
 
 def hostile_values(dtype: str = "float32") -> list[float]:
-    """Return what a fault or an attacker may put where a value belongs."""
+    """Return the values that a fault or an attacker may send."""
     large = LARGEST[dtype]
     return [
         np.nan,
@@ -44,13 +44,13 @@ def hostile_values(dtype: str = "float32") -> list[float]:
 
 
 MORE: dict[type[Stage], Callable[[int], Sequence[Stage]]] = {
-    phocas.MultiKrum: lambda m: [phocas.MultiKrum(rule.b, 2) for rule in _told(phocas.Krum, m)],
+    phocas.MultiKrum: lambda m: [phocas.MultiKrum(rule.b, 2) for rule in _with_b(phocas.Krum, m)],
     phocas.Heraclius: lambda m: [
-        phocas.Heraclius(rule.b, 0.5) for rule in _told(phocas.Heraclius, m) if rule.b
+        phocas.Heraclius(rule.b, 0.5) for rule in _with_b(phocas.Heraclius, m) if rule.b
     ],
-    phocas.Watch: lambda m: [
-        *([phocas.Watch(phocas.NNM(1) | phocas.Krum(1))] if m > 4 else []),
-        phocas.Watch(phocas.Heraclius((m - 1) // 2)),
+    phocas.Monitor: lambda m: [
+        *([phocas.Monitor(phocas.NNM(1) | phocas.Krum(1))] if m > 4 else []),
+        phocas.Monitor(phocas.Heraclius((m - 1) // 2)),
     ],
     phocas.CenteredClipping: lambda _: [
         phocas.CenteredClipping(radius=2.0),
@@ -59,35 +59,35 @@ MORE: dict[type[Stage], Callable[[int], Sequence[Stage]]] = {
     phocas.Bucketing: lambda m: [phocas.Bucketing(size) for size in (1, 2, 3) if size <= m],
     phocas.Clipping: lambda _: [phocas.Clipping(radius=8.0)],
 }
-"""Examples of what b does not say, or not all."""
+"""Examples of rules with parameters other than b, by class."""
 
 S = TypeVar("S", bound=Stage)
 
 
-def _told(cls: type[S], m: int) -> list[S]:
-    """Return a step that is told nothing, about half, and all of what it can survive."""
+def _with_b(cls: type[S], m: int) -> list[S]:
+    """Return a step with b = 0, with about half of its largest b, and with its largest b."""
     every = cls.choices(m)
     return [every[place] for place in sorted({0, len(every) // 2, len(every) - 1}) if every]
 
 
 def examples_of(cls: type[S], m: int) -> list[S]:
-    """Return steps of one class that hold with m workers, the strongest last."""
+    """Return steps of one class that are valid for m workers, the strongest last."""
     more = MORE[cls](m) if cls in MORE else []
-    return [*(step for step in more if isinstance(step, cls)), *_told(cls, m)]
+    return [*(step for step in more if isinstance(step, cls)), *_with_b(cls, m)]
 
 
 def examples(m: int) -> list[Rule]:
-    """Return rules that hold with m workers: for each class of the table at least one."""
+    """Return rules that are valid for m workers, at least one of each registered class."""
     return [rule for cls in RULES.values() for rule in examples_of(cls, m)]
 
 
 def strongest(m: int) -> list[Rule]:
-    """Return one rule of each class, told to survive as much as it can."""
+    """Return one rule of each class, with its largest b."""
     return [found[-1] for cls in RULES.values() if (found := examples_of(cls, m))]
 
 
 def pipelines(m: int) -> list[Rule]:
-    """Return each pre-aggregator before each rule that holds with what is left of m rows."""
+    """Return each pre-aggregator with each rule that is valid for the rows it leaves."""
     result: list[Rule] = []
     for cls in PRE_AGGREGATORS.values():
         found = examples_of(cls, m)
@@ -98,16 +98,16 @@ def pipelines(m: int) -> list[Rule]:
 
 
 def averages(rule: Rule) -> bool:
-    """Tell whether a rule's value is a plain mean, which survives nothing."""
+    """Return whether a rule's value is a plain mean, which tolerates no Byzantine value."""
     last = rule.rule if isinstance(rule, phocas.Pipeline) else rule
-    return isinstance(last, phocas.Mean | phocas.Watch)
+    return isinstance(last, phocas.Mean | phocas.Monitor)
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
 def stored(values: Any, dtype: str) -> Any:
-    """Return values as an array, or as a tensor where NumPy has no such type."""
+    """Return values as an array, or as a tensor if NumPy has no such dtype."""
     if dtype == "bfloat16":
         return torch.from_numpy(np.asarray(values, np.float64)).to(torch.bfloat16)
     with np.errstate(over="ignore", under="ignore"):
@@ -115,7 +115,7 @@ def stored(values: Any, dtype: str) -> Any:
 
 
 def doubles(values: Any) -> Doubles:
-    """Return the values of an array or a tensor, none of them rounded."""
+    """Return the values of an array or a tensor, without rounding."""
     if isinstance(values, torch.Tensor):
         return np.asarray(values.detach().to(torch.float64).numpy())
     return np.asarray(values, np.float64)
@@ -126,7 +126,7 @@ def bits(values: Any) -> bytes:
     if isinstance(values, dict):
         return b"".join(bits(value) for value in values.values())
     if isinstance(values, torch.Tensor):
-        # View as bytes needs adjacent values, and an empty tensor has none.
+        # A view as bytes needs contiguous values, and an empty tensor has none.
         return (
             values.numpy(force=True).tobytes()
             if values.dtype != torch.bfloat16
@@ -137,7 +137,7 @@ def bits(values: Any) -> bytes:
 
 @contextmanager
 def num_threads(number: int) -> Iterator[None]:
-    """Use so many threads for a while."""
+    """Use this number of threads inside the block."""
     before = phocas.get_num_threads()
     phocas.set_num_threads(number)
     try:

@@ -14,7 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 import phocas
-from phocas import PRE_AGGREGATORS, RULES, Evaluation, FunctionRule, Rule, Tolerance, aggregate
+from phocas import (
+    PRE_AGGREGATORS,
+    RULES,
+    FunctionRule,
+    Rule,
+    ShardedAggregation,
+    Tolerance,
+    aggregate,
+)
 from phocas.attacks import ATTACKS, parse_attack
 from phocas.cli import application
 from phocas.specs import Foreign, Table
@@ -168,7 +176,7 @@ def test_classes_functions_and_values(mine: str) -> None:
         (RULES, "{}:Titled:b=2"),
         (RULES, "nnm:b=1|{}:Titled:b=2"),
         (RULES, "{}:Signed:name=mine"),
-        (RULES, "watch:rule=({}:Signed:name=mine)"),
+        (RULES, "monitor:rule=({}:Signed:name=mine)"),
         (ATTACKS, "{}:Known:q=2"),
         (ATTACKS, "{}:Known:q=2,name=me"),
     ],
@@ -212,10 +220,12 @@ def test_only_the_right_base_is_taken(mine: str) -> None:
     with pytest.raises(ValueError, match="must be a subclass of PreAggregator: got"):
         PRE_AGGREGATORS.parse(f"{mine}:largest")
     for wrong in (5, None, phocas.Median):
-        with pytest.raises(TypeError, match="Evaluation needs a rule, as a value or as text: got"):
-            Evaluation(wrong, m=3)  # type: ignore[arg-type]
+        with pytest.raises(
+            TypeError, match="ShardedAggregation needs a rule, as a value or as text: got"
+        ):
+            ShardedAggregation(wrong, m=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a rule after it, NNM\(b=1\) \| Median\(\)"):
-        Evaluation(phocas.NNM(1), m=3)  # type: ignore[arg-type]
+        ShardedAggregation(phocas.NNM(1), m=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -250,7 +260,7 @@ def test_a_function_neither_changes_its_rows_nor_returns_what_it_likes(mine: str
 
 
 def finished(rule: Rule, shards: list[tuple[int, int]]) -> np.ndarray:
-    evaluation = Evaluation(rule, m=9, d=40)
+    evaluation = ShardedAggregation(rule, m=9, d=40)
     while evaluation.request is not None:
         evaluation.answer([evaluation.partial(ROWS[:, a:b], start=a) for a, b in shards])
     return np.concatenate([evaluation.finish(ROWS[:, a:b]) for a, b in shards])
@@ -268,7 +278,7 @@ def test_only_column_functions_are_sharded() -> None:
         with pytest.raises(ValueError, match=r"needs all columns in one place.*got 13 of 40"):
             finished(rule, shards)
         with pytest.raises(ValueError, match="needs all columns in one place"):
-            Evaluation(rule, m=9)
+            ShardedAggregation(rule, m=9)
 
 
 def test_the_page_runs_and_so_does_the_command(
@@ -281,7 +291,7 @@ def test_the_page_runs_and_so_does_the_command(
     monkeypatch.syspath_prepend(tmp_path)
     for program in programs:
         exec(program, {"__name__": "page"})
-    asked = ["audit", "--rule", "my_rules:Interior:b=3", "--byzantine", "3", "--dims", "40"]
+    asked = ["audit", "--rule", "my_rules:Interior:b=3", "--dims", "40"]
     result = CliRunner().invoke(
         application(), [*asked, "--attack", "gaussian:q=3", "--json"], catch_exceptions=False
     )

@@ -47,7 +47,7 @@ def test_import_is_quick() -> None:
 
 
 def test_a_plain_run_does_without_the_compiler_of_torch() -> None:
-    """Which torch imports for any optimiser, and which takes longer than torch itself."""
+    """Which torch imports for any optimizer, and which takes longer than torch itself."""
     code = (
         "import sys; from phocas.training import Trainer;"
         "trainer = Trainer('mlp', data='synthetic:train=60,test=20', rule='median', num_workers=3);"

@@ -1,7 +1,7 @@
-"""Lines of prose in Markdown are at most 100 characters long.
+"""Check that lines of prose in Markdown are at most 100 characters long.
 
-``python -m tools.prose`` says which are longer; with ``--fix``, their paragraphs are wrapped anew.
-Tables, code, headings and pages that a command writes are left alone.
+``python -m tools.prose`` lists longer lines. With ``--fix`` it wraps their paragraphs. Tables,
+code, headings and generated pages are not changed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _TOGETHER = "\0"
 
 
 def pages() -> Iterator[Path]:
-    """Yield the Markdown that people write."""
+    """Yield the Markdown files that are written by hand."""
     for pattern in ("*.md", "docs/*.md", "examples/**/*.md", ".github/**/*.md"):
         yield from sorted(ROOT.glob(pattern))
 
 
 def paragraphs(text: str) -> Iterator[tuple[bool, list[str]]]:
-    """Split a page into prose, one paragraph or item of a list each, and what is left as it is."""
+    """Yield paragraphs and list items as (True, lines), and all other lines as (False, [line])."""
     fenced = False
     held: list[str] = []
     for line in text.split("\n"):
@@ -49,7 +49,7 @@ def paragraphs(text: str) -> Iterator[tuple[bool, list[str]]]:
 
 
 def wrapped(text: str) -> str:
-    """Wrap the paragraphs that have a line which is too long, and leave code in one piece.
+    """Wrap paragraphs with a line that is too long; inline code is not split.
 
     >>> print(wrapped("1. " + 18 * "word " + "`two words` more"))
     1. word word word word word word word word word word word word word word word word word word
@@ -76,7 +76,7 @@ def wrapped(text: str) -> str:
 
 
 def too_long(text: str) -> list[str]:
-    """Return the lines of prose that are too long and have a place to break."""
+    """Return the lines of prose that are too long and contain a space to break at."""
     return [
         line
         for prose, part in paragraphs(text)
@@ -87,9 +87,9 @@ def too_long(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Say what is too long, or mend it."""
+    """List the lines that are too long, or wrap them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fix", action="store_true", help="wrap what is too long")
+    parser.add_argument("--fix", action="store_true", help="wrap lines that are too long")
     fix = parser.parse_args().fix
     bad = 0
     for page in pages():

@@ -1,7 +1,8 @@
-"""Build what would be released, and try it where the sources are not.
+"""Build a release, and test it in empty environments.
 
-``python -m tools.release`` builds the source distribution and the wheel into ``dist``, looks into
-both, installs the wheel into empty environments with its extras, and uses it there.
+``python -m tools.release`` builds the source distribution and the wheel into ``dist`` and checks
+their contents. Then it installs the wheel with each extra into empty environments, and runs it
+there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ assert "torch" not in sys.modules
 """
 
 TRAIN = (
-    "train --rule phocas:b=2 --dataset synthetic:train=500,test=100 --workers 6 --servers 2"
+    "train --rule phocas:b=2 --dataset synthetic:train=500,test=100 --num-workers 6 --num-servers 2"
     " --rounds 3 --results runs.sqlite --quiet"
 )
 
@@ -46,7 +47,7 @@ _TRACKED = "from phocas.experiments.trackers import open_tracker; open_tracker('
 
 @dataclass(frozen=True)
 class Trial:
-    """An extra, and what must work once it is installed: some Python, and some commands."""
+    """An extra, and the Python code and commands that must work after its installation."""
 
     extra: str
     python: str
@@ -55,7 +56,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment that begins empty, and the extras that are then added to it one by one."""
+    """An empty environment, and the extras that are installed into it one by one."""
 
     constraints: str
     trials: tuple[Trial, ...]
@@ -65,7 +66,11 @@ ENVIRONMENTS = (
     Environment(
         "constraints.txt",
         (
-            Trial("", BARE, ("--version", "rules", "attacks", "bounds --workers 20 --byzantine 6")),
+            Trial(
+                "",
+                BARE,
+                ("--version", "rules", "attacks", "theory bounds --num-workers 20 --byzantine 6"),
+            ),
             Trial(
                 "train", "import phocas.training.trainer", (TRAIN, "report runs.sqlite -o it.html")
             ),
@@ -96,24 +101,24 @@ ENVIRONMENTS = (
         ),
     ),
 )
-"""Extras share an environment where they share torch, each tried before the next is there.
+"""Extras that need torch share an environment. Each extra is tested before the next is installed.
 
-Environments are made two at a time, the longest first: pip keeps one core busy.
+Two environments are built at a time, the longest first: pip keeps one core busy.
 """
 
 DEVELOPERS = {"dev", "docs", "dist", "browser", "all"}
-"""Extras that are for those who have the sources, and that which names others."""
+"""Extras for developers, and ``all``, which only names other extras: these are not tested."""
 
 
 def untried() -> set[str]:
-    """Return the extras that nobody tries."""
+    """Return the extras that no environment tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tried = {trial.extra for each in ENVIRONMENTS for trial in each.trials}
     return set(project["optional-dependencies"]) - DEVELOPERS - tried
 
 
 def declared_version() -> str:
-    """Return the version from the one place where it stands."""
+    """Return ``__version__`` of the package, without importing it."""
     tree = ast.parse((ROOT / "src/phocas/__init__.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
@@ -122,7 +127,7 @@ def declared_version() -> str:
 
 
 def missing_from(names: list[str]) -> list[str]:
-    """Return the files of the package that a distribution with these names leaves out."""
+    """Return the files of the package that are not among the names in a distribution."""
     package = ROOT / "src"
     files = [
         path.relative_to(package).as_posix()
@@ -133,7 +138,7 @@ def missing_from(names: list[str]) -> list[str]:
 
 
 def build() -> Path:
-    """Build both distributions, look into them, and return the wheel."""
+    """Build both distributions, check that they are complete, and return the wheel."""
     for old in (ROOT / "dist").glob("phocas-*"):
         old.unlink()
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
@@ -151,7 +156,7 @@ def build() -> Path:
 
 
 def try_out(wheel: Path, environment: Environment) -> None:
-    """Install the wheel with one extra after the other, and use it in a folder of its own."""
+    """Install the wheel with each extra, and run the trials in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         _try_in(Path(folder), wheel, environment)
 
@@ -162,7 +167,7 @@ def _try_in(folder: Path, wheel: Path, environment: Environment) -> None:
     binaries = folder / "venv/bin"
     for trial in environment.trials:
         wanted = f"{wheel}[{trial.extra}]" if trial.extra else str(wheel)
-        # With the pip that is here, and not compiled: both take seconds, for what is used once.
+        # This pip, without compiling: a new pip and byte code would take seconds and are used once.
         pip = [sys.executable, "-m", "pip", "--python", str(binaries / "python"), "install"]
         pip += ["--quiet", "--no-compile", "--disable-pip-version-check"]
         pip += ["-c", str(ROOT / environment.constraints)]
@@ -178,7 +183,7 @@ def _try_in(folder: Path, wheel: Path, environment: Environment) -> None:
 
 
 def check_tag(tag: str) -> None:
-    """Refuse a tag that is not the version, or whose version has no date in the changelog."""
+    """Exit with an error if the tag is not the version, or the changelog has no date for it."""
     version = declared_version()
     if tag != f"v{version}":
         raise SystemExit(f"the tag must be v{version}, as in src/phocas/__init__.py: got {tag}")
@@ -188,9 +193,9 @@ def check_tag(tag: str) -> None:
 
 
 def main() -> None:
-    """Build, and try every extra; or check a tag."""
+    """Build and test every extra, or check a tag."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tag", help="only check that this is the tag of the version")
+    parser.add_argument("--tag", help="only check that this tag matches the version")
     tag = parser.parse_args().tag
     if tag is not None:
         check_tag(tag)

@@ -1,12 +1,13 @@
 """Protect a DDP or FSDP job.
 
-Four ranks train together, and rank 1 has a broken device: its gradients are noise of size 1e20.
-This is a whole script with real processes, on the CPU. Under `torchrun` yours stays as it is, with
-one line more.
+In this tutorial you add one line to a DDP script, so that a broken device does not destroy training
+and the faulty rank is flagged. Four ranks train together. Rank 1 has a broken device: its gradients
+are noise of size 1e20. The script starts real processes on the CPU. Your own script runs under
+`torchrun` as before.
 """
 
-# Four ranks share this machine, so each takes one thread. Under `torchrun` they share by
-# themselves.
+# Four ranks share this machine, so each rank uses one thread. Under `torchrun` phocas divides the
+# cores by itself.
 import os
 import tempfile
 from pathlib import Path
@@ -25,8 +26,8 @@ RANKS, BROKEN, STEPS = 4, 1, 40
 TARGET = torch.linspace(-1, 1, 20)
 
 
-# A training script as it is everywhere: wrap the model, loop over batches. The one line is
-# `ddp.protect`, on every rank, before the first backward pass.
+# This is an ordinary training script: wrap the model, loop over batches. The additional line is
+# `ddp.protect`. Call it on every rank, before the first backward pass.
 def train(rank, rule):
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(20, 1))
@@ -36,21 +37,21 @@ def train(rank, rule):
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: 1e20 * torch.randn_like(gradient))
 
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + rank)
     for _ in range(STEPS):
         inputs = torch.randn(32, 20)
         loss = nn.functional.mse_loss(model(inputs)[:, 0], inputs @ TARGET)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return model.module.weight[0].detach(), guard
 
 
-# Every rank ends with the same weights and knows who was wrong; rank 0 prints it. Plain DDP
-# averages, and one broken device is enough to lose everything. `heraclius:b=1` survives one
-# wrong value in every column of four. On dense gradients like these it costs no accuracy; for
-# language models see docs/choosing.md, which recommends `watch`.
+# Every rank ends with the same weights and the same flagged ranks. Rank 0 prints them. Plain DDP
+# averages, so one broken device destroys the model. `heraclius:b=1` tolerates one wrong value in
+# every column of four. These gradients are dense. For language models use `watch`
+# ([limits](../choosing.md#limits)).
 def run(rank, meeting):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)
@@ -60,16 +61,16 @@ def run(rank, meeting):
         if rank == 0:
             print(f"{rule or 'plain DDP'} has learned: {'yes' if error < 0.1 else 'no'}")
         if rank == 0 and guard is not None:
-            for suspect in guard.suspects():
-                print(f"rank {suspect.rank} is suspect, in {', '.join(suspect.layers)}")
+            for flagged in guard.flagged():
+                print(f"rank {flagged.rank} is flagged, in {', '.join(flagged.layers)}")
     dist.destroy_process_group()
 
 
-# The ranks meet through a file, so that this script needs no launcher and no port.
+# The ranks connect through a file, so this script needs no launcher and no port.
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (Path(folder) / "meeting",), nprocs=RANKS)
 
-# For FSDP2 the line is `fsdp.protect(model, "heraclius:b=1")`, after `fully_shard`, and
-# `phocas.integrations.protect` takes either. To leave training as it is and only be told who is
-# wrong, take `watch(model, b=1)`. What else there is: [DDP](../ddp.md), [FSDP2](../fsdp.md).
+# For FSDP2 the line is `fsdp.protect(model, "heraclius:b=1")`, after `fully_shard`.
+# `phocas.integrations.protect` accepts either kind of model. To flag faulty ranks and leave
+# training as it is, use `watch(model, b=1)`. More: [DDP](../ddp.md), [FSDP2](../fsdp.md).

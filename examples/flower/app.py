@@ -1,12 +1,12 @@
 # ruff: noqa: INP001 - a script, not a package
-"""Ten clients learn MNIST with Flower, and two of them attack.
+"""Train ten clients on MNIST with Flower while two of them are malicious.
 
     python examples/flower/app.py                      # FedAvg, then RobustStrategy
     python examples/flower/app.py --rule phocas:b=2    # another rule
 
-The attackers turn their update around, ten times as long, and claim a hundred times the examples.
-Every client takes the same number of steps, however much data it has: otherwise the update of a
-large client is longer than others, and a robust rule drops it.
+A malicious client sends -10 times its update, and claims a hundred times its number of examples.
+Every client takes the same number of steps, however much data it has. With unequal steps the update
+of a large client would be longer than the others, and a robust rule would drop it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ client = ClientApp()
 
 
 def make_model() -> nn.Module:
-    """Return the network, the same for everyone."""
+    """Return the network, with the same weights on every client."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
@@ -53,7 +53,7 @@ def samples(which: str, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """Take the steps of a round on the client's tenth of the data; attackers send the opposite."""
+    """Train on the client's tenth of the data; malicious clients send -10 times their update."""
     number = int(context.node_config["partition-id"])
     model = make_model()
     start = message.content["arrays"].to_torch_state_dict()
@@ -85,18 +85,18 @@ def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
 
 
 def server_app(rule: str | None = None, rounds: int = ROUNDS) -> ServerApp:
-    """Return a server by a rule; by FedAvg if it is "fedavg"; as `flwr run` says it if None."""
+    """Return a server app for a rule, FedAvg for "fedavg", or the rule of `flwr run` for None."""
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        told = rule or str(context.run_config.get("rule", RULE))
+        chosen = rule or str(context.run_config.get("rule", RULE))
         options = {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_train_nodes": CLIENTS}
-        strategy = FedAvg(**options) if told == "fedavg" else RobustStrategy(told, **options)
+        strategy = FedAvg(**options) if chosen == "fedavg" else RobustStrategy(chosen, **options)
         initial = ArrayRecord(make_model().state_dict())
         result = strategy.start(grid, initial, rounds, evaluate_fn=evaluate)
         found = result.evaluate_metrics_serverapp.values()
-        print(told, *(f"{float(each['accuracy']):.3f}" for each in found), flush=True)
+        print(chosen, *(f"{float(each['accuracy']):.3f}" for each in found), flush=True)
 
     return app
 

@@ -11,21 +11,23 @@ array([ 1.5, 40. ])
 import importlib
 from typing import Any
 
+from phocas.deprecation import former_names
 from phocas.kernels import Window, get_num_threads, set_num_threads
 from phocas.rules import (
     CGE,
+    FORMER_NAMES,
     MDA,
     NNM,
     PRE_AGGREGATORS,
     RULES,
     AdaptiveClipping,
+    Bounded,
     Bucketing,
     Bulyan,
+    CellFilter,
     CenteredClipping,
-    Cleaning,
     Clipping,
     ColumnRule,
-    Evaluation,
     Explanation,
     FunctionRule,
     GeometricMedian,
@@ -34,6 +36,7 @@ from phocas.rules import (
     MeaMed,
     Mean,
     Median,
+    Monitor,
     MultiKrum,
     Phocas,
     Pipeline,
@@ -41,11 +44,10 @@ from phocas.rules import (
     Relative,
     RowRule,
     Rule,
-    Told,
+    ShardedAggregation,
     Tolerance,
     TrimmedMean,
     TrimmingRule,
-    Watch,
     Weighted,
     aggregate,
     parse_rule,
@@ -60,13 +62,13 @@ __all__ = [
     "PRE_AGGREGATORS",
     "RULES",
     "AdaptiveClipping",
+    "Bounded",
     "Bucketing",
     "Bulyan",
+    "CellFilter",
     "CenteredClipping",
-    "Cleaning",
     "Clipping",
     "ColumnRule",
-    "Evaluation",
     "Explanation",
     "FunctionRule",
     "GeometricMedian",
@@ -75,6 +77,7 @@ __all__ = [
     "MeaMed",
     "Mean",
     "Median",
+    "Monitor",
     "MultiKrum",
     "Phocas",
     "Pipeline",
@@ -82,11 +85,10 @@ __all__ = [
     "Relative",
     "RowRule",
     "Rule",
-    "Told",
+    "ShardedAggregation",
     "Tolerance",
     "TrimmedMean",
     "TrimmingRule",
-    "Watch",
     "Weighted",
     "Window",
     "__version__",
@@ -97,11 +99,20 @@ __all__ = [
     "set_num_threads",
 ]
 
-_LATER = ("attacks", "data", "engines", "experiments", "integrations", "theory", "training")
+_LATER = (
+    "attacks",
+    "data",
+    "detection",
+    "engines",
+    "experiments",
+    "integrations",
+    "theory",
+    "training",
+)
 
 
 def __getattr__(name: str) -> Any:
     """Load a room that not everyone needs when it is first asked for."""
     if name in _LATER:
         return importlib.import_module(f"phocas.{name}")
-    raise AttributeError(f"module 'phocas' has no attribute {name!r}")
+    return former_names("phocas", FORMER_NAMES)(name)

@@ -1,4 +1,4 @@
-"""The floating-point formats of gradients, and how NumPy and torch call them."""
+"""The floating-point formats of gradients, and their names in NumPy and torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A floating-point format: 1 sign bit, then the exponent, then the mantissa."""
+    """A floating-point format: one sign bit, then the exponent, then the mantissa.
+
+    Attributes:
+        name: name of the dtype.
+        bits: total number of bits.
+        mantissa: number of stored bits of the mantissa.
+    """
 
     name: str
     bits: int
@@ -19,22 +25,22 @@ class Format:
 
     @property
     def word(self) -> np.dtype[Any]:
-        """Return the unsigned integer of the same size."""
+        """Return the dtype of unsigned integers of the same size."""
         return np.dtype(f"uint{self.bits}")
 
     @property
     def work(self) -> np.dtype[Any]:
-        """Return the format to compute in: float64 for float64, float32 for the rest."""
+        """Return the dtype to compute in: float64 for float64, float32 for the others."""
         return np.dtype(np.float64 if self.bits == 64 else np.float32)
 
     @property
     def large(self) -> float:
-        """Return a number whose square, too, is finite in this format."""
+        """Return a number whose square is also finite in this format."""
         exponent_bits = self.bits - 1 - self.mantissa
         return float(2.0 ** (2 ** (exponent_bits - 2) - 1))
 
     def paper_bits(self) -> tuple[int, ...]:
-        """Return the bits that play the part of 22, 30, 31 and 32 in a float32.
+        """Return the bits that correspond to 22, 30, 31 and 32 in a float32.
 
         They are the mantissa's second bit, the exponent's first two, and the sign.
 
@@ -56,9 +62,9 @@ FORMATS = {
 
 
 def format_name(dtype: Any) -> str:
-    """Return the name of a NumPy dtype, a torch dtype or the name of one.
+    """Return the name of a dtype, given as a NumPy dtype, a torch dtype or a name.
 
-    Numbers that are stored with other bytes first than the machine's have a name of their own.
+    Dtypes of non-native byte order have a different name.
     """
     text = str(dtype)
     if text.startswith("torch.") or text == "bfloat16":  # NumPy has no bfloat16 of its own
@@ -68,7 +74,7 @@ def format_name(dtype: Any) -> str:
 
 
 def format_of(dtype: Any, owner: str) -> Format:
-    """Return the format behind a dtype, or refuse it in the name of who needs it."""
+    """Return the format of a dtype; raise TypeError in the name of ``owner`` if unsupported."""
     name = format_name(dtype)
     if name not in FORMATS:
         raise TypeError(f"{owner} needs one of the dtypes {', '.join(FORMATS)}: got {name}")
@@ -76,12 +82,12 @@ def format_of(dtype: Any, owner: str) -> Format:
 
 
 def from_bfloat16(words: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return the numbers behind 16-bit words."""
+    """Return the float32 values of bfloat16 words."""
     return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def to_bfloat16(values: NDArray[Any]) -> NDArray[np.uint16]:
-    """Round to the nearest, ties to even, as torch does; NaN stays NaN."""
+    """Return bfloat16 words, rounded to nearest, ties to even, as torch does; NaN stays NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)

@@ -1,4 +1,4 @@
-"""This machine: its cores, and the folder where things are kept between runs."""
+"""This machine: its cores, and the folder of the user's cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def available_cores() -> int:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder for phocas; RuntimeError where nobody's home is known."""
+    """Return the user's cache folder for phocas; raise RuntimeError if there is no home folder."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    if not root.is_absolute():  # the XDG specification: a relative path is invalid, ignore it
+    if not root.is_absolute():  # by the XDG specification a relative path is invalid and ignored
         root = Path.home() / ".cache"
     return root / "phocas"

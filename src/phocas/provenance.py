@@ -1,4 +1,4 @@
-"""Which code a result comes from: digests of the user's own modules, and the results version."""
+"""The code that a result depends on: digests of user-defined modules, and the results version."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typing import Any
 from phocas.specs import named_modules
 
 RESULTS_VERSION = 1
-"""The version of what runs compute: raise it in a release that changes the result of a run.
+"""The version of what runs compute; increase it in a release that changes a run's result.
 
-It is part of a run's identity, and the version of the package is not: results stay valid for as
-long as this number stays.
+It is part of a run's identity, and the package's version is not: results stay valid as long as this
+number is unchanged.
 """
 
 _NEVER = sys.stdlib_module_names | {"phocas", "torch", "numpy"}
 _INSTALLED = {"site-packages", "dist-packages"}
-_MAIN = ("__main__", "__mp_main__")  # a spawned process has the second for the first
-_DEPTH = 6  # how far attributes of attributes are followed
-_ITEMS = 64  # how many items of a container are looked at
+_MAIN = ("__main__", "__mp_main__")  # the second is the name of the first in a spawned process
+_DEPTH = 6  # depth up to which attributes of attributes are followed
+_ITEMS = 64  # number of items of a container that are searched
 _CONSTANTS = (int, float, complex, str, bytes, type(None), type(Ellipsis))
-_LONGEST = 1024  # items of a container that counts by its content
+_LONGEST = 1024  # largest number of items of a container whose content is hashed
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _BOOKKEEPING = {
     "__abstractmethods__",
@@ -46,21 +46,21 @@ _BOOKKEEPING = {
 }
 
 _digests: dict[str, tuple[object, str]] = {}
-"""The digest of each module, with the spec that its import made."""
+"""The digest of each module, with the import spec for which it was computed."""
 
 
 def code_of(values: Sequence[object]) -> dict[str, str]:
-    """Return digests of the user's own code in some values, by the module that defines it.
+    """Return digests of the user-defined code in some values, by the module that defines it.
 
-    The digest of a module is that of its whole source. It is taken once for each import: an edit
-    does not change the code that is loaded. Classes and functions of ``__main__``, and of modules
-    without a file, have a digest each: of their bytecode and constants, and of what they name in
-    the same module. Python, torch, numpy, phocas and installed packages are not covered, nor are
-    modules that the code imports and files that it reads.
+    The digest of a module is that of its whole source. It is computed once per import, because an
+    edit does not change the loaded code. Classes and functions of ``__main__``, and of modules
+    without a file, have a digest each: of their bytecode and constants, and of the names they use
+    from the same module. Python, torch, numpy, phocas and installed packages are not covered, nor
+    are modules that the code imports and files that it reads.
 
     Args:
-        values: rules, models, functions, classes, and containers and objects that hold them. A
-            text such as ``my_rules:Mine:b=2`` stands for its module, even an installed one.
+        values: rules, models, functions, classes, and containers and objects that contain them. A
+            text such as ``my_rules:Mine:b=2`` refers to its module, even an installed one.
 
     >>> code_of([print, "text", {"key": 1.5}])
     {}
@@ -68,7 +68,7 @@ def code_of(values: Sequence[object]) -> dict[str, str]:
     found: dict[str, set[str]] = {}
     texts = [value for value in values if isinstance(value, str)]
     for name in [name for text in texts for name in named_modules(text)]:
-        digest = None if _never(name) else _source_digest(name)
+        digest = None if _is_excluded(name) else _source_digest(name)
         if digest is not None:
             found[name] = {digest}
     for part in _definitions(values, _DEPTH, set()):
@@ -76,7 +76,7 @@ def code_of(values: Sequence[object]) -> dict[str, str]:
         digest = _source_digest(home)
         if digest is None:
             home = f"{_MAIN[0] if home in _MAIN else home}:{part.__qualname__}"
-            text = repr(_essence(part, set())).replace(_MAIN[1], _MAIN[0])
+            text = repr(_content(part, set())).replace(_MAIN[1], _MAIN[0])
             digest = _digest(text.encode())
         found.setdefault(home, set()).add(digest)
     return {
@@ -86,7 +86,7 @@ def code_of(values: Sequence[object]) -> dict[str, str]:
 
 
 def describe_code(code: Mapping[str, str]) -> str:
-    """Write digests short enough to be compared by eye.
+    """Return digests shortened for comparison by eye.
 
     >>> describe_code({"my_rules": "3f2a91bc00112233"})
     'my_rules 3f2a91bc'
@@ -94,21 +94,21 @@ def describe_code(code: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {digest[:8]}" for name, digest in code.items())
 
 
-def _never(module: str) -> bool:
+def _is_excluded(module: str) -> bool:
     return module.partition(".")[0] in _NEVER
 
 
 def _is_own(part: Any) -> bool:
-    """Tell whether a class or function is the user's: neither part of Python nor installed."""
+    """Return whether a class or function is user-defined: neither of Python nor installed."""
     name = part.__module__
-    if name is None or name in _MAIN or _never(name):
+    if name is None or name in _MAIN or _is_excluded(name):
         return name is None or name in _MAIN
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return not _INSTALLED.intersection(Path(file).parts)
 
 
 def _source_digest(name: str | None) -> str | None:
-    """Return the digest of a module's file, or None where definitions must be looked at."""
+    """Return the digest of a module's file, or None if it has no file to hash."""
     module = sys.modules.get(name or "")
     if name is None or module is None or name in _MAIN:
         return None
@@ -129,7 +129,7 @@ def _digest(content: bytes) -> str:
 
 
 def _definitions(values: Iterable[object], depth: int, seen: set[int]) -> Iterator[Any]:
-    """Return the user's own classes and functions among values and in what these hold."""
+    """Yield the user-defined classes and functions in values and in their contents."""
     for value in values:
         if isinstance(value, _CONSTANTS) or id(value) in seen or not depth:
             continue
@@ -149,7 +149,7 @@ def _definitions(values: Iterable[object], depth: int, seen: set[int]) -> Iterat
             inside = list(itertools.islice(value.values(), _ITEMS))
         elif isinstance(value, list | tuple | set | frozenset):
             inside = list(itertools.islice(value, _ITEMS))
-        elif hasattr(type(value), "named_modules"):  # torch's: thousands of attributes, few classes
+        elif hasattr(type(value), "named_modules"):  # torch: thousands of attributes, few classes
             inside = {type(module) for module in value.modules()}  # type: ignore[attr-defined]
         elif not isinstance(value, types.ModuleType):
             inside = [type(value), *getattr(value, "__dict__", {}).values()]
@@ -161,42 +161,43 @@ def _closure(function: types.FunctionType) -> list[object]:
     return [cell.cell_contents for cell in cells if cell != types.CellType()]
 
 
-def _essence(value: object, seen: set[int]) -> object:
-    """Return what a definition does as nested tuples of text: no addresses, lines or comments."""
+def _content(value: object, seen: set[int]) -> object:
+    """Return what a definition computes as nested tuples of text, without lines and comments."""
     if isinstance(value, _CONSTANTS):
         return repr(value)
     if isinstance(value, tuple | list):
-        return tuple(_essence(item, seen) for item in value)
+        return tuple(_content(item, seen) for item in value)
     if isinstance(value, set | frozenset):
-        return tuple(sorted(repr(_essence(item, seen)) for item in value))
+        return tuple(sorted(repr(_content(item, seen)) for item in value))
     if isinstance(value, types.CodeType):
-        return value.co_code.hex(), value.co_names, _essence(value.co_consts, seen)
+        return value.co_code.hex(), value.co_names, _content(value.co_consts, seen)
     if id(value) in seen:
         return "seen"
     seen.add(id(value))
     if isinstance(value, types.FunctionType) and _is_own(value):
         parts = (value.__code__, value.__defaults__, value.__kwdefaults__, _closure(value))
-        return _essence((*parts, _named(value)), seen)
+        return _content((*parts, _used_globals(value)), seen)
     if isinstance(value, type) and _is_own(value):
         kept = [(name, each) for name, each in vars(value).items() if name not in _BOOKKEEPING]
-        return _essence(sorted(kept, key=lambda pair: pair[0]), seen)
+        return _content(sorted(kept, key=lambda pair: pair[0]), seen)
     if isinstance(value, Mapping):
-        return _essence(sorted(value.items(), key=lambda pair: repr(pair[0])), seen)
+        return _content(sorted(value.items(), key=lambda pair: repr(pair[0])), seen)
     if isinstance(value, staticmethod | classmethod | types.MethodType):
-        return _essence(value.__func__, seen)
+        return _content(value.__func__, seen)
     if isinstance(value, property):
-        return _essence((value.fget, value.fset, value.fdel), seen)
+        return _content((value.fget, value.fset, value.fdel), seen)
     if isinstance(value, functools.partial):
-        return _essence((value.func, value.args, value.keywords), seen)
+        return _content((value.func, value.args, value.keywords), seen)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__qualname__, _essence(vars(value), seen)
+        return type(value).__qualname__, _content(vars(value), seen)
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def _named(function: types.FunctionType) -> list[object]:
-    """Return what a function names in its module: constants, containers, its own definitions.
+def _used_globals(function: types.FunctionType) -> list[object]:
+    """Return the module-level objects that a function uses: constants, containers, definitions.
 
-    Of an object of the module's own class it is the class, and the values if it is a dataclass.
+    An object of a class of the same module counts as its class, plus its values if it is a
+    dataclass.
     """
     codes, names = [function.__code__], set()
     while codes:

@@ -1,7 +1,7 @@
-"""Streams of random numbers: every purpose has its own, drawn from the one seed of a run.
+"""Random streams: every purpose has its own stream, derived from the seed of a run.
 
-What is random depends on the seed, the purpose and the place (the round, the worker), and on
-nothing else, so that it comes out the same wherever a round runs and whenever a run is resumed.
+Random numbers depend only on the seed, the purpose, and a position such as (round, worker). So they
+are the same wherever a round runs, and when a run is resumed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Stream(IntEnum):
-    """What random numbers are drawn for; streams with one seed have nothing in common."""
+    """The purposes of random numbers; streams with the same seed are independent."""
 
     ATTACK = 0xA77AC
     RULE = 0x12E
@@ -25,16 +25,16 @@ class Stream(IntEnum):
     VALIDATION = 0x7A11D
 
 
-def sequence(stream: Stream, *place: int) -> np.random.SeedSequence:
-    """Return the seeds of a stream at a place: the seed of the run, the round, the worker, ..."""
-    return np.random.SeedSequence((int(stream), *place))
+def sequence(stream: Stream, *position: int) -> np.random.SeedSequence:
+    """Return the seed sequence of a stream at a position: seed of the run, round, worker, ..."""
+    return np.random.SeedSequence((int(stream), *position))
 
 
-def generator(stream: Stream, *place: int) -> np.random.Generator:
-    """Return the generator of a stream at a place.
+def generator(stream: Stream, *position: int) -> np.random.Generator:
+    """Return the generator of a stream at a position.
 
     >>> draws = [generator(Stream.RULE, 7, round).integers(100) for round in (3, 3, 4)]
     >>> bool(draws[0] == draws[1]), bool(draws[0] == draws[2])
     (True, False)
     """
-    return np.random.default_rng(sequence(stream, *place))
+    return np.random.default_rng(sequence(stream, *position))

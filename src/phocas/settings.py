@@ -1,7 +1,7 @@
-"""Settings declared once: Python, configuration files and the command line read the declaration.
+"""Declarations of settings, read by Python, by configuration files and by the command line.
 
-A setting is a field of a frozen dataclass, with a default, a line of help, and a check that says
-what must hold. Whoever offers it elsewhere takes these from the field.
+A setting is a field of a frozen dataclass with a default, a line of help and a check. Settings that
+exclude or need each other are checked by the ``conflicts`` method of the dataclass.
 """
 
 from __future__ import annotations
@@ -9,18 +9,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from phocas.specs import count, number, one_of
 
 Check = Callable[[str, str, Any], Any]
-"""Of (owner, name, value): return the value as it is kept, or raise and say what must hold."""
+"""A function of (owner, name, value) that returns the checked value, or raises an error."""
+
+Spelling = Callable[[str], str]
+"""A function from a setting's Python name to the name that the user writes: key or option."""
+
+
+class Conflict(NamedTuple):
+    """A conflict between settings: the name of the setting to change, and the reason."""
+
+    name: str
+    text: str
 
 
 def setting(default: Any, text: str, check: Check | None = None, *, place: bool = False) -> Any:
-    """Declare a setting; ``place`` says that it changes where and when, and nothing of the result.
+    """Declare a setting.
 
-    ``dataclasses.MISSING`` as the default makes it required. None is never checked.
+    Args:
+        default: the default; ``dataclasses.MISSING`` makes the setting required.
+        text: one line of help.
+        check: the check of a value that is not None.
+        place: whether the setting changes where and when a run computes, but not its result.
     """
     said = {"help": text, "check": check, "place": place}
     if isinstance(default, dict | list):
@@ -29,7 +43,7 @@ def setting(default: Any, text: str, check: Check | None = None, *, place: bool 
 
 
 class Settings:
-    """The base of frozen dataclasses whose fields are settings: checks them when they are given.
+    """Base class of frozen dataclasses whose fields are settings, checked on construction.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Patience(Settings):
@@ -51,7 +65,7 @@ class Settings:
 
 
 def at_least(minimum: int) -> Check:
-    """Check that a value is a count, and not below a minimum."""
+    """Return the check that a value is a count and not below a minimum."""
     return functools.partial(count, minimum=minimum)
 
 
@@ -72,5 +86,5 @@ def below_one(owner: str, name: str, value: object) -> float:
 
 
 def word(*options: str) -> Check:
-    """Check that a value is one of some words."""
+    """Return the check that a value is one of the given words."""
     return functools.partial(one_of, options=options)

@@ -1,4 +1,4 @@
-"""How the columns of the matrix are cut into the shards of the servers."""
+"""The division of the matrix's columns into the shards of the servers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from phocas.specs import count
 
 
 def shard_bounds(d: int, servers: int) -> list[tuple[int, int]]:
-    """Cut d columns into ``servers`` ranges as even as can be, the longer ones first.
+    """Return ``servers`` ranges of nearly equal width that cover d columns.
 
-    The first ``d % servers`` shards have one column more than the others. A server may own no
-    column when there are more servers than columns.
+    The first ``d % servers`` shards have one column more than the others. If there are more servers
+    than columns, some servers have no column.
 
     >>> shard_bounds(10, 4)
     [(0, 3), (3, 6), (6, 8), (8, 10)]

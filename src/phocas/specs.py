@@ -1,9 +1,8 @@
-"""Values that can be written down: frozen dataclasses to and from ``phocas:b=6``.
+"""Frozen dataclasses to and from text, ``phocas:b=6``.
 
 Rules and attacks are frozen dataclasses that subclass :class:`Spec`. A :class:`Table` maps their
-names to their classes, reads them from strings, and explains what it cannot read. Classes of the
-user's own are written as ``package.module:Name:b=6``; they are imported by :meth:`Table.parse`,
-when a run begins, and not by :meth:`Table.read`, which only looks at the text.
+names to their classes, and parses their text. A user-defined class is written as
+``package.module:Name:b=6``. :meth:`Table.parse` imports it; :meth:`Table.read` imports nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+from phocas.deprecation import warn_renamed
+
 OnNonfinite = Literal["skip", "stop", "apply"]
-"""What to do with an aggregate that is not finite: skip it, stop the run, or apply it."""
+"""The policy for an aggregate with NaN or inf: skip it, stop the run, or apply it."""
 
 
 class Spec:
@@ -30,21 +31,25 @@ class Spec:
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
+    former_name: ClassVar[str] = ""
+    """The name before version 0.3, which tables read with a warning."""
+    former_fields: ClassVar[Mapping[str, str]] = {}
+    """Parameters by the names that they had before version 0.3, which are read with a warning."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Name a class that does not name itself by its place, where a table finds it."""
+        """Set the default name of a class: ``module:Class``."""
         super().__init_subclass__(**kwargs)
         if "name" in vars(cls):
             return
         if "ClassVar" not in str(vars(cls).get("__annotations__", {}).get("name", "ClassVar")):
-            # A field called so, without a default: a name that is inherited must not become it.
+            # A field called "name" without a default must not get the inherited name.
             cls.name = dataclasses.field()
         else:
             cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
     @classmethod
     def spelling(cls) -> str:
-        """Return what a table reads: the name of its own classes, the place of all others."""
+        """Return the registered name, or ``module:Class`` for user-defined classes."""
         return cls.name if cls in _LISTED else f"{cls.__module__}:{cls.__qualname__}"
 
     def __str__(self) -> str:
@@ -75,10 +80,7 @@ S = TypeVar("S", bound=Spec)
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """A value that needs something of the user's own, ``package.module:Name:b=3``, as text.
-
-    Nothing of it has been imported yet; ``load`` does that.
-    """
+    """The text of a value that needs user-defined code, which ``load`` imports."""
 
     text: str
     parse: Callable[[str], Any] = dataclasses.field(repr=False, compare=False)
@@ -87,16 +89,19 @@ class Foreign:
         return self.text
 
     def load(self) -> Any:
-        """Import what the text names, and build the value."""
+        """Import the code that the text names, and return the value."""
         return self.parse(self.text)
 
 
 class Table(Mapping[str, type[S]], Generic[S]):
     """The classes of one kind by name; case, ``-`` and ``_`` in a name do not matter.
 
-    With the ``base`` of its kind a table is open: ``package.module:Name`` stands for a class of the
-    user's own, and fields annotated with the base are read by this table. ``adapt`` makes a value
-    of a plain function and the text of its arguments.
+    Args:
+        kind: the word for the classes in error messages, such as ``rule``.
+        classes: the registered classes.
+        base: the base class; with it ``package.module:Name`` may name a user-defined class, and
+            this table parses fields that are annotated with the base.
+        adapt: a function that returns a value for a plain function and the text of its arguments.
     """
 
     def __init__(
@@ -116,17 +121,22 @@ class Table(Mapping[str, type[S]], Generic[S]):
             for name, cls in self._classes.items()
             for spelling in (name, *cls.aliases)
         }
+        self._former = {_key(cls.former_name): name for name, cls in self._classes.items()}
+        self._former.pop("", None)
         if base is not None:
             _TABLES[base] = self
 
     def __getitem__(self, name: str) -> type[S]:
         key = _key(name)
+        if key in self._former:
+            warn_renamed(f"the {self.kind} {name!r}", repr(self._former[key]))
+            return self._classes[self._former[key]]
         if key not in self._keys:
             raise KeyError(unknown(self.kind, name, self))
         return self._classes[self._keys[key]]
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and _key(name) in self._keys
+        return isinstance(name, str) and _key(name) in {**self._keys, **self._former}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._classes)
@@ -135,12 +145,12 @@ class Table(Mapping[str, type[S]], Generic[S]):
         return len(self._classes)
 
     def parse(self, text: str) -> S:
-        """Read one value, for example ``phocas:b=6``; import what is the user's own."""
+        """Parse one value, for example ``phocas:b=6``; import user-defined code if named."""
         found = self.read(text)
         return self._load(found.text) if isinstance(found, Foreign) else found
 
     def read(self, text: str) -> S | Foreign:
-        """Read one value and import nothing: what is the user's own comes back as text."""
+        """Parse one value without imports; a user-defined value becomes a :class:`Foreign`."""
         name, _, rest = text.strip().partition(":")
         name = name.strip()
         place = self._place(text)
@@ -156,7 +166,7 @@ class Table(Mapping[str, type[S]], Generic[S]):
         return cls(**values)
 
     def of(self, value: object, owner: str) -> S:
-        """Return a value that may also be given as text, for ``owner``, which the error names."""
+        """Return a value that may be given as text; error messages name the ``owner``."""
         if isinstance(value, str):
             return self.parse(value)
         base: type[Spec] = self.base or Spec
@@ -167,7 +177,7 @@ class Table(Mapping[str, type[S]], Generic[S]):
         raise TypeError(f"{owner} needs a {self.kind}, as a value or as text: got {value!r}")
 
     def _place(self, text: str) -> tuple[str, str] | None:
-        """Split the text of something foreign into where it is and its arguments."""
+        """Split the text of a user-defined value into ``module:name`` and its arguments."""
         found = _FOREIGN.fullmatch(text.strip())
         if self.base is None or found is None or found["module"] in self:
             return None
@@ -212,9 +222,11 @@ _PLACES = re.compile(r"(?<![\w.:])(?P<module>[A-Za-z_][\w.]*):[A-Za-z_][\w.]*\s*
 
 
 def imported(place: str) -> Any:
-    """Return what ``package.module:name`` names, from the working directory too.
+    """Import and return ``package.module:name``; the working directory is searched too.
 
-    A module that is not there raises ModuleNotFoundError, all else that is wrong ValueError.
+    Raises:
+        ModuleNotFoundError: there is no such module.
+        ValueError: the module cannot be imported, or has no such name.
     """
     module, _, name = place.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -235,7 +247,7 @@ def imported(place: str) -> Any:
 
 
 def is_place(text: str) -> bool:
-    """Say whether a text is spelt like ``package.module:name``; nothing is imported.
+    """Return whether a text has the form ``package.module:name``; import nothing.
 
     >>> is_place("package.module:Net"), is_place("mlp:hidden=64"), is_place("mlp")
     (True, False, False)
@@ -245,16 +257,16 @@ def is_place(text: str) -> bool:
 
 
 def named_modules(text: str) -> list[str]:
-    """Return the modules of the places in a text; nothing is imported.
+    """Return the modules that a text names; import nothing.
 
-    >>> named_modules("nnm:b=1|mine.rules:Inner:b=2"), named_modules("watch:rule=(krum:b=2)")
+    >>> named_modules("nnm:b=1|mine.rules:Inner:b=2"), named_modules("monitor:rule=(krum:b=2)")
     (['mine.rules'], [])
     """
     return [found["module"] for found in _PLACES.finditer(text)]
 
 
 def imported_callable(text: str) -> Callable[..., Any]:
-    """Return the callable that ``package.module:name`` names, or say in a line why not."""
+    """Import and return the callable ``package.module:name``; raise a one-line error."""
     try:
         found = imported(text.strip())
     except ModuleNotFoundError as error:
@@ -266,12 +278,12 @@ def imported_callable(text: str) -> Callable[..., Any]:
 
 
 def loaded(value: Any) -> Any:
-    """Return a value as it is, or what it stands for if it is foreign."""
+    """Return a value; load it if it is a :class:`Foreign`."""
     return value.load() if isinstance(value, Foreign) else value
 
 
 def build(cls: type[S], arguments: Mapping[str, str], **given: Any) -> S:
-    """Make a value from the text of its arguments, and from fields that are given."""
+    """Return a value from the text of its arguments and from given fields."""
     values = read_arguments(cls, arguments, frozenset(given))
     return cls(**given, **{key: loaded(value) for key, value in values.items()})
 
@@ -279,7 +291,7 @@ def build(cls: type[S], arguments: Mapping[str, str], **given: Any) -> S:
 def read_arguments(
     cls: type[Spec], arguments: Mapping[str, str], given: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """Read the text of a class's arguments, refusing unknown and missing ones by name."""
+    """Read the text of a class's arguments; raise for unknown and missing ones."""
     hints = typing.get_type_hints(cls)
     fields = {
         field.name: field
@@ -287,11 +299,16 @@ def read_arguments(
         if field.name not in given
     }
     values = {}
-    for key, text in arguments.items():
+    for given_key, text in arguments.items():
+        key = cls.former_fields.get(given_key, given_key)
+        if key != given_key:
+            warn_renamed(f"{cls.spelling()}:{given_key}=", f"{key}=")
         if key not in fields:
             raise ValueError(
                 unknown(f"parameter of {cls.spelling()}", key, fields, plural="parameters")
             )
+        if key in values:
+            raise ValueError(f"{cls.spelling()}: {key} is given twice")
         try:
             values[key] = _read(text, hints[key])
         except ValueError as error:
@@ -306,7 +323,7 @@ def read_arguments(
 
 
 def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None) -> str:
-    """Word the error for a name that is not known: the nearest match and the whole list."""
+    """Return the error text for an unknown name: the nearest match and all known names."""
     names = list(known)
     keys = {_key(name): name for name in names}
     close = difflib.get_close_matches(_key(got), keys, n=1, cutoff=0.5)
@@ -317,13 +334,13 @@ def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None
 
 
 def check_on_nonfinite(value: str) -> None:
-    """Raise ValueError unless a value is a policy for aggregates that are not finite."""
+    """Raise ValueError unless a value is a policy for aggregates with NaN or inf."""
     if value not in typing.get_args(OnNonfinite):
         raise ValueError(unknown("on_nonfinite", value, typing.get_args(OnNonfinite), "policies"))
 
 
 def count(owner: str, parameter: str, value: object, minimum: int = 0) -> int:
-    """Return a count as ``int``, refusing fractions, bools and what is below the minimum."""
+    """Return a count as ``int``; raise for fractions, bools and values below the minimum."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
             f"{owner} needs an integer {parameter} (a count, not a fraction): got {value!r}"
@@ -335,7 +352,7 @@ def count(owner: str, parameter: str, value: object, minimum: int = 0) -> int:
 
 
 def positive(owner: str, parameter: str, value: object) -> float:
-    """Return a positive finite number as ``float``, refusing everything else."""
+    """Return a positive finite number as ``float``; raise for other values."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{owner} needs a number {parameter}: got {value!r}")
     number = float(value)
@@ -345,14 +362,14 @@ def positive(owner: str, parameter: str, value: object) -> float:
 
 
 def number(owner: str, parameter: str, value: object) -> float:
-    """Return any number as ``float``, NaN and inf too, refusing what is not a number."""
+    """Return any number as ``float``, NaN and inf too; raise for other types."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{owner} needs a number {parameter}: got {value!r}")
     return float(value)
 
 
 def probability(owner: str, parameter: str, value: object) -> float:
-    """Return a probability as ``float``, refusing what lies outside [0, 1]."""
+    """Return a probability as ``float``; raise for values outside [0, 1]."""
     share = number(owner, parameter, value)
     if not 0 <= share <= 1:
         raise ValueError(f"{owner} needs 0 <= {parameter} <= 1: got {parameter}={share}")
@@ -360,7 +377,7 @@ def probability(owner: str, parameter: str, value: object) -> float:
 
 
 def one_of(owner: str, parameter: str, value: str, options: Iterable[str]) -> str:
-    """Return one of the listed words, refusing all others by name."""
+    """Return one of the listed words; raise for all others."""
     words = list(options)
     if value not in words:
         raise ValueError(unknown(f"{parameter} of {owner}", value, words, plural="it may be"))
@@ -386,10 +403,10 @@ def _write(value: object) -> str:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Split text at the separators that stand outside parentheses.
+    """Split text at the separators outside parentheses.
 
-    >>> split("nnm:b=6|watch:rule=(nnm:b=6|phocas:b=6)", "|")
-    ['nnm:b=6', 'watch:rule=(nnm:b=6|phocas:b=6)']
+    >>> split("nnm:b=6|monitor:rule=(nnm:b=6|phocas:b=6)", "|")
+    ['nnm:b=6', 'monitor:rule=(nnm:b=6|phocas:b=6)']
     """
     depth = 0
     parts = [""]
@@ -403,7 +420,7 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def split_arguments(text: str, owner: str) -> dict[str, str]:
-    """Split ``a=1,b=(c:d=2,e=3)`` at the commas that stand outside parentheses."""
+    """Split ``a=1,b=(c:d=2,e=3)`` at the commas outside parentheses."""
     arguments: dict[str, str] = {}
     for part in split(text, ","):
         if not part.strip():
@@ -421,7 +438,7 @@ def split_arguments(text: str, owner: str) -> dict[str, str]:
 
 
 def _read(text: str, hint: Any) -> Any:
-    """Read text as the annotated type; a ValueError says what it must be."""
+    """Read text as the annotated type, or raise ValueError with the type in words."""
     origin = typing.get_origin(hint)
     options = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""What holds for every attack: a new row of ATTACKS is tested by being there."""
+"""Properties of every attack; a new entry of ATTACKS is tested automatically."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ each_kind = pytest.mark.parametrize("kind", FORMATS)
 
 
 def tensor(kind: str, seed: int = 1) -> torch.Tensor:
-    """Ordinary rows with zeros, subnormals and large values among them, in any format."""
+    """Ordinary rows that include zeros, subnormals and large values, in any format."""
     rng = np.random.default_rng(seed)
     values = rng.normal(0.5, 1, (M, D))
     values[rng.random((M, D)) < 0.05] = 0.0
@@ -102,7 +102,7 @@ def corrupt(attack: Attack, G: torch.Tensor | np.ndarray, seed: int = 7) -> Touc
     return attack.corrupt(G, rng=attack_rng(seed, 3), round=3, previous=previous)
 
 
-def test_every_attack_of_the_table_is_tried_here() -> None:
+def test_every_registered_attack_is_tested() -> None:
     assert {type(attack) for attack in EXAMPLES} == set(ATTACKS.values())
 
 
@@ -146,7 +146,7 @@ def test_same_seed_and_round_same_corruption_in_any_memory(attack: Attack, kind:
 
 @each
 @each_kind
-def test_a_server_corrupts_its_columns_as_the_whole_would_be(attack: Attack, kind: str) -> None:
+def test_server_corrupts_its_columns_as_in_the_whole_matrix(attack: Attack, kind: str) -> None:
     whole, parts, previous = tensor(kind), tensor(kind), tensor(kind, seed=2)
     expected = corrupt(attack, whole).mask()
     masks = []
@@ -175,7 +175,7 @@ def test_a_server_corrupts_its_columns_as_the_whole_would_be(attack: Attack, kin
 
 @each
 @each_kind
-def test_honest_rows_may_be_anything(attack: Attack, kind: str) -> None:
+def test_honest_rows_may_have_any_values(attack: Attack, kind: str) -> None:
     hostile = [NAN, INF, -INF, 0.0, -0.0, 1e-45, 6e4, -6e4]
     G = tensor(kind)
     G[4:, :80] = torch.tensor(hostile * 10).to(G.dtype)
@@ -194,9 +194,7 @@ def test_one_honest_row_is_enough(name: str) -> None:
 
 
 @each
-def test_the_number_of_threads_changes_nothing(
-    attack: Attack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_number_of_threads_changes_no_bit(attack: Attack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK", 100)
     d = 2000
     results = []
@@ -210,13 +208,13 @@ def test_the_number_of_threads_changes_nothing(
 
 
 @each
-def test_written_down_and_read_back(attack: Attack) -> None:
+def test_spec_text_round_trips(attack: Attack) -> None:
     assert parse_attack(str(attack)) == attack
     assert hash(parse_attack(str(attack))) == hash(attack)
 
 
 @each
-def test_labels_are_left_alone_but_by_the_label_flip(attack: Attack) -> None:
+def test_only_label_flip_changes_labels(attack: Attack) -> None:
     labels = np.random.default_rng(0).integers(10, size=(M, 8))
     before = labels.copy()
     touched = attack.corrupt_labels(labels, 10, rng=attack_rng(7, 3), round=3)
@@ -230,7 +228,7 @@ def test_labels_are_left_alone_but_by_the_label_flip(attack: Attack) -> None:
 
 
 @pytest.mark.parametrize("name", ROW_ATTACKS)
-def test_who_is_byzantine(name: str) -> None:
+def test_byzantine_returns_the_fixed_workers(name: str) -> None:
     rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
     fixed = parse_attack(f"{name}:q=4{rest}")
     resampled = parse_attack(f"{name}:q=4,who=resampled{rest}")
@@ -254,7 +252,7 @@ def test_who_is_byzantine(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROW_ATTACKS)
-def test_nobody_is_byzantine(name: str) -> None:
+def test_attacks_with_q_0_change_nothing(name: str) -> None:
     rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
     G = tensor("float32")
     before = words(G).copy()
@@ -262,7 +260,7 @@ def test_nobody_is_byzantine(name: str) -> None:
     assert np.array_equal(words(G), before)
 
 
-def test_rounds_and_seeds_differ() -> None:
+def test_different_rounds_and_seeds_give_different_corruption() -> None:
     drawn = {attack_rng(seed, t).integers(1 << 60) for seed in range(8) for t in range(8)}
     assert len(drawn) == 64
 
@@ -308,7 +306,7 @@ def test_rounds_and_seeds_differ() -> None:
         ("inner-product:q=2,epsilon=x", "epsilon must be a number"),
     ],
 )
-def test_what_cannot_be_is_refused(text: str, message: str) -> None:
+def test_invalid_attacks_are_rejected(text: str, message: str) -> None:
     G = tensor("float32")
     before = words(G).copy()
     with pytest.raises(ValueError, match=message):
@@ -317,16 +315,16 @@ def test_what_cannot_be_is_refused(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("float16", 16), ("bfloat16", 16), ("float64", 64)])
-def test_bits_are_those_of_the_dtype(kind: str, bits: int) -> None:
+def test_bits_must_exist_in_the_dtype(kind: str, bits: int) -> None:
     BitFlip(columns=1, bits=(bits,)).check(M, D, kind)
     if bits < 64:
-        with pytest.raises(ValueError, match=rf"1..16 for {kind}.*part there are"):
+        with pytest.raises(ValueError, match=rf"1..16 for {kind}.*bits correspond to"):
             BitFlip(columns=1).check(M, D, kind)
         with pytest.raises(ValueError, match=f"1..16 for {kind}"):
             Stuck(worker=0, bits=(17,)).check(M, D, getattr(torch, kind))
 
 
-def test_what_is_known_early_is_checked_early() -> None:
+def test_known_sizes_are_checked_before_the_run() -> None:
     Gambler().check(20)
     Gambler().check(20, servers=20)
     with pytest.raises(ValueError, match="got servers=20 where there are 4"):
@@ -340,13 +338,13 @@ def test_what_is_known_early_is_checked_early() -> None:
 
 
 @pytest.mark.parametrize("value", [True, "3", None, 1j])
-def test_a_number_must_be_a_number(value: object) -> None:
+def test_parameters_must_be_numbers(value: object) -> None:
     for cls, field in ((ConstantRows, "value"), (Omniscient, "scale"), (SignFlip, "scale")):
         with pytest.raises(TypeError, match=f"needs a number {field}"):
             cls(1, value)  # type: ignore[arg-type]
 
 
-def test_what_is_no_matrix_is_refused() -> None:
+def test_inputs_other_than_a_matrix_are_rejected() -> None:
     rng = np.random.default_rng(0)
     attack = Gaussian(q=1)
     frozen = np.zeros((3, 4))
@@ -367,10 +365,10 @@ def test_what_is_no_matrix_is_refused() -> None:
         attack.corrupt(np.zeros((3, 4)), rng=rng, start=3, d=5)
 
 
-def test_no_columns_is_no_reason_to_fail() -> None:
+def test_matrix_without_columns_is_accepted() -> None:
     for attack in EXAMPLES:
         if isinstance(attack, (BitFlip, Stuck)) or "model=cells" in str(attack):
-            continue  # these name columns that must be there
+            continue  # these refer to columns that must exist
         G = np.zeros((M, 0), np.float32)
         touched = attack.corrupt(G, rng=attack_rng(0, 0), round=1, previous=G.copy())
         assert touched.count == 0
@@ -400,7 +398,7 @@ def test_shards_are_those_of_array_split(d: int, servers: int) -> None:
         shard_bounds(d, 0)
 
 
-def test_what_would_change_nothing_is_refused() -> None:
+def test_attacks_without_bits_or_integer_labels_are_rejected() -> None:
     for text in ("bit-flip:bits=", "stuck:worker=0,bits="):
         with pytest.raises(ValueError, match="needs at least one bit: got none"):
             parse_attack(text)
@@ -409,7 +407,7 @@ def test_what_would_change_nothing_is_refused() -> None:
         parse_attack("label-flip:q=1").corrupt_labels(targets, 0, rng=np.random.default_rng(0))
 
 
-def test_a_gambler_sits_at_one_of_the_servers_that_there_are() -> None:
+def test_gambler_gets_the_number_of_servers_unless_its_spec_sets_it() -> None:
     assert parse_attack("gambler", servers=4) == Gambler(servers=4)
     assert parse_attack("gambler:servers=7", servers=4) == Gambler(servers=7)
     assert parse_attack("crash:worker=1", servers=4) == parse_attack("crash:worker=1")

@@ -1,4 +1,4 @@
-"""What each attack does, exactly or in distribution, against a slow obvious twin."""
+"""The effect of each attack, exactly or in distribution, compared with a slow reference."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_gaussian_rows_are_normal_and_independent() -> None:
     cdf = np.array([NormalDist(0, 200).cdf(value) for value in ranked])
     places = np.arange(0, n, 97) / n
     assert np.abs(cdf - places).max() < 1.95 / math.sqrt(n) + 1 / n
-    # Rows, and the streams within a row, repeat nothing of each other.
+    # Rows, and the streams within a row, are independent.
     correlation = np.corrcoef(np.vstack([bad[:, :65536], bad[:, 65536:131072]]))
     assert np.abs(correlation - np.eye(12)).max() < 5 / math.sqrt(65536)
 
@@ -71,7 +71,7 @@ def test_gaussian_is_drawn_as_documented() -> None:
 
 
 @pytest.mark.parametrize("who", ["fixed", "resampled"])
-def test_omniscient_rows_are_minus_the_sum_of_the_correct_ones(who: str) -> None:
+def test_omniscient_rows_are_minus_the_sum_of_honest_rows(who: str) -> None:
     G = gradients(np.float64)
     before = G.copy()
     touched = Omniscient(q=6, scale=1e20, who=who).corrupt(G, rng=attack_rng(5, 2))  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def test_the_papers_bits_of_a_float32() -> None:
     assert G[0, 0] == -1.25 * 2.0**64
 
 
-def test_another_worker_each_time() -> None:
+def test_bit_flip_draws_a_worker_for_each_column() -> None:
     G = gradients()
     rows = BitFlip().corrupt(G, rng=attack_rng(2, 0)).cell_rows
     hits = np.bincount(rows, minlength=M)
@@ -175,7 +175,7 @@ def test_bernoulli_agrees_with_independent_coins(p: float) -> None:
         hits[places] += 1
     spread = math.sqrt(size * times * p * (1 - p))
     assert abs(hits.sum() - size * times * p) <= 4 * spread
-    # The first and the last place are as likely as any other.
+    # The first and the last position are as likely as any other.
     edge = math.sqrt(times * p * (1 - p))
     assert abs(hits[0] - times * p) <= 4 * edge + 1e-9
     assert abs(hits[-1] - times * p) <= 4 * edge + 1e-9
@@ -194,7 +194,7 @@ def test_sign_flip_and_inner_product() -> None:
 
 @pytest.mark.parametrize("direction", ["unit", "std", "sign"])
 @pytest.mark.parametrize("cls", [MinMax, MinSum])
-def test_min_max_and_min_sum_go_as_far_as_they_may(
+def test_min_max_and_min_sum_take_the_largest_allowed_step(
     cls: type[MinMax | MinSum], direction: Direction
 ) -> None:
     G = gradients(np.float64, d=300)
@@ -217,7 +217,7 @@ def test_min_max_and_min_sum_go_as_far_as_they_may(
     assert excess(step * 1.01) > 1
 
 
-def test_mimic_copies_the_given_worker_or_the_one_farthest_out() -> None:
+def test_mimic_copies_the_given_or_the_farthest_worker() -> None:
     G = gradients()
     G[13] = G[13] + 5 * gradients(seed=9)[0]
     before = G.copy()
@@ -232,7 +232,7 @@ def test_mimic_copies_the_given_worker_or_the_one_farthest_out() -> None:
     assert (G[:4] == before[4]).all()
 
 
-def test_label_flip_is_its_own_inverse_and_refuses_labels_that_are_none() -> None:
+def test_label_flip_is_its_own_inverse_and_rejects_invalid_labels() -> None:
     labels = torch.randint(10, (M, 32), generator=torch.Generator().manual_seed(0))
     before = labels.clone()
     attack = LabelFlip(q=5, who="resampled")
@@ -257,7 +257,7 @@ def test_constant_rows(value: float, kind: str) -> None:
     torch.testing.assert_close(G[:2], expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_crash_is_for_good() -> None:
+def test_crashed_worker_stays_nan() -> None:
     attack = Crash(worker=3, round=2)
     for t in range(5):
         G = gradients()
@@ -266,7 +266,7 @@ def test_a_crash_is_for_good() -> None:
         assert np.isnan(G[3]).all() == (t >= 2)
 
 
-def test_a_straggler_sends_last_rounds_row() -> None:
+def test_straggler_sends_the_previous_rounds_row() -> None:
     attack = Straggler(q=2)
     rounds = [gradients(seed=t) for t in range(3)]
     previous = None
@@ -314,7 +314,7 @@ def test_random_cells_hold_any_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_silent_corruption_is_periodic_and_hardly_ever_nan(kind: str) -> None:
-    """As published: one bit in 38%, several in the rest, NaN in 1%, the same addresses always."""
+    """As published: one bit in 38%, several in the rest, NaN in 1%, always the same addresses."""
     attack = SilentCorruption(worker=2, round=5, stride=3, first=1)
     before = torch.full((M, 90_000), 0.01, dtype=getattr(torch, kind))
     early = before.clone()
@@ -348,7 +348,7 @@ def test_bfloat16_is_rounded_as_torch_rounds(value: float) -> None:
 
 
 @pytest.mark.parametrize("attack", [Gambler(servers=1), BitFlip(), RandomCells(rate=0.0005)])
-def test_single_cells_cost_in_proportion_to_the_cells(
+def test_drawing_cells_takes_time_proportional_to_their_number(
     attack: Gambler | BitFlip | RandomCells,
 ) -> None:
     G = np.ones((M, 200_000), np.float32)
@@ -357,6 +357,6 @@ def test_single_cells_cost_in_proportion_to_the_cells(
     touched = attack.corrupt(G, rng=attack_rng(0, 1))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # A dozen 8-byte numbers a cell, and nothing like the 4 million cells of the matrix.
+    # About twelve 8-byte numbers per cell, far less than the 4 million cells of the matrix.
     assert 900 < touched.count < 2500
     assert peak < 100 * touched.count + 50_000

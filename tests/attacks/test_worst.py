@@ -1,4 +1,4 @@
-"""Attackers who know the rule: the optimum where it is computed, unbeaten where it is searched."""
+"""Attacks that know the rule: the computed optimum, and searches that no other attack beats."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ COMPUTED = [
     "phocas:b=6",
     "meamed:b=6",
     "heraclius:b=6",
-    "heraclius:b=8,reach=16",
-    "watch:rule=(phocas:b=6)",
+    "heraclius:b=8,cutoff=16",
+    "monitor:rule=(phocas:b=6)",
 ]
 SEARCHED = [
     "krum:b=6",
@@ -69,7 +69,7 @@ SEARCHED = [
 
 
 def rounds(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return honest rows, a gradient with as much noise, and those of the round before."""
+    """Return honest rows, a gradient with as much noise, and the rows of the previous round."""
     rng = np.random.default_rng(seed)
     gradient = rng.normal(size=D)
     now, before = gradient + rng.normal(size=(2, M, D))
@@ -111,12 +111,12 @@ def rivals(rule: Rule) -> list[Attack]:
 
 @pytest.mark.parametrize("objective", ["distance", "descent"])
 @pytest.mark.parametrize("text", COMPUTED + SEARCHED)
-def test_no_attack_by_the_same_workers_is_worse(text: str, objective: Objective) -> None:
+def test_no_other_attack_by_the_same_workers_is_worse(text: str, objective: Objective) -> None:
     rule = parse_rule(text)
     worst = harm(rule, WorstCase(rule, Q, objective=objective), objective)
     for rival in rivals(rule):
         other = harm(rule, rival, objective)
-        # In float32 the last digits of two equally bad results may differ.
+        # In float32 the last digits of two equally harmful results may differ.
         assert worst >= other - (1e-5 * abs(other) if math.isfinite(other) else 0), str(rival)
 
 
@@ -132,8 +132,8 @@ def test_the_generalised_model_is_worse_for_rules_that_compare_rows(text: str) -
 
 
 @pytest.mark.parametrize("follows", ["nnm:b=6|trimmed-mean:b=6", "multi-krum:b=6"])
-def test_lies_spread_over_all_rows_move_what_is_cleaned_but_do_not_break_it(follows: str) -> None:
-    rule = parse_rule(f"cleaning:b=8|{follows}")
+def test_values_distributed_over_all_rows_do_not_break_cell_filter(follows: str) -> None:
+    rule = parse_rule(f"cell-filter:b=8|{follows}")
     honest, _ = rounds()
     mean = honest[Q:].mean(axis=0)
     length = np.sqrt(np.square(honest[Q:] - mean).sum(axis=1).mean())
@@ -146,7 +146,7 @@ def test_lies_spread_over_all_rows_move_what_is_cleaned_but_do_not_break_it(foll
         assert touched.count == np.count_nonzero(honest - G)
         moved[model] = np.linalg.norm(rule(G) - mean) / length
     assert len(touched.rows) == M
-    assert moved["rows"] < moved["cells"] < 8  # where NNM and Multi-Krum alone are lost
+    assert moved["rows"] < moved["cells"] < 8  # NNM and Multi-Krum alone fail here
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -167,8 +167,8 @@ def test_the_computed_optimum_is_the_optimum_of_a_grid(seed: int) -> None:
         reached = np.abs(rule(G) - mean)
         for column in range(4):
             values = honest[:, column]
-            reach = 3 * np.ptp(values) + 1
-            line = np.linspace(values.min() - reach, values.max() + reach, 1500 if q == 1 else 60)
+            cutoff = 3 * np.ptp(values) + 1
+            line = np.linspace(values.min() - cutoff, values.max() + cutoff, 1500 if q == 1 else 60)
             grid = [*line, *values, np.inf, -np.inf]
             lies = np.array(list(itertools.combinations_with_replacement(grid, q))).T
             tried = np.vstack([lies, np.repeat(values[:, None], lies.shape[1], axis=1)])
@@ -183,8 +183,8 @@ def test_the_computed_optimum_is_the_optimum_of_a_grid(seed: int) -> None:
         [0.001, 0.001, 4.215, 6.233, 8.511, 13.25, 30.166, 32.709, 59.754],
     ],
 )
-def test_the_optimum_may_lie_among_the_values_that_make_the_centre(honest: list[float]) -> None:
-    rule, values = Phocas(2), np.array(honest) - 100  # against a negative mean is upwards
+def test_optimum_may_be_among_the_values_of_the_centre(honest: list[float]) -> None:
+    rule, values = Phocas(2), np.array(honest) - 100  # for a negative mean, descent means upwards
     G = np.concatenate([np.zeros(2), values])[:, None]
     WorstCase(rule, 2, objective="descent").corrupt(G, rng=attack_rng(0, 0))
     assert values.min() < G[0, 0] < values.max()
@@ -197,7 +197,7 @@ def test_the_optimum_may_lie_among_the_values_that_make_the_centre(honest: list[
 
 @dataclass(frozen=True)
 class Interior(Rule):
-    """A rule of a user's own that is a window, and no subclass of those of the package."""
+    """A user-defined rule that is a window, and no subclass of the package's rules."""
 
     columnwise = True
 
@@ -205,24 +205,24 @@ class Interior(Rule):
         return Window(trim=m - 14, drop=Q)
 
 
-def test_a_rule_is_known_by_its_window_and_not_by_its_class() -> None:
+def test_attack_depends_on_the_window_not_on_the_class() -> None:
     own, known = (rounds()[0] for _ in range(2))
     WorstCase(Interior(), Q).corrupt(own, rng=attack_rng(0, 0))
     WorstCase(Phocas(Q), Q).corrupt(known, rng=attack_rng(0, 0))
     assert np.array_equal(own, known)
     assert WorstCase(Interior(), Q).sharded
-    # These are column-wise too, but a block has a spread, and of a function nothing is known.
+    # These are column-wise too, but a cutoff depends on a block, and a function is unknown.
     assert not WorstCase(Heraclius(Q), Q).sharded
     assert not WorstCase(FunctionRule(np.median, columnwise=True), Q).sharded
 
 
-def test_liars_at_the_edge_of_the_reach_push_hardest_in_blocks_of_any_scale() -> None:
+def test_values_at_the_cutoff_are_worst_in_blocks_of_any_scale() -> None:
     rng = np.random.default_rng(0)
     scales = np.repeat([1.0, 1e-3, 10.0], [1024, 1024, 300])
     honest = rng.standard_t(3, size=(M - Q, len(scales))) * scales
     honest[:, 2048:] *= rng.random((M - Q, 300)) < 0.3  # sparse columns, whose radius is 0
     mean = honest.mean(axis=0)
-    for rule in (Heraclius(Q), Heraclius(8, reach=1.5)):
+    for rule in (Heraclius(Q), Heraclius(8, cutoff=1.5)):
         G = np.vstack([np.zeros((Q, len(scales))), honest])
         WorstCase(rule, Q).corrupt(G, rng=attack_rng(0, 0))
         reached = np.abs(rule(G) - mean)
@@ -234,7 +234,7 @@ def test_liars_at_the_edge_of_the_reach_push_hardest_in_blocks_of_any_scale() ->
                 tried[:Q] = mean[block] + place * spread
                 pushes.append(np.linalg.norm(rule(tried) - mean[block]))
             assert np.linalg.norm(reached[block]) > 0.99 * max(pushes)
-            promised = rule.spreads(M, Q)
+            promised = rule.error_bound(M, Q)
             assert promised is not None
             deviation = np.sqrt(np.square(honest[:, block] - mean[block]).sum() / (M - Q))
             assert np.linalg.norm(reached[block]) < promised * deviation
@@ -254,7 +254,7 @@ def test_the_optimum_is_nearly_reached_in_every_format(text: str, kind: str) -> 
     assert np.linalg.norm(host_array(rule(G)) - mean) == pytest.approx(most, rel=digits)
 
 
-def test_descent_goes_down_in_every_column() -> None:
+def test_descent_objective_lowers_every_column() -> None:
     rule = TrimmedMean(6)
     G, _ = rounds()
     mean = G[Q:].mean(axis=0)
@@ -273,14 +273,14 @@ class Counted(Median):
 
 
 class Opaque(Pipeline):
-    """A median of which nothing is known but what it returns."""
+    """A median that declares nothing about itself."""
 
     def __call__(self, rows: Any, *, rng: Randomness = None, **_: Any) -> Any:
         return Counted()(rows, rng=rng)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 31, 57])
-def test_the_budget_is_kept(budget: int) -> None:
+def test_search_stays_within_its_budget(budget: int) -> None:
     Counted.calls = 0
     WorstCase(Opaque((), Median()), Q, budget=budget).corrupt(rounds()[0], rng=attack_rng(0, 0))
     assert Counted.calls == budget
@@ -289,7 +289,7 @@ def test_the_budget_is_kept(budget: int) -> None:
     assert Counted.calls == min(budget, 2)
 
 
-def test_a_seed_repeats_the_search() -> None:
+def test_same_seed_repeats_the_search() -> None:
     rule = parse_rule("krum:b=6")
     found = []
     for seed in (1, 1, 2):
@@ -300,7 +300,7 @@ def test_a_seed_repeats_the_search() -> None:
 
 
 @pytest.mark.parametrize(("m", "q", "z"), [(20, 6, 0.3661), (50, 24, 1.4261), (11, 5, 0.9674)])
-def test_the_papers_z(m: int, q: int, z: float) -> None:
+def test_default_z_is_the_papers(m: int, q: int, z: float) -> None:
     # m = 50, q = 24 is the paper's example: s = 2, Phi(z) < 24 / 26, z = 1.43.
     assert ALittleIsEnough(q).given_z(m) == pytest.approx(z, abs=1e-4)
 
@@ -336,12 +336,12 @@ def test_the_tuned_z_beats_a_grid_of_z(text: str) -> None:
         (lambda: WorstCase(Median(), 2, model="cells").check(20, 9), "needs q . d >= m"),
     ],
 )
-def test_what_cannot_be_is_refused(make: object, message: str) -> None:
+def test_invalid_worst_case_attacks_are_rejected(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
 
 
-def test_climbing_finds_a_cliff_and_a_hill() -> None:
+def test_climb_finds_a_maximum_and_an_edge() -> None:
     def cliff(step: float) -> float:
         return step if step < 13.7 else 0.0
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Phocas(Protocol):
-    def __call__(self, *words: str, status: int = 0) -> str: ...
+    def __call__(self, *words: str, status: int = 0, stream: str | None = None) -> str: ...
 
 
 @pytest.fixture
@@ -27,12 +27,14 @@ def phocas(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
 
-    def run(*words: str, status: int = 0) -> str:
+    def run(*words: str, status: int = 0, stream: str | None = None) -> str:
         monkeypatch.setattr(sys, "argv", ["phocas", *words])
         with pytest.raises(SystemExit) as ended:
             main()
         output, errors = capsys.readouterr()
         assert (ended.value.code or 0) == status, errors
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", errors if status else output)
+        return re.sub(
+            r"\x1b\[[0-9;?]*[a-zA-Z]", "", errors if status and stream is None else output
+        )
 
     return run

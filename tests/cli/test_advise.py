@@ -26,7 +26,7 @@ CASES = {
     "krum": ("krum:b=2", "gaussian:q=2"),
     "too many": ("phocas:b=1", "gaussian:q=3"),
     "mixed": ("nnm:b=3|trimmed-mean:b=3", "omniscient:q=1"),
-    "watched": ("watch:rule=(heraclius:b=3)", "gaussian:q=2"),
+    "watched": ("monitor:rule=(heraclius:b=3)", "gaussian:q=2"),
     "most": ("phocas:b=5", "gaussian:q=6,std=1e39"),
     "own": ("own_rules:Middle", "none"),
     "hidden": ("heraclius:b=4", "alie:q=3"),
@@ -87,25 +87,25 @@ def advised(folder: Path, case: str) -> tuple[str, dict[str, Any]]:
     status, screen, errors = run(folder, "r.sqlite", "--run", number)
     assert (status, errors) == (0, "")
     assert max(map(len, screen.splitlines())) <= 80
-    assert "b is what you fear" in " ".join(screen.split())
+    assert "choose b for the faults that you expect" in " ".join(screen.split())
     return screen, json.loads(run(folder, "r.sqlite", "--run", number, "--json")[1])
 
 
 def test_a_quiet_run_needed_nothing(folder: Path) -> None:
     screen, told = advised(folder, "quiet")
-    assert (told["needed"], told["told"], told["counted"]) == (0, 3, 6)
+    assert (told["needed"], told["tolerated"], told["counted"]) == (0, 3, 6)
     assert "never used: b = 1-3" in screen
 
 
 def test_what_was_needed_what_was_not_and_what_it_would_have_cost(folder: Path) -> None:
     screen, told = advised(folder, "liars")
-    assert (told["needed"], told["told"]) == (2, 4)
+    assert (told["needed"], told["tolerated"]) == (2, 4)
     assert "needed: b >= 2" in screen
     assert "never used: b = 3, 4" in screen
-    bounds = {(cost["b"], cost["reach"]): cost["bound"] for cost in told["costs"]}
+    bounds = {(cost["b"], cost["cutoff"]): cost["bound"] for cost in told["costs"]}
     assert sorted({b for b, _ in bounds}) == [1, 2, 3, 4]
-    for (b, reach), bound in bounds.items():
-        assert bound == Heraclius(b, reach).bound(11, 2)
+    for (b, cutoff), bound in bounds.items():
+        assert bound == Heraclius(b, cutoff).bound(11, 2)
         assert (bound is None) == (b < 2)
     assert {"none", "4"} <= set(screen.split())
 
@@ -113,15 +113,15 @@ def test_what_was_needed_what_was_not_and_what_it_would_have_cost(folder: Path) 
 def test_rules_of_rows_count_workers(folder: Path) -> None:
     screen, told = advised(folder, "krum")
     assert told["by_rows"]
-    assert told["needed"] == told["told"] == 2
-    assert "all used: krum:b=2 survives 2, and there is nothing to spare" in screen
+    assert told["needed"] == told["tolerated"] == 2
+    assert "all used: krum:b=2 tolerates 2, and no more" in screen
     assert advised(folder, "mixed")[1]["needed"] == 1
 
 
 def test_too_small_a_b_is_said_to_have_no_bound(folder: Path) -> None:
     screen, told = advised(folder, "too many")
-    assert (told["needed"], told["told"]) == (3, 1)
-    assert "NOT ENOUGH: phocas:b=1 survives 1, so there is no bound on its error" in screen
+    assert (told["needed"], told["tolerated"]) == (3, 1)
+    assert "NOT ENOUGH: phocas:b=1 tolerates 1, so that its error has no bound" in screen
     assert [cost["bound"] is None for cost in told["costs"]] == [True, False]
 
 
@@ -135,16 +135,18 @@ def test_where_most_are_wrong_no_b_is_enough(folder: Path) -> None:
 
 def test_who_only_watches_is_told_that_the_mean_survives_nothing(folder: Path) -> None:
     screen, told = advised(folder, "watched")
-    assert (told["needed"], told["told"], told["would"]) == (2, 0, 3)
+    assert (told["needed"], told["tolerated"], told["would"]) == (2, 0, 3)
     assert told["watched"].startswith("heraclius:b=3")
-    assert "NO PROTECTION: watch takes the mean, which survives nothing" in " ".join(screen.split())
+    assert "NO PROTECTION: monitor returns the mean, which tolerates nothing" in " ".join(
+        screen.split()
+    )
     assert "never used" not in screen
     assert {cost["b"] for cost in told["costs"]} == {1, 2, 3}
 
 
 def test_byzantine_workers_of_the_simulation_are_needed_whatever_is_seen(folder: Path) -> None:
     screen, told = advised(folder, "hidden")
-    assert next(one["most"] for one in told["seen"] if one["reach"] == 64) < 3
+    assert next(one["most"] for one in told["seen"] if one["cutoff"] == 64) < 3
     assert (told["byzantine"], told["needed"], told["unknown"]) == (3, 3, None)
     assert "needed: b >= 3, for 3 Byzantine workers of the attack" in screen
     assert "never used: b = 4" in screen
@@ -155,8 +157,8 @@ def test_nothing_is_called_unused_where_data_differ_or_the_attack_does_not_say(
     folder: Path,
 ) -> None:
     screen, told = advised(folder, "skewed")
-    assert (told["needed"], told["told"]) == (3, 3)
-    assert "all used: heraclius:b=3 survives 3" in screen
+    assert (told["needed"], told["tolerated"]) == (3, 3)
+    assert "all used: heraclius:b=3 tolerates 3" in screen
     for case, needed, words in (
         ("skewed and spare", 3, "b = 4, 5 was needed too, because workers hold different data"),
         ("skewed and honest", 0, "b = 1-3 was needed too, because workers hold different data"),
@@ -171,8 +173,8 @@ def test_nothing_is_called_unused_where_data_differ_or_the_attack_does_not_say(
 def test_ones_own_rule_is_not_imported(folder: Path) -> None:
     (folder / "own_rules.py").write_text("raise SystemExit('imported')\n")
     screen, told = advised(folder, "own")
-    assert (told["told"], told["costs"]) == (None, [])
-    assert "is your own: what it survives is not asked here" in screen
+    assert (told["tolerated"], told["costs"]) == (None, [])
+    assert "is your own: its guarantee is not known here" in screen
 
 
 @pytest.mark.parametrize(

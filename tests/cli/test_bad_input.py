@@ -71,7 +71,7 @@ def a_round(number: int) -> Round:
         expected_dropped=0.4,
         by_server=None,
         touched=0,
-        suspects=(),
+        flagged=(),
         seconds={},
     )
 
@@ -86,19 +86,21 @@ def phocas(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProces
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("runs --results folder", "a results file must be a file: got folder"),
-        ("runs --results garbage.sqlite", "garbage.sqlite cannot be used as a results file"),
-        ("runs --results short.sqlite", "short.sqlite cannot be used as a results file"),
-        ("runs --status xyz", "unknown status 'xyz'; it may be: running, complete"),
-        ("export --csv folder", "the table must be a file: got folder"),
-        ("export", "needs --csv FILE for a table, or --model RUN"),
-        ("export --model 7", "there is no run 7 in phocas.sqlite"),
-        ("export --model 1", "the model of run 1 is not there any more"),
+        ("results list --results folder", "a results file must be a file: got folder"),
+        (
+            "results list --results garbage.sqlite",
+            "garbage.sqlite cannot be used as a results file",
+        ),
+        ("results list --results short.sqlite", "short.sqlite cannot be used as a results file"),
+        ("results list --status xyz", "unknown status 'xyz'; it may be: running, complete"),
+        ("results export --csv folder", "the table must be a file: got folder"),
+        ("results export", "needs --csv FILE for a table, or --model RUN"),
+        ("results export --model 7", "there is no run 7 in phocas.sqlite"),
+        ("results export --model 1", "the model of run 1 is not there any more"),
         ("train --config folder", "folder: is a directory"),
         ("train --config binary.toml", "binary.toml is no TOML: 'utf-8' codec can't decode"),
         ("train --results folder", "the results file must be a file: got folder"),
         ("train --save-model folder", "the model must be a file: got folder"),
-        ("train --resume --restart", "give one of them"),
         ("train --engine ray --faults folder", "folder: is a directory"),
         ("train --model own:raises", "own.py:5: ZeroDivisionError: division by zero"),
         ("train --model own:misfit", "own:misfit cannot be trained on synthetic"),
@@ -129,7 +131,7 @@ def test_mistakes_are_one_line_and_status_2(folder: Path, words: str, complaint:
 
 def test_a_traceback_can_be_had(folder: Path) -> None:
     words = ("train", *SMALL[:2], "--model", "own:raises")
-    assert "shows the way there" in phocas(*words, cwd=folder).stderr
+    assert "shows the traceback" in phocas(*words, cwd=folder).stderr
     asked = phocas("--traceback", *words, cwd=folder)
     assert asked.returncode == 1
     assert "Traceback" in asked.stderr
@@ -180,7 +182,10 @@ except PermissionError:
 sys.exit(run())
 """
     a_results_file(reachable / "phocas.sqlite")
-    for words in (("runs", "--json"), ("export", "--csv", "-", "--table", "rounds")):
+    for words in (
+        ("results", "list", "--json"),
+        ("results", "export", "--csv", "-", "--table", "rounds"),
+    ):
         ended = subprocess.run(
             [sys.executable, "-c", code, *words],
             cwd=reachable,
@@ -206,7 +211,10 @@ def test_a_results_file_with_any_bit_flipped_is_read_or_named(
         damaged = bytearray(whole)
         damaged[place] ^= 1 << int(rng.integers(8))
         (folder / "damaged.sqlite").write_bytes(damaged)
-        for words in (["runs"], ["export", "--csv", "-", "--table", "rounds"]):
+        for words in (
+            ["results", "list"],
+            ["results", "export", "--csv", "-", "--table", "rounds"],
+        ):
             argv = ["phocas", *words, "--results", "damaged.sqlite"]
             monkeypatch.setattr(sys, "argv", argv)
             with pytest.raises(SystemExit) as ended:

@@ -32,13 +32,13 @@ class Mine(Median):
 
 @pytest.mark.parametrize("m", [1, 2, 5, 20, 128])
 def test_all_are_listed_with_what_they_survive(phocas: Phocas, m: int) -> None:
-    listed = json.loads(phocas("rules", "--json", "--workers", str(m)))
+    listed = json.loads(phocas("rules", "--json", "--num-workers", str(m)))
     assert [entry["name"] for entry in listed] == [*RULES, *PRE_AGGREGATORS]
     for entry in listed:
         if entry["told"] is not None:
             tolerance = parse_rule(entry["told"]).tolerates(m)
             assert entry["survives"] == {"rows": tolerance.rows, "values": tolerance.values}
-    text = phocas("rules", "--workers", str(m))
+    text = phocas("rules", "--num-workers", str(m))
     assert max(map(len, text.splitlines())) <= 80
     for entry in listed:
         (line,) = [line for line in text.splitlines() if line.startswith(f"{entry['name']} ")]
@@ -73,15 +73,15 @@ def test_each_is_described_in_80_columns(phocas: Phocas, name: str) -> None:
 
 
 def test_a_pipeline_has_its_own_promise(phocas: Phocas) -> None:
-    known = json.loads(phocas("rules", "nnm:b=2|phocas:b=2", "--workers", "11", "--json"))
+    known = json.loads(phocas("rules", "nnm:b=2|phocas:b=2", "--num-workers", "11", "--json"))
     assert [step["name"] for step in known["steps"]] == ["nnm", "phocas"]
     rule = parse_rule("nnm:b=2|phocas:b=2")
     assert known["promise"]["survives"] == {"rows": 2, "values": 0}
     assert known["promise"]["distances"] == [
-        {"wrong": q, "spreads": rule.spreads(11, q)} for q in (0, 2)
+        {"wrong": q, "spreads": rule.error_bound(11, q)} for q in (0, 2)
     ]
-    assert "nnm:b=2|phocas:b=2 among 11 workers" in phocas(
-        "rules", "nnm|phocas", "--b", "2", "--workers", "11"
+    assert "nnm:b=2|phocas:b=2 with 11 workers" in phocas(
+        "rules", "nnm|phocas", "--b", "2", "--num-workers", "11"
     )
 
 
@@ -90,8 +90,8 @@ def test_b_is_the_largest_that_all_steps_hold_with(phocas: Phocas) -> None:
         "krum": "krum:b=8",
         "nnm|krum": "nnm:b=8|krum:b=8",
         "bucketing:size=2|krum": "bucketing:size=2|krum:b=3",
-        "cleaning": "cleaning:b=9|median",
-        "heraclius:reach=2": "heraclius:b=9,reach=2.0",
+        "cell-filter": "cell-filter:b=9|median",
+        "heraclius:cutoff=2": "heraclius:b=9,cutoff=2.0",
         "trmean": "trimmed-mean:b=9",
     }.items():
         assert json.loads(phocas("rules", text, "--json"))["rule"] == told
@@ -99,10 +99,10 @@ def test_b_is_the_largest_that_all_steps_hold_with(phocas: Phocas) -> None:
 
 def test_a_rule_of_the_users_own(phocas: Phocas, tmp_path: Path) -> None:
     (tmp_path / "listed_rules.py").write_text(OWN)
-    text = phocas("rules", "listed_rules:Mine", "--workers", "5")
+    text = phocas("rules", "listed_rules:Mine", "--num-workers", "5")
     assert "Do as the median does." in text
     assert "this test." in text
-    assert "2 wrong values" in text
+    assert "2 Byzantine values" in text
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_a_rule_of_the_users_own(phocas: Phocas, tmp_path: Path) -> None:
     [
         (("phoca",), "did you mean 'phocas'?"),
         (("krum", "--b", "9"), "the largest b is 8"),
-        (("phocas:b=4", "--b", "3"), "not told b yet"),
-        (("mean", "--b", "1"), "not told b yet"),
+        (("phocas:b=4", "--b", "3"), "--b is for a rule without b"),
+        (("mean", "--b", "1"), "--b is for a rule without b"),
         (("--b", "1"), "give its name too"),
-        (("krum", "--workers", "2"), "no b is small enough"),
-        (("--workers", "0"), "needs workers >= 1"),
+        (("krum", "--num-workers", "2"), "no b is small enough"),
+        (("--num-workers", "0"), "needs --num-workers >= 1"),
         (("phocas|nnm",), "phocas"),
         (("nowhere.at:All",), "there is no module 'nowhere'"),
         (("",), "unknown rule ''"),

@@ -56,8 +56,8 @@ def here(swept: Path, tmp_path: Path) -> Path:
 
 
 def test_mean_and_deviation_over_seeds(phocas: Phocas, here: Path) -> None:
-    groups = json.loads(phocas("runs", "--by", "rule,attack", "--json"))
-    every = json.loads(phocas("runs", "--json"))
+    groups = json.loads(phocas("results", "list", "--by", "rule,attack", "--json"))
+    every = json.loads(phocas("results", "list", "--json"))
     assert [(group["rule"], group["attack"]) for group in groups] == [
         ("mean", "gaussian:q=2"),
         ("phocas:b=2", "gaussian:q=2"),
@@ -71,7 +71,7 @@ def test_mean_and_deviation_over_seeds(phocas: Phocas, here: Path) -> None:
             values = [run[name] for run in found]
             assert group[name]["mean"] == pytest.approx(statistics.mean(values))
             assert group[name]["deviation"] == pytest.approx(statistics.stdev(values))
-    lines = phocas("runs", "--by", "rule,attack").splitlines()
+    lines = phocas("results", "list", "--by", "rule,attack").splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1].split()[:4] == ["rule", "attack", "seeds", "final"]
     mean = groups[0]["final_accuracy"]
@@ -80,9 +80,9 @@ def test_mean_and_deviation_over_seeds(phocas: Phocas, here: Path) -> None:
 
 
 def test_rows_that_mix_more_than_seeds_say_so(phocas: Phocas, here: Path) -> None:
-    assert phocas("runs", "--by", "rule").splitlines()[-1] == "  --by rule,attack,lr"
-    assert "--by" not in phocas("runs", "--by", "lr,rule,attack")
-    alone = json.loads(phocas("runs", "--by", "rule,attack,lr", "--json"))
+    assert phocas("results", "list", "--by", "rule").splitlines()[-1] == "  --by rule,attack,lr"
+    assert "--by" not in phocas("results", "list", "--by", "lr,rule,attack")
+    alone = json.loads(phocas("results", "list", "--by", "rule,attack,lr", "--json"))
     assert [group["final_accuracy"]["deviation"] is None for group in alone] == [
         False,
         False,
@@ -95,31 +95,33 @@ def test_runs_of_other_lengths_are_told_apart(phocas: Phocas, here: Path) -> Non
     common = {key: value for key, value in GRID.items() if key != "grid"}
     longer = {"rule": "mean", "attack": "gaussian:q=2", "seed": 3, "rounds": 9}
     execute(make_config({**common, **longer}))
-    lines = phocas("runs", "--by", "rule,attack,lr").splitlines()
+    lines = phocas("results", "list", "--by", "rule,attack,lr").splitlines()
     assert lines[-1] == "  --by rule,attack,lr,rounds"
-    apart = json.loads(phocas("runs", "--by", "rule,attack,rounds", "--json"))
+    apart = json.loads(phocas("results", "list", "--by", "rule,attack,rounds", "--json"))
     assert [(each["rounds"], each["seeds"]) for each in apart if each["rule"] == "mean"] == [
         (6, [0, 1, 2]),
         (9, [3]),
     ]
-    assert phocas("runs").splitlines()[1].split().count("rounds") == 1
+    assert phocas("results", "list").splitlines()[1].split().count("rounds") == 1
 
 
 def test_who_is_averaged_can_be_chosen(phocas: Phocas, here: Path) -> None:
-    assert phocas("runs", "--by", "rule", "--status", "running", "--json").strip() == "[]"
-    killed = json.loads(phocas("runs", "--by", "rule", "--status", "killed", "--json"))
+    assert (
+        phocas("results", "list", "--by", "rule", "--status", "running", "--json").strip() == "[]"
+    )
+    killed = json.loads(phocas("results", "list", "--by", "rule", "--status", "killed", "--json"))
     assert [group["seeds"] for group in killed] == [[9]]
     assert killed[0]["final_accuracy"] == {"mean": None, "deviation": None}
     for words, message in (
         (("--by", "rul"), "unknown setting 'rul'; did you mean 'rule'?"),
         (("--by", "rule", "--status", "ended"), "unknown status 'ended'"),
     ):
-        assert message in phocas("runs", *words, status=2)
+        assert message in phocas("results", "list", *words, status=2)
 
 
 def test_one_run_is_shown(phocas: Phocas, here: Path) -> None:
-    known = json.loads(phocas("show", "4", "--json"))
-    (listed,) = [run for run in json.loads(phocas("runs", "--json")) if run["id"] == 4]
+    known = json.loads(phocas("results", "show", "4", "--json"))
+    (listed,) = [run for run in json.loads(phocas("results", "list", "--json")) if run["id"] == 4]
     assert known.items() >= listed.items()
     assert known["settings"] == {
         **{key: GRID[key] for key in ("dataset", "model", "workers", "servers", "rounds")},
@@ -135,45 +137,45 @@ def test_one_run_is_shown(phocas: Phocas, here: Path) -> None:
     times = [row["aggregate_ms"] for row in rounds]
     assert known["ms_by_phase"]["aggregate"] == pytest.approx(statistics.median(times))
     assert len(known["dropped"]) == 7
-    text = phocas("show", "4")
+    text = phocas("results", "show", "4")
     assert max(map(len, text.splitlines())) <= 80
     for told in (
         "phocas:b=2 under gaussian:q=2, seed 0",
         "complete, 6 of 6 rounds",
         f"final {known['final_accuracy']:.3f}, best {known['best_accuracy']:.3f}",
         f"torch {known['versions']['torch']}",
-        "phocas export --model 4",
+        "phocas results export --model 4",
     ):
         assert told in text
 
 
 def test_the_last_run_is_shown_even_if_it_has_done_nothing(phocas: Phocas, here: Path) -> None:
-    text = phocas("show")
+    text = phocas("results", "show")
     assert text.startswith("run 9  phocas:b=2, seed 9")
     assert "killed, 0 of 6 rounds" in text
     assert "not evaluated yet" in text
-    assert "no round is done" in text
+    assert "no round is complete" in text
     for words, message in (
         (("77",), "there is no run 77 in phocas.sqlite"),
         (("--results", "nowhere.sqlite"), "there is no results file nowhere.sqlite"),
     ):
-        assert message in phocas("show", *words, status=2)
+        assert message in phocas("results", "show", *words, status=2)
 
 
 def test_what_went_wrong_is_shown(phocas: Phocas, tmp_path: Path) -> None:
     words = ("--dataset", "synthetic:train=300,test=60,side=8", "--model", "softmax")
-    lies = ("--attack", "sign-flip:q=2", "--rule", "krum:b=2", "--workers", "9")
+    lies = ("--attack", "sign-flip:q=2", "--rule", "krum:b=2", "--num-workers", "9")
     phocas("train", *words, *lies, "--rounds", "40", "--name", "liars", "--quiet")
-    text = phocas("show")
+    text = phocas("results", "show")
     assert text.startswith("run 1  liars: krum:b=2 under sign-flip:q=2, seed 0")
-    told = "suspects 0, 1: wrong beyond chance; in this simulation 0, 1 are Byzantine"
+    told = "flagged 0, 1: wrong beyond chance; in this simulation 0, 1 are Byzantine"
     assert told in " ".join(text.split())
     assert "of their values; the median worker" in " ".join(text.split())
-    huge = ("--attack", "gaussian:q=3,std=1e38", "--rule", "mean", "--workers", "9")
+    huge = ("--attack", "gaussian:q=3,std=1e38", "--rule", "mean", "--num-workers", "9")
     phocas("train", *words, *huge, "--rounds", "12", "--split", "dirichlet:alpha=0.3", "--quiet")
-    known = json.loads(phocas("show", "--json"))
+    known = json.loads(phocas("results", "show", "--json"))
     assert known["skipped_rounds"] > 0
-    text = " ".join(phocas("show").split())
+    text = " ".join(phocas("results", "show").split())
     assert f"{known['skipped_rounds']} rounds took no step" in text
     assert known["lost"] < 12
     assert known["byzantine"] == [0, 1, 2]
@@ -191,13 +193,13 @@ def test_rows_that_were_turned_down_are_not_called_infinite(
         patch.delenv("FORCE_COLOR")  # so that there is a line for every round
         execute(config, watch=Progress(config).show)
     errors = capsys.readouterr().err
-    assert "skipped: row turned down" in errors
+    assert "skipped: row rejected" in errors
     assert "not finite" not in errors
-    known = json.loads(phocas("show", "--json"))
+    known = json.loads(phocas("results", "show", "--json"))
     assert known["nonfinite_rounds"] == 0 < known["turned_down"] == known["skipped_rounds"]
-    text = phocas("show")
-    assert f"turned down  {known['turned_down']} of 10 rows\n" in text
-    assert "not finite" not in text
+    text = phocas("results", "show")
+    assert f"rejected  {known['turned_down']} of 10 rows\n" in text
+    assert "NaN or inf" not in text
 
 
 @pytest.mark.parametrize(
@@ -218,15 +220,18 @@ def test_how_rows_become_steps_is_said_of_every_run(
 ) -> None:
     values = {key: GRID[key] for key in ("dataset", "model", "workers", "servers", "results")}
     execute(make_config({**values, **changed, "rounds": 2}))
-    (headline, *_), (shown, _) = phocas("runs").splitlines(), phocas("show").split("\n\n", 1)
+    (headline, *_), (shown, _) = (
+        phocas("results", "list").splitlines(),
+        phocas("results", "show").split("\n\n", 1),
+    )
     assert headline.endswith(f"softmax, {', '.join(told)}, seed 0")
     for words in told:
         assert words in " ".join(shown.split())
 
 
 def test_the_virtual_clock_is_shown(phocas: Phocas, here: Path) -> None:
-    assert json.loads(phocas("show", "1", "--json"))["virtual"] is None
-    assert "virtual" not in phocas("show", "1")
+    assert json.loads(phocas("results", "show", "1", "--json"))["virtual"] is None
+    assert "virtual" not in phocas("results", "show", "1")
     values = {key: GRID[key] for key in ("dataset", "model", "workers", "servers", "results")}
     speeds = {"speeds": "slow:workers=2,factor=4", "rounds": 40}
     execute(make_config({**values, **speeds, "asynchronous": "mean", "max_staleness": 9}))
@@ -234,18 +239,28 @@ def test_the_virtual_clock_is_shown(phocas: Phocas, here: Path) -> None:
         rows = results.table("virtual", 10)
     refused = sum(row["refused"] for row in rows)
     assert refused > 0
-    text = " ".join(phocas("show").split())
+    text = " ".join(phocas("results", "show").split())
     assert f"clock {rows[-1]['seconds']:.4g} virtual seconds; a round's last row" in text
     assert f"(median), at most {max(row['staleness'] for row in rows)}" in text
-    assert f"{refused} rows were refused as staler than 9 steps" in text
+    assert f"{refused} rows were rejected as staler than 9 steps" in text
     execute(make_config({**values, **speeds, "rule": "median"}))
-    assert "virtual seconds\n" in phocas("show")
+    assert "virtual seconds\n" in phocas("results", "show")
 
 
 def test_a_figure_is_drawn(phocas: Phocas, here: Path) -> None:
-    assert phocas("plot") == "8 runs, 3 lines, 2 panels: curves.png\n"
+    assert phocas("results", "plot") == "8 runs, 3 lines, 2 panels: curves.png\n"
     assert (here / "curves.png").read_bytes().startswith(b"\x89PNG")
-    words = ("plot", "phocas.sqlite", "--by", "rule", "--lines", "attack,lr", "--y", "loss")
+    words = (
+        "results",
+        "plot",
+        "phocas.sqlite",
+        "--by",
+        "rule",
+        "--lines",
+        "attack,lr",
+        "--y",
+        "loss",
+    )
     told = phocas(*words, "--x", "seconds", "-o", "a/one.svg", "-o", "a/one.png")
     assert told == "8 runs, 3 lines, 2 panels: a/one.svg, a/one.png\n"
     assert "loss on the test set" in (here / "a" / "one.svg").read_text()
@@ -267,6 +282,6 @@ def test_a_figure_is_drawn(phocas: Phocas, here: Path) -> None:
 def test_what_cannot_be_drawn(
     phocas: Phocas, here: Path, words: tuple[str, ...], message: str
 ) -> None:
-    line = phocas("plot", *words, status=2)
+    line = phocas("results", "plot", *words, status=2)
     assert message in line
     assert len(line.splitlines()) == 1

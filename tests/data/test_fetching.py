@@ -1,4 +1,4 @@
-"""Fetching against mirrors that lie, break off or keep silent; nothing is ever half used."""
+"""Fetching from mirrors that send wrong data, disconnect or stall; no partial data is used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPES["test-labels"] = (20,)
 
 
 def contents() -> dict[str, bytes]:
-    """Make up the four files, the same in every process."""
+    """Generate the four files, the same in every process."""
     rng = np.random.default_rng(0)
     return {
         name: idx(rng.integers(256 if "images" in name else 10, size=shape, dtype=np.uint8))
@@ -53,12 +53,12 @@ ARCHIVES = tuple(
 
 
 def published(*origins: Origin | str) -> Published:
-    """Return a data set of the made-up files that is published at these URLs."""
+    """Return a data set of the generated files that is published at these URLs."""
     files = [StoredFile(n, SHAPES[n], hashlib.sha256(raw).hexdigest()) for n, raw in RAW.items()]
 
     @dataclass(frozen=True)
     class Tiny(Published):
-        """Made-up files."""
+        """Generated files."""
 
     Tiny.name = "tiny"
     Tiny.files = (files[0], files[1], files[2], files[3])
@@ -70,15 +70,15 @@ def published(*origins: Origin | str) -> Published:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """A mirror on loopback that counts what it is asked and misbehaves as it is told."""
+    """A mirror on loopback that counts requests and fails as configured."""
 
     daemon_threads = True
-    break_after: int | None = None  # bytes of each answer, then the connection is cut
+    break_after: int | None = None  # bytes of each response before the connection is cut
     ranges = True
     flip = False
     hang_up = False
     page: bytes | None = None
-    hold: threading.Event | None = None  # half of an answer, then silence until it is set
+    hold: threading.Event | None = None  # stall after half a response until it is set
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -129,7 +129,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body[: server.break_after])
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Keep quiet."""
+        """Suppress the log."""
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def kept(folder: Path) -> list[str]:
 
 
 def check_whole(folder: Path) -> None:
-    """The four files are there, byte for byte, and nothing else but lock and stamps."""
+    """Check that the folder has the four files, byte for byte, and only lock and stamps besides."""
     assert {name: (folder / "tiny" / name).read_bytes() for name in kept(folder)} == RAW
     hidden = {path.name for path in (folder / "tiny").glob(".*")}
     assert hidden == {".lock", ".verified.json"}
@@ -190,7 +190,7 @@ def test_file_url_is_a_mirror(tmp_path: Path, closed: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_a_mirror_that_breaks_off_is_resumed(server: Server, tmp_path: Path, share: float) -> None:
+def test_interrupted_download_is_resumed(server: Server, tmp_path: Path, share: float) -> None:
     server.break_after = int(len(PACKED["train-images.gz"]) * share)
     fetch(published(server.url), tmp_path)
     check_whole(tmp_path)
@@ -199,7 +199,7 @@ def test_a_mirror_that_breaks_off_is_resumed(server: Server, tmp_path: Path, sha
 
 
 @pytest.mark.parametrize("bytes_before", [0, 1, 1000])
-def test_a_mirror_that_breaks_off_each_time_gives_nothing(
+def test_download_that_never_progresses_fails(
     server: Server, tmp_path: Path, bytes_before: int
 ) -> None:
     server.break_after = bytes_before
@@ -216,7 +216,7 @@ def test_a_mirror_that_breaks_off_each_time_gives_nothing(
     assert server.resumed == ([bytes_before] if bytes_before else [])
 
 
-def test_a_poisoned_remainder_is_thrown_away(server: Server, tmp_path: Path) -> None:
+def test_damaged_partial_file_is_deleted(server: Server, tmp_path: Path) -> None:
     partial = tmp_path / "tiny" / ".partial"
     partial.mkdir(parents=True)
     (partial / "train-images.gz").write_bytes(b"x" * 500)
@@ -227,7 +227,7 @@ def test_a_poisoned_remainder_is_thrown_away(server: Server, tmp_path: Path) -> 
     assert server.asked["train-images.gz"] == 2
 
 
-def test_bad_mirrors_are_passed_over(server: Server, tmp_path: Path, closed: str) -> None:
+def test_failing_mirrors_are_skipped(server: Server, tmp_path: Path, closed: str) -> None:
     with Server() as liar:
         thread = threading.Thread(target=liar.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -243,22 +243,24 @@ def test_bad_mirrors_are_passed_over(server: Server, tmp_path: Path, closed: str
     assert "Not Found" in missing
 
 
-def test_a_mirror_that_hangs_up_is_let_go(server: Server, tmp_path: Path) -> None:
+def test_mirror_that_closes_the_connection_is_skipped(server: Server, tmp_path: Path) -> None:
     server.hang_up = True
     with pytest.raises(DataError, match="closed connection without response"):
         fetch(published(server.url), tmp_path)
-    gc.collect()  # a connection that was left open would be a warning, which is an error
+    gc.collect()  # an open connection would give a warning, which is an error
 
 
 @pytest.mark.parametrize("page", [b"<html>please log in</html>", b"", b"x" * 10**6])
-def test_a_page_instead_of_the_file_is_refused(server: Server, tmp_path: Path, page: bytes) -> None:
+def test_response_of_the_wrong_size_is_rejected(
+    server: Server, tmp_path: Path, page: bytes
+) -> None:
     server.page = page
     with pytest.raises(DataError, match=f"answered with {len(page):,} bytes"):
         fetch(published(server.url), tmp_path)
     assert kept(tmp_path) == []
 
 
-def test_silence_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_server_is_abandoned_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirrors, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
@@ -269,34 +271,34 @@ def test_silence_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         silent.accept()[0].close()
         waiting.join(120)
         assert not waiting.is_alive()
-    gc.collect()  # a connection that was left open would be a warning, which is an error
+    gc.collect()  # an open connection would give a warning, which is an error
 
 
-def test_a_stalled_answer_is_given_up(
+def test_stalled_response_is_abandoned(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirrors, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(mirrors, "BREAKS", 2)
     server.hold = threading.Event()
-    with pytest.raises(DataError, match="broke off 2 times"):
+    with pytest.raises(DataError, match="was interrupted 2 times"):
         fetch(published(server.url), tmp_path)
     assert kept(tmp_path) == []
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1/", "http://[", "http://127.0.0.1:x/"])
-def test_an_impossible_url_is_an_error_not_a_crash(tmp_path: Path, url: str) -> None:
+def test_invalid_url_raises_an_error(tmp_path: Path, url: str) -> None:
     with pytest.raises(DataError, match="cannot fetch tiny"):
         fetch(published(url), tmp_path)
 
 
-def test_sources_are_checked(tmp_path: Path, closed: str) -> None:
+def test_unknown_sources_are_rejected(tmp_path: Path, closed: str) -> None:
     with pytest.raises(ValueError, match=r"unknown source of tiny 'pipi'.*sources: mirror"):
         fetch(published(closed), tmp_path, sources=["pipi"])
     with pytest.raises(ValueError, match="nothing to fetch"):
         fetch("synthetic", tmp_path)
 
 
-def test_a_tool_that_is_not_there_is_passed_over(
+def test_missing_tool_is_skipped(
     tmp_path: Path, closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -305,7 +307,7 @@ def test_a_tool_that_is_not_there_is_passed_over(
 
 
 @pytest.mark.parametrize("damage", ["cut", "grown", "flipped", "header", "empty", "folder"])
-def test_a_damaged_file_is_named_and_repaired(server: Server, tmp_path: Path, damage: str) -> None:
+def test_damaged_file_is_named_and_repaired(server: Server, tmp_path: Path, damage: str) -> None:
     spec = published(server.url)
     fetch(spec, tmp_path)
     path = tmp_path / "tiny" / "train-images"
@@ -324,9 +326,7 @@ def test_a_damaged_file_is_named_and_repaired(server: Server, tmp_path: Path, da
                 "empty": b"",
             }[damage]
         )
-        os.utime(
-            path, ns=(before.st_atime_ns, before.st_mtime_ns)
-        )  # not even the time gives it away
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # with unchanged times, too
     says = {
         "cut": f"has {len(raw) - 1:,} bytes, expected {len(raw):,}",
         "grown": f"has {len(raw) + 1:,} bytes, expected {len(raw):,}",
@@ -335,7 +335,7 @@ def test_a_damaged_file_is_named_and_repaired(server: Server, tmp_path: Path, da
         "empty": f"has 0 bytes, expected {len(raw):,}",
         "folder": "cannot be read: Is a directory",
     }[damage]
-    for download in (True, False):  # what somebody put there is not replaced without being told
+    for download in (True, False):  # a file in the folder is not replaced without an explicit fetch
         with pytest.raises(DataError) as raised:
             load(spec, tmp_path, download=download)
         assert f"{path} " in str(raised.value)
@@ -349,7 +349,7 @@ def test_a_damaged_file_is_named_and_repaired(server: Server, tmp_path: Path, da
     assert server.asked.total() == 5
 
 
-def test_fetching_trusts_no_stamp(server: Server, tmp_path: Path) -> None:
+def test_fetching_verifies_digests_despite_stamps(server: Server, tmp_path: Path) -> None:
     spec = published(server.url)
     fetch(spec, tmp_path)
     path, stamps = tmp_path / "tiny" / "test-images", tmp_path / "tiny" / ".verified.json"
@@ -357,12 +357,12 @@ def test_fetching_trusts_no_stamp(server: Server, tmp_path: Path) -> None:
     status, known = path.stat(), json.loads(stamps.read_bytes())
     known[path.name][:3] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     stamps.write_text(json.dumps(known))
-    load(spec, tmp_path, download=False)  # a stamp spares the digest, or it would be of no use
+    load(spec, tmp_path, download=False)  # the stamp avoids computing the digest
     fetch(spec, tmp_path)
     check_whole(tmp_path)
 
 
-def test_a_missing_file_is_fetched_alone(server: Server, tmp_path: Path) -> None:
+def test_only_the_missing_file_is_fetched(server: Server, tmp_path: Path) -> None:
     spec = published(server.url)
     fetch(spec, tmp_path)
     (tmp_path / "tiny" / "test-labels").unlink()
@@ -373,7 +373,7 @@ def test_a_missing_file_is_fetched_alone(server: Server, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stamps", [b"", b"[]", b"{", b'{"train-images": 3}', b"\xff\x00"])
-def test_stamps_that_are_damaged_do_no_harm(server: Server, tmp_path: Path, stamps: bytes) -> None:
+def test_damaged_stamps_are_ignored(server: Server, tmp_path: Path, stamps: bytes) -> None:
     spec = published(server.url)
     fetch(spec, tmp_path)
     (tmp_path / "tiny" / ".verified.json").write_bytes(stamps)
@@ -381,13 +381,15 @@ def test_stamps_that_are_damaged_do_no_harm(server: Server, tmp_path: Path, stam
     check_whole(tmp_path)
 
 
-def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path, closed: str) -> None:
+def test_invalid_folder_raises_an_error(tmp_path: Path, closed: str) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(DataError, match="choose another folder with --data-dir"):
         fetch(published(closed), tmp_path / "file")
 
 
-def test_the_folder_is_chosen_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_argument_wins_over_environment_and_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PHOCAS_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
@@ -420,21 +422,21 @@ def child(url: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_processes_that_fetch_at_once_download_once(server: Server, tmp_path: Path) -> None:
+def test_concurrent_fetches_download_once(server: Server, tmp_path: Path) -> None:
     children = [child(server.url, tmp_path) for _ in range(4)]
     said = [process.communicate(timeout=300) for process in children]
     total = sum(RAW["train-images"][16:])
-    assert said == [(f"{total}\n", "")] * 4  # and quiet, without a terminal
+    assert said == [(f"{total}\n", "")] * 4  # no progress bar without a terminal
     check_whole(tmp_path)
     assert server.asked == dict.fromkeys(PACKED, 1)
 
 
-def test_a_fetch_that_is_killed_leaves_nothing_half_used(server: Server, tmp_path: Path) -> None:
+def test_killed_fetch_leaves_no_partial_data_set(server: Server, tmp_path: Path) -> None:
     server.hold = threading.Event()
     with child(server.url, tmp_path) as process:
         assert server.begun.wait(300)
         partial = tmp_path / "tiny" / ".partial" / "train-images.gz"
-        while not partial.exists():  # the child writes what it has got so far
+        while not partial.exists():  # the child writes what it has received so far
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)

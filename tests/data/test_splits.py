@@ -1,4 +1,4 @@
-"""Every sample has an owner, and a batch is a function of (seed, round, worker)."""
+"""Splits assign every sample, and a batch depends only on (seed, round, worker)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVERY = [IID(), Partition(), Dirichlet(0.3), Dirichlet(1e-4, minimum=7), ByLabel
 def slow_batches(
     parts: list[np.ndarray], batch_size: int, seed: int, round_number: int
 ) -> list[list[int]]:
-    """Draw the same batches word by word, with the integers of Python."""
+    """Draw the same batches word by word, with Python's integers."""
     stream = np.random.Philox(
         key=np.array([seed, round_number], np.uint64),
         counter=np.array([0, 0, 0, 0x62617463686573], np.uint64),
@@ -44,7 +44,7 @@ def slow_batches(
 
 
 @pytest.mark.parametrize("split", EVERY, ids=str)
-def test_batches_are_those_of_the_slow_twin(split: Split) -> None:
+def test_batches_match_the_slow_reference(split: Split) -> None:
     parts = split.assign(LABELS, 6, np.random.default_rng(1))
     for seed, round_number in ((0, 0), (0, 1), (1, 0), (2**64 - 1, 2**64 - 1)):
         got = batch_indices(parts, 6, 9, seed, round_number)
@@ -52,7 +52,7 @@ def test_batches_are_those_of_the_slow_twin(split: Split) -> None:
         assert got.tolist() == slow_batches(list(parts), 9, seed, round_number)
 
 
-def test_batches_never_change() -> None:
+def test_batches_match_frozen_values() -> None:
     whole = Assignment.everything(60000, 2)
     assert batch_indices(whole, 2, 4, seed=7, round=3).tolist() == [
         [215, 26637, 14243, 56972],
@@ -60,7 +60,7 @@ def test_batches_never_change() -> None:
     ]
 
 
-def test_batch_of_a_worker_depends_on_its_own_part_alone() -> None:
+def test_batch_of_a_worker_depends_only_on_its_own_part() -> None:
     parts = [np.arange(5), np.arange(100, 900), np.array([3])]
     others = [np.arange(50), np.arange(100, 900), np.arange(7), np.arange(9)]
     a = batch_indices(parts, 3, 16, seed=5, round=2)
@@ -87,7 +87,7 @@ def test_batches_are_uniform() -> None:
     for number in range(400):
         np.add.at(counts, batch_indices(parts, 2, 100, 3, number), 1)
     expected = np.repeat([40000 / 7, 40000 / 13], [7, 13])
-    # 18 degrees of freedom: 42.3 is passed by one in a thousand seeds, and the seed is fixed.
+    # 18 degrees of freedom: one seed in a thousand exceeds 42.3, and the seed is fixed.
     assert ((counts - expected) ** 2 / expected).sum() < 42.3
 
 
@@ -95,9 +95,7 @@ def test_batches_are_uniform() -> None:
     ("workers", "batch", "seed", "number"),
     [(3, 4, 0, 0), (2, 0, 0, 0), (2, 4, -1, 0), (2, 4, 0, -1), (2, 4, 2**64, 0)],
 )
-def test_batches_refuse_what_they_cannot_draw(
-    workers: int, batch: int, seed: int, number: int
-) -> None:
+def test_batches_reject_invalid_arguments(workers: int, batch: int, seed: int, number: int) -> None:
     with pytest.raises(ValueError, match=r"workers|2\^64"):
         batch_indices(Assignment.everything(10, 2), workers, batch, seed, number)
 
@@ -118,14 +116,14 @@ def test_every_sample_has_one_owner(split: Split, workers: int) -> None:
 
 
 @pytest.mark.parametrize("split", EVERY, ids=str)
-def test_a_split_is_a_function_of_its_seed(split: Split) -> None:
+def test_split_depends_only_on_its_seed(split: Split) -> None:
     one, same, other = (split.assign(LABELS, 8, np.random.default_rng(s)) for s in (3, 3, 4))
     assert all((a == b).all() for a, b in zip(one, same, strict=True))
     differs = any(len(a) != len(b) or (a != b).any() for a, b in zip(one, other, strict=True))
     assert differs == (not isinstance(split, IID))
 
 
-def test_iid_gives_everything_to_everyone() -> None:
+def test_iid_assigns_all_samples_to_every_worker() -> None:
     parts = IID().assign(LABELS, 4, np.random.default_rng(0))
     assert len(parts) == 4
     assert all((part == np.arange(1000)).all() for part in parts)
@@ -136,7 +134,7 @@ def test_iid_gives_everything_to_everyone() -> None:
 
 @given(st.integers(1, 300), st.integers(1, 40))
 @settings(max_examples=50, deadline=None)
-def test_partition_is_even(samples: int, workers: int) -> None:
+def test_partition_gives_equal_parts(samples: int, workers: int) -> None:
     labels = np.zeros(samples, np.uint8)
     if workers > samples:
         with pytest.raises(ValueError, match=f"the most workers is {samples}"):
@@ -147,7 +145,7 @@ def test_partition_is_even(samples: int, workers: int) -> None:
     assert sizes.sum() == samples
 
 
-def test_alpha_says_how_unequal_workers_are() -> None:
+def test_smaller_alpha_gives_less_equal_parts() -> None:
     def unevenness(alpha: float) -> float:
         parts = Dirichlet(alpha).assign(LABELS, 10, np.random.default_rng(5))
         return float(holdings(parts, LABELS).std())
@@ -156,7 +154,7 @@ def test_alpha_says_how_unequal_workers_are() -> None:
 
 
 @pytest.mark.parametrize("alpha", [5e-324, 1e-300, 1e-3, 1e300])
-def test_extreme_alpha_leaves_nobody_empty_and_nothing_out(alpha: float) -> None:
+def test_extreme_alpha_assigns_all_samples_and_no_empty_part(alpha: float) -> None:
     parts = Dirichlet(alpha, minimum=2).assign(LABELS, 30, np.random.default_rng(0))
     assert parts.sizes.min() >= 2
     assert parts.sizes.sum() == 1000
@@ -178,7 +176,7 @@ def test_by_label_bounds_the_classes_of_a_worker() -> None:
 
 
 @pytest.mark.parametrize("split", EVERY, ids=str)
-def test_a_split_can_be_written_down(split: Split) -> None:
+def test_split_spec_round_trips(split: Split) -> None:
     assert parse_split(str(split)) == split
     assert split.name in SPLITS
 
@@ -195,12 +193,12 @@ def test_a_split_can_be_written_down(split: Split) -> None:
         ("partitoin", "did you mean 'partition'"),
     ],
 )
-def test_a_wrong_split_says_why(text: str, says: str) -> None:
+def test_invalid_split_raises_with_a_reason(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse_split(text)
 
 
-def test_hostile_labels_and_parts_are_refused() -> None:
+def test_invalid_labels_and_parts_are_rejected() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(TypeError, match="whole number"):
         Partition().assign(np.ones(5), 2, rng)
@@ -218,7 +216,7 @@ def test_hostile_labels_and_parts_are_refused() -> None:
         Assignment([])
 
 
-def test_an_assignment_cannot_be_written_to() -> None:
+def test_assignment_is_read_only() -> None:
     parts = Partition().assign(LABELS, 4, np.random.default_rng(0))
     with pytest.raises(ValueError, match="read-only"):
         parts[0][0] = 5

@@ -28,7 +28,7 @@ from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
 from phocas.seeds import Stream, generator
 from phocas.training import Trainer
-from phocas.training.lanes import one_torch_thread
+from phocas.training.pool import one_torch_thread
 
 M, D = 7, 5
 SETS = "synthetic:train=300,test=60,side=8,noise=20"
@@ -79,7 +79,7 @@ def begin(policy: Policy, lr: float = 0.1) -> tuple[State, torch.Tensor]:
     return policy.begin(M, D, rows, lr), rows
 
 
-def test_buffers_hold_the_means_of_what_came_since_the_last_step() -> None:
+def test_buffers_hold_means_of_the_rows_since_the_last_step() -> None:
     state, rows = begin(Buffered(buffers=3))
     kept: dict[int, list[torch.Tensor]] = {}
     steps = 0
@@ -103,7 +103,7 @@ def test_buffers_hold_the_means_of_what_came_since_the_last_step() -> None:
     assert steps > 30
 
 
-def test_zeno_takes_what_goes_down_at_the_length_of_its_own_gradient() -> None:
+def test_zeno_accepts_rows_that_agree_with_the_servers_gradient_and_scales_them() -> None:
     policy = Zeno(rho=0.02, epsilon=0.01, every=4)
     state, _ = begin(policy)
     assert isinstance(state, ZenoState)
@@ -135,9 +135,7 @@ def test_zeno_takes_what_goes_down_at_the_length_of_its_own_gradient() -> None:
     ("dtype", "vanishing"),
     [(torch.float32, 2e-23), (torch.float64, 1.5e-162), (torch.bfloat16, 2e-23)],
 )
-def test_zeno_steps_no_farther_along_a_row_whose_squares_vanish(
-    dtype: torch.dtype, vanishing: float
-) -> None:
+def test_zeno_rejects_rows_whose_squares_underflow(dtype: torch.dtype, vanishing: float) -> None:
     """One value says how long the row is; all others are longer together, and squares of zero."""
     d = 10_000
     state = Zeno(rho=0).begin(M, d, torch.zeros(M, d, dtype=dtype), lr=0.1)
@@ -154,7 +152,7 @@ def test_zeno_steps_no_farther_along_a_row_whose_squares_vanish(
 
 
 @pytest.mark.parametrize("d", [1, (1 << 15) + 1])
-def test_kardam_survives_what_is_too_long_to_be_squared(d: int) -> None:
+def test_kardam_tolerates_rows_whose_squares_overflow(d: int) -> None:
     state = Kardam(b=1).begin(M, d, torch.zeros(M, d, dtype=torch.float64), 0.1)
     place = torch.zeros(d, dtype=torch.float64)
     accepted: list[int] = []
@@ -198,7 +196,7 @@ def test_kardam_filters_by_rate_and_by_frequency() -> None:
     assert len(accepted) > 20
 
 
-def test_buffers_are_dealt_anew_when_a_worker_falls_silent() -> None:
+def test_workers_are_reassigned_to_buffers_when_one_is_silent() -> None:
     state, rows = begin(Buffered(buffers=5))
     told: list[str] = []
     steps = 0
@@ -207,14 +205,14 @@ def test_buffers_are_dealt_anew_when_a_worker_falls_silent() -> None:
         steps += state.receive(Arrival(worker, torch.ones(D), 0, None)) is not None
         told += state.news
     assert steps > 5
-    assert told == ["workers 3, 4 are silent: the others were dealt over the buffers anew"]
+    assert told == ["workers 3, 4 are silent: the others were assigned to the buffers anew"]
     assert set(rows.flatten().tolist()) <= {0.0, 1.0}
 
 
 # --- the engine
 
 
-def test_every_row_is_a_gradient_at_the_parameters_that_were_given(data: Dataset) -> None:
+def test_every_row_is_a_gradient_at_the_parameters_of_its_worker(data: Dataset) -> None:
     """Play the events again with a plain loop that keeps every version of the parameters."""
     rounds, lr = 40, 0.1
     with make(data, "mean", speeds="slow:workers=2,factor=5", lr=lr) as trainer:
@@ -249,7 +247,7 @@ def test_every_row_is_a_gradient_at_the_parameters_that_were_given(data: Dataset
 POLICIES = ["buffers=5", "zeno:validation=32,every=3", "kardam:b=2", "mean"]
 
 
-def test_noise_is_drawn_by_the_seed_the_worker_and_the_step_alone() -> None:
+def test_noise_depends_only_on_seed_worker_and_step() -> None:
     speeds = SPEEDS.parse("lognormal:sigma=1,noise=0.5")
     for worker, step in [(3, 40), (0, 0), (3, 15), (3, 16), (2, 40), (3, 40)]:
         streams = [generator(Stream.SPEED, 7, worker), generator(Stream.SPEED, 7, worker, step)]
@@ -259,7 +257,7 @@ def test_noise_is_drawn_by_the_seed_the_worker_and_the_step_alone() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_run_goes_on_to_the_same_bits_with_any_threads(
+def test_resumed_run_has_the_same_bits_with_any_number_of_threads(
     data: Dataset, policy: str, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {
@@ -271,7 +269,7 @@ def test_a_run_goes_on_to_the_same_bits_with_any_threads(
     with make(data, policy, threads=1, **settings) as whole:
         rounds = list(whole.rounds(90))
         expected = whole.server.vector.clone()
-        shares = whole.attendance.sums.copy()
+        shares = whole.participation.sums.copy()
     with one_torch_thread(), make(data, policy, threads=2, **settings) as begun:
         list(begun.rounds(41))
         begun.save(tmp_path / "half")
@@ -279,7 +277,7 @@ def test_a_run_goes_on_to_the_same_bits_with_any_threads(
         resumed.load(tmp_path / "half")
         rest = list(resumed.rounds(49))
         assert torch.equal(resumed.server.vector, expected)
-        assert np.array_equal(resumed.attendance.sums, shares)
+        assert np.array_equal(resumed.participation.sums, shares)
     assert [done.loss for done in rest] == [done.loss for done in rounds[41:]]
     assert [done.virtual_seconds for done in rest] == [d.virtual_seconds for d in rounds[41:]]
     settings["speeds"] = "lognormal:sigma=2"
@@ -304,7 +302,7 @@ execute(make_config({**json.loads(sys.argv[1]), "results": sys.argv[2]}), watch=
 """
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     values = {
         "dataset": SETS, "model": "softmax", "workers": M, "servers": 2, "rule": "phocas:b=2",
         "attack": "gaussian:q=2", "asynchronous": "buffers=5", "speeds": "slow:workers=1",
@@ -339,18 +337,20 @@ def test_silent_workers_do_not_stop_training(data: Dataset) -> None:
         list(few.rounds(60))
     with make(data, "mean", speeds=speeds) as trainer:
         rounds = list(trainer.rounds(100))
-        assert trainer.attendance.sums[1].tolist()[5:] == [0, 0]
+        assert trainer.participation.sums[1].tolist()[5:] == [0, 0]
         assert len(rounds) == 100
 
 
-def test_rows_that_come_too_late_are_refused_and_counted(data: Dataset) -> None:
+def test_stale_rows_are_rejected_and_counted(data: Dataset) -> None:
     with make(data, "mean", speeds="slow:workers=1,factor=9", max_staleness=20) as trainer:
         rounds = list(trainer.rounds(200))
     assert max(done.staleness or 0 for done in rounds) <= 20
     assert sum(done.refused for done in rounds) >= 2
 
 
-def test_synchronous_rounds_wait_for_the_slowest_or_for_the_deadline(data: Dataset) -> None:
+def test_synchronous_rounds_take_as_long_as_the_slowest_worker_or_the_deadline(
+    data: Dataset,
+) -> None:
     clocks, missing = {}, {}
     for deadline in (None, 2.0):
         with make(
@@ -362,7 +362,7 @@ def test_synchronous_rounds_wait_for_the_slowest_or_for_the_deadline(data: Datas
     assert missing == {None: (), 2.0: (6,)}
 
 
-def test_a_validation_set_must_not_be_the_test_set() -> None:
+def test_validation_samples_that_are_test_samples_are_rejected() -> None:
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(50, 6)).astype(np.float32)
     targets = rng.integers(0, 3, 50)
@@ -393,7 +393,7 @@ def test_a_validation_set_must_not_be_the_test_set() -> None:
         ({"speeds": "fast"}, "unknown speed 'fast'"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_key(options: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_rejected_by_key(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config({"workers": M, "rule": "phocas:b=2", **options})
 
@@ -401,23 +401,23 @@ def test_what_cannot_be_is_refused_by_its_key(options: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "mean", "local_steps": 2}, "leave local_steps and clients out"),
-        ({"policy": "mean", "clients": 9}, "leave local_steps and clients out"),
+        ({"policy": "mean", "local_steps": 2}, "leave local_steps or asynchronous out"),
+        ({"policy": "mean", "clients": 9}, "leave clients or asynchronous out"),
         ({"policy": "mean", "attack": "straggler:q=1"}, "set speeds"),
-        ({"policy": "mean", "virtual_deadline": 2.0}, "nobody waits"),
+        ({"policy": "mean", "virtual_deadline": 2.0}, "is for synchronous rounds"),
         ({"policy": None, "virtual_deadline": 2.0}, "set speeds too"),
         ({"policy": None, "speeds": "slow:workers=1,factor=inf"}, "never answer"),
-        ({"policy": "mean", "speeds": "slow:workers=7,factor=inf"}, "somebody who answers"),
+        ({"policy": "mean", "speeds": "slow:workers=7,factor=inf"}, "a worker that answers"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_round(
+def test_impossible_settings_are_rejected_before_a_round(
     data: Dataset, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make(data, **options)
 
 
-def test_a_policy_without_a_rule_needs_none_said_and_leaves_other_runs_their_identity() -> None:
+def test_policy_without_a_rule_needs_no_rule_and_keeps_identities_of_other_runs() -> None:
     assert make_config({"asynchronous": "zeno"}).rule == "mean"
     assert make_config({"asynchronous": "zeno"}).asynchronous == "zeno"
     assert make_config({"asynchronous": " buffers=17 "}).asynchronous == "buffered:buffers=17"
@@ -433,7 +433,7 @@ def test_a_policy_without_a_rule_needs_none_said_and_leaves_other_runs_their_ide
     assert SILENT * 20 > 10 * 20  # a worker ten times slower is not silent
 
 
-def test_the_experiment_of_the_documentation_can_be_run() -> None:
+def test_experiment_of_the_documentation_runs() -> None:
     grid = Path(__file__).parents[2] / "docs" / "asynchronous.toml"
     configs = expand_grid(read_toml(grid), str(grid))
     assert len(configs) == 7 * 4 * 10

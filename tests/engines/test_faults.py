@@ -35,7 +35,7 @@ from phocas.experiments.config import ConfigError, RunConfig, make_config
 ROW = np.arange(1, 8, dtype=np.float32)
 
 
-def test_a_script_is_read_line_by_line_and_written_back() -> None:
+def test_script_is_parsed_by_line_and_printed_back() -> None:
     text = """
     # the first week
     kill:round=7,worker=3      # in mid-round
@@ -49,7 +49,7 @@ def test_a_script_is_read_line_by_line_and_written_back() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(FAULTS))
-def test_every_kind_survives_being_written_down(kind: str) -> None:
+def test_every_fault_is_parsed_from_its_own_text(kind: str) -> None:
     fault = FAULTS[kind](4, worker=2)
     assert FAULTS.parse(str(fault)) == fault
 
@@ -72,12 +72,12 @@ def test_every_kind_survives_being_written_down(kind: str) -> None:
         ("kill:round=1,worker=0,who=me", "unknown parameter"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number(line: str, message: str) -> None:
+def test_bad_line_is_rejected_with_its_number(line: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"line 2: .*{message}"):
         FaultScript.parse(f"# comment\n{line}\n")
 
 
-def test_faults_of_nobody_are_refused() -> None:
+def test_faults_of_missing_workers_are_rejected() -> None:
     script = FaultScript.parse(["kill:round=1,worker=9"])
     script.check(10, 1)
     with pytest.raises(ValueError, match="workers are 0 to 8: got kill:round=1,worker=9"):
@@ -86,7 +86,7 @@ def test_faults_of_nobody_are_refused() -> None:
         FaultScript.parse(["kill:round=1,server=2"]).check(9, 2)
 
 
-def test_a_fault_strikes_once_and_only_whom_and_when_it_names() -> None:
+def test_fault_strikes_once_and_only_its_worker_in_its_round() -> None:
     script = FaultScript.parse(["nan:round=2,worker=1", "kill:round=2,server=1"])
     assert script.take(1, workers=range(9)) == []
     assert script.take(2, workers=[0, 2, 3]) == []
@@ -99,7 +99,7 @@ def test_a_fault_strikes_once_and_only_whom_and_when_it_names() -> None:
     assert script.struck == [NaN(2, worker=1), Kill(2, server=1)]
 
 
-def test_row_faults_do_what_they_say_and_leave_the_workers_own_values_alone() -> None:
+def test_row_faults_change_what_is_sent_and_not_the_workers_own_values() -> None:
     own = ROW.copy()
     before = ROW - 100
 
@@ -122,12 +122,12 @@ def test_row_faults_do_what_they_say_and_leave_the_workers_own_values_alone() ->
     assert np.array_equal(own, ROW)
 
 
-def test_an_exception_names_its_fault() -> None:
+def test_injected_error_names_its_fault() -> None:
     with pytest.raises(InjectedError, match="raise:round=3,worker=1"):
         Raise(3, worker=1).strike()
 
 
-def test_random_scripts_keep_their_limit_and_their_seed() -> None:
+def test_random_scripts_respect_their_limit_and_depend_on_the_seed() -> None:
     def draw(seed: int) -> FaultScript:
         rng = np.random.default_rng(seed)
         return random_script(rng, rounds=200, num_workers=7, most=3, seconds=0.5)
@@ -150,7 +150,7 @@ def test_random_scripts_keep_their_limit_and_their_seed() -> None:
         random_script(np.random.default_rng(0), rounds=1, num_workers=3, most=1, kinds=["explode"])
 
 
-def test_the_configuration_knows_faults_and_whose_settings_are_whose(tmp_path: Path) -> None:
+def test_configuration_checks_faults_and_settings_of_engines(tmp_path: Path) -> None:
     base = {"dataset": "synthetic", "workers": 5, "servers": 2, "rule": "phocas:b=2"}
     local = make_config(base)
     script = ["kill: worker=3, round=7 # in mid-round", "", "# no more"]
@@ -180,13 +180,13 @@ def test_the_configuration_knows_faults_and_whose_settings_are_whose(tmp_path: P
             make_config({**base, **bad})
 
 
-def test_the_documentation_has_every_key_in_its_tables() -> None:
+def test_documentation_lists_every_key() -> None:
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
     rows = " ".join(line for line in text.splitlines() if line.startswith("| `"))
     assert [key for key in RunConfig.model_fields if f"`{key}`" not in rows] == []
 
 
-def test_without_ray_the_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_reported_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     with pytest.raises(EngineError, match=r"pip install 'phocas\[ray\]'"):
         the_ray()
@@ -202,7 +202,7 @@ def test_errors_of_an_engine_carry_failures_and_can_be_pickled() -> None:
     assert EngineError("nothing is known").failures == {}
 
 
-def test_settings_keep_their_script_while_clusters_play_it() -> None:
+def test_settings_keep_their_script_when_a_cluster_uses_it() -> None:
     settings = RaySettings(faults="kill:round=1,worker=0")
     script = FaultScript.of(settings.faults)
     assert len(script.take(1, workers=[0])) == 1

@@ -44,6 +44,7 @@ from phocas.engines.ray import session as ray_session
 from phocas.engines.ray.asynchronous import AsynchronousRayCluster
 from phocas.engines.ray.cluster import RayCluster
 from phocas.engines.ray.hosts import MissingRowsError
+from phocas.engines.ray.injection import FaultyAsynchronousRayCluster, FaultyRayCluster
 from phocas.engines.ray.servers import Servers
 from phocas.engines.ray.session import RayUnreachableError, reachable, the_ray
 from phocas.engines.ray.shard import read_rows
@@ -150,9 +151,7 @@ def told(rounds: list[Round], number: int) -> str:
     return "; ".join(rounds[number - 1].news)
 
 
-def test_every_fault_is_a_row_of_nan_for_its_round_and_nothing_more(
-    ray: Any, data: Dataset
-) -> None:
+def test_every_fault_costs_its_own_rows_of_its_own_round(ray: Any, data: Dataset) -> None:
     script = """
         shape:round=2,worker=1
         dtype:round=3,worker=2
@@ -221,7 +220,7 @@ class StaleOnce:
         return self.absent.corrupt(rows, round=round)
 
 
-def test_who_waits_for_everybody_gets_the_bits_of_a_run_without_faults(
+def test_run_that_waits_for_all_rows_has_the_bits_of_a_run_without_faults(
     ray: Any, data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Krum, so that servers must exchange distances; momentum, so that they have a state."""
@@ -263,7 +262,7 @@ def test_who_waits_for_everybody_gets_the_bits_of_a_run_without_faults(
     assert np.array_equal(found, local_bits(data, 8, **options))
 
 
-def test_too_many_missing_stop_the_run_before_a_wrong_step(ray: Any, data: Dataset) -> None:
+def test_too_many_missing_rows_stop_the_run_before_a_step(ray: Any, data: Dataset) -> None:
     options: dict[str, Any] = {"num_workers": 4, "num_servers": 1, "rule": "phocas:b=1"}
     script = "raise:round=3,worker=0"  # its process has worker 1 too
     with make(
@@ -306,7 +305,7 @@ def pid_again(ray: Any, actor: Any, before: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_checkpoints_attacks_momentum_adam_and_batch_norm_are_those_of_the_local_engine(
+def test_checkpoints_attacks_momentum_adam_and_batch_norm_match_the_local_engine(
     ray: Any, data: Dataset, tmp_path: Path, dtype: str
 ) -> None:
     def model() -> nn.Module:
@@ -328,7 +327,7 @@ def test_checkpoints_attacks_momentum_adam_and_batch_norm_are_those_of_the_local
     with make("local", data, model=model(), **options) as local:
         expected = list(local.rounds(6))
         whole = bits(local)
-        odds = local.suspicion.odds
+        odds = local.detector.e_values
         statistics = {name: value.clone() for name, value in local.model.named_buffers()}
     means = [value for name, value in statistics.items() if name.endswith("running_mean")]
     assert float(means[0].abs().max()) > 0
@@ -341,7 +340,7 @@ def test_checkpoints_attacks_momentum_adam_and_batch_norm_are_those_of_the_local
         assert trainer.rounds_done == 3
         again = list(trainer.rounds(3))
         assert np.array_equal(bits(trainer), whole)
-        assert np.array_equal(trainer.suspicion.odds, odds)
+        assert np.array_equal(trainer.detector.e_values, odds)
         for name, value in trainer.model.named_buffers():
             assert torch.equal(value, statistics[name]), name
     precision = 0.02 if dtype == "bfloat16" else 1e-5  # one rounds the mean where the other adds
@@ -377,7 +376,7 @@ def normed() -> nn.Module:
         ),
     ],
 )
-def test_local_steps_and_clients_are_those_of_the_local_engine(
+def test_local_steps_and_clients_match_the_local_engine(
     ray: Any, data: Dataset, tmp_path: Path, model: Any, options: dict[str, Any]
 ) -> None:
     script = """
@@ -396,7 +395,7 @@ def test_local_steps_and_clients_are_those_of_the_local_engine(
     with make("local", data, model=model(), **common) as local:
         expected = list(local.rounds(5))
         whole = bits(local)
-        sums = local.attendance.sums.copy()
+        sums = local.participation.sums.copy()
         statistics = {name: value.clone() for name, value in local.model.named_buffers()}
     engine: dict[str, Any] = {"processes": 2, "missing": 0, "faults": script}
     with make("ray", data, model=model(), **engine, **common) as trainer:
@@ -407,7 +406,7 @@ def test_local_steps_and_clients_are_those_of_the_local_engine(
         load_checkpoint(tmp_path / "c", trainer)
         rounds += trainer.rounds(2)
         assert np.array_equal(bits(trainer), whole)
-        np.testing.assert_allclose(trainer.attendance.sums, sums, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(trainer.participation.sums, sums, rtol=1e-6, atol=1e-9)
         for name, value in trainer.model.named_buffers():
             assert torch.equal(value, statistics[name]), name
     news = [line for done in rounds for line in done.news]
@@ -418,12 +417,12 @@ def test_local_steps_and_clients_are_those_of_the_local_engine(
         assert mine.touched == theirs.touched
         np.testing.assert_equal(mine.participants, theirs.participants)
         np.testing.assert_allclose(mine.dropped, theirs.dropped, rtol=1e-6, atol=1e-9)
-        assert mine.suspects == theirs.suspects
+        assert mine.flagged == theirs.flagged
 
 
-def test_cells_that_are_cleaned_on_one_server_are_cleaned_on_all(ray: Any, data: Dataset) -> None:
+def test_cell_filter_excludes_the_same_rows_on_all_servers(ray: Any, data: Dataset) -> None:
     options = {
-        "rule": "cleaning:b=3|nnm:b=2|trimmed-mean:b=2",
+        "rule": "cell-filter:b=3|nnm:b=2|trimmed-mean:b=2",
         "attack": "random-cells:rate=0.02",
         "num_servers": 3,
     }
@@ -434,7 +433,7 @@ def test_cells_that_are_cleaned_on_one_server_are_cleaned_on_all(ray: Any, data:
     assert all(done.dropped.sum() > 0 for done in rounds)
 
 
-def test_faults_strike_the_numbers_of_bfloat16_rows_and_not_their_words(
+def test_faults_change_the_numbers_of_bfloat16_rows_and_not_their_words(
     ray: Any, data: Dataset
 ) -> None:
     script = """
@@ -455,7 +454,7 @@ def test_faults_strike_the_numbers_of_bfloat16_rows_and_not_their_words(
     assert "worker 4 sent its last row once more" in told(rounds, 4)
 
 
-def test_a_configured_run_is_recorded_as_on_the_local_engine(ray: Any, tmp_path: Path) -> None:
+def test_configured_run_is_recorded_as_with_the_local_engine(ray: Any, tmp_path: Path) -> None:
     common = {
         "dataset": "synthetic:train=300,test=60,side=8",
         "model": "mlp:hidden=8",
@@ -482,7 +481,7 @@ def test_a_configured_run_is_recorded_as_on_the_local_engine(ray: Any, tmp_path:
 
 @pytest.mark.parametrize("length", [1, 1 << 17, 1 << 18, (1 << 18) + 1, 600_000])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_slices_go_through_the_object_store_in_pieces_and_are_read_in_place(
+def test_slices_pass_the_object_store_in_pieces_and_are_read_without_a_copy(
     ray: Any, length: int, dtype: str
 ) -> None:
     row = np.random.default_rng(3).normal(size=length).astype(dtype)
@@ -535,7 +534,7 @@ DUE = np.arange(4, dtype=np.float32)
         (DUE, "sent ndarray where a list of arrays was due"),
     ],
 )
-def test_pieces_that_do_not_fit_are_named_and_nothing_else_is_lost(
+def test_unusable_pieces_are_reported_and_cost_no_other_row(
     ray: Any, sent: Any, problem: str
 ) -> None:
     parts = [(0, 2, ray.put([[DUE[:1], DUE[1:]], sent])), (2, 3, ray.put([[DUE]]))]
@@ -547,7 +546,7 @@ def test_pieces_that_do_not_fit_are_named_and_nothing_else_is_lost(
         assert np.array_equal(row, DUE)
 
 
-def test_slices_that_never_come_cost_one_wait_however_many_they_are(ray: Any, never: Any) -> None:
+def test_missing_slices_cost_one_deadline_however_many_they_are(ray: Any, never: Any) -> None:
     silent = [ray.remote(num_cpus=0)(Silent).remote() for _ in range(2)]
     late = [never, *(actor.hang.remote() for actor in silent)]
     # An actor that died is an error at once, and no reason to wait for anything else.
@@ -559,12 +558,12 @@ def test_slices_that_never_come_cost_one_wait_however_many_they_are(ray: Any, ne
     assert 1.5 <= time.monotonic() - start < 4
     ray.kill(silent[0])
     assert [row is not None for row in rows] == [False, False, False, True, False]
-    assert problems[0] == problems[1] == "its values did not come within 1.5 s"
-    assert "lost on the way (ActorDiedError)" in problems[2]
+    assert problems[0] == problems[1] == "did not deliver its values within 1.5 s"
+    assert "lost its values on the way (ActorDiedError)" in problems[2]
     assert set(problems) == {0, 1, 2}  # nobody was to read a row of worker 4
 
 
-def test_rows_that_never_come_or_do_not_fit_are_rows_of_nan_and_no_servers_fault(
+def test_missing_and_unusable_rows_count_as_nan_and_restore_no_server(
     ray: Any, data: Dataset, never: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two rows are lost, and the straggler may send one that was lost before: b = 3.
@@ -580,7 +579,7 @@ def test_rows_that_never_come_or_do_not_fit_are_rows_of_nan_and_no_servers_fault
         ]
         collect = cluster.hosts.collect
         for references, reason in (
-            ([never, never], "its values did not come within 1.5 s"),
+            ([never, never], "did not deliver its values within 1.5 s"),
             # The rows of the round before are read too: still out of reach, for as long again.
             (hostile, "worker 2 sent >f4 where float32 was due"),
         ):
@@ -618,7 +617,7 @@ class Slow:
 @pytest.mark.parametrize(
     ("how", "said"), [(DIES, "died"), (HANGS, "did not answer for 2 s")], ids=["dies", "hangs"]
 )
-def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(
+def test_restoring_a_server_does_not_use_the_time_of_the_others(
     ray: Any, how: int, said: str
 ) -> None:
     strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -637,7 +636,7 @@ def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(
         time.sleep(max(0.0, until - time.monotonic()))  # a restoration that takes all the time
         return actor
 
-    servers = Servers(actors, restore, lambda *_: [], deadline=2.0)
+    servers = Servers(actors, restore, deadline=2.0)
     until = time.monotonic() + 2.5
     # Too large to come with the answer: it has to be fetched from another node.
     results = servers.call("answer", [(how,), (1 << 19,)], again=[(7,), (1 << 19,)])
@@ -648,7 +647,7 @@ def test_a_server_that_is_restored_does_not_use_up_the_time_of_the_others(
         ray.kill(actor)
 
 
-# -- nobody waits ----------------------------------------------------------------------------------
+# -- asynchronous ----------------------------------------------------------------------------------
 
 
 def elsewhere(*given: Any) -> Offer:
@@ -660,7 +659,7 @@ def elsewhere(*given: Any) -> Offer:
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no shared memory")
 @pytest.mark.parametrize("way", ["near", "far", "rounds"])
-def test_stale_is_what_was_sent_before_whatever_a_fault_made_of_it(
+def test_stale_row_is_the_row_that_was_sent_before_with_its_faults(
     ray: Any, data: Dataset, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker is asked once a round, so that every step is its row's."""
@@ -694,7 +693,7 @@ def test_stale_is_what_was_sent_before_whatever_a_fault_made_of_it(
     ("dtype", "near", "processes"),
     [("float32", True, 1), ("float32", False, 1), ("bfloat16", True, 1), ("float32", True, 2)],
 )
-def test_rows_are_of_the_parameters_that_were_given_whatever_their_senders_say(
+def test_rows_are_computed_at_the_parameters_that_the_server_recorded(
     ray: Any,
     data: Dataset,
     dtype: str,
@@ -765,7 +764,7 @@ def test_rows_are_of_the_parameters_that_were_given_whatever_their_senders_say(
         ("mean", False),
     ],
 )
-def test_every_policy_survives_the_faults_of_real_processes(
+def test_every_policy_tolerates_faults_of_real_processes(
     ray: Any, data: Dataset, policy: str, late: bool, tmp_path: Path
 ) -> None:
     script = """
@@ -797,7 +796,7 @@ def test_every_policy_survives_the_faults_of_real_processes(
     engine = {"asynchronous": policy, "processes": 4, "deadline": 1.0, "faults": script}
     with make("ray", data, **engine, **options) as trainer:
         cluster = trainer.cluster
-        assert isinstance(cluster, AsynchronousRayCluster)
+        assert isinstance(cluster, FaultyAsynchronousRayCluster)
         before = trainer.evaluate().loss
         rounds = list(trainer.rounds(40 if late else 300))  # Kardam turns most rows down
         news = "; ".join(line for each in rounds for line in each.news)
@@ -815,18 +814,18 @@ def test_every_policy_survives_the_faults_of_real_processes(
         if policy != "mean":  # which takes the garbage of worker 0
             assert trainer.evaluate().loss < before
         trainer.save(tmp_path / "half")
-        version, steps = cluster.reception.version, cluster.reception.arrivals
+        version, steps = cluster.async_server.version, cluster.async_server.arrivals
         vector = trainer.server.vector.clone()
         list(trainer.rounds(5))
         trainer.load(tmp_path / "half")
-        assert (cluster.reception.version, cluster.reception.arrivals) == (version, steps)
+        assert (cluster.async_server.version, cluster.async_server.arrivals) == (version, steps)
         assert torch.equal(trainer.server.vector, vector)
         assert len(list(trainer.rounds(5))) == 5
     applied = sum(each.action == "applied" for each in rounds)
     assert version == applied > 0
 
 
-def test_a_worker_that_never_answers_does_not_stall_buffers(ray: Any, data: Dataset) -> None:
+def test_worker_that_never_answers_does_not_block_buffers(ray: Any, data: Dataset) -> None:
     options: dict[str, Any] = {"num_workers": 4, "num_servers": 1, "rule": "phocas:b=1", "lr": 0.1}
     engine = {"asynchronous": "buffers=3", "processes": 4, "faults": "hang:round=4,worker=2"}
     with make("ray", data, **engine, **options) as trainer:
@@ -834,15 +833,13 @@ def test_a_worker_that_never_answers_does_not_stall_buffers(ray: Any, data: Data
         rounds = list(trainer.rounds(40))
         assert trainer.evaluate().loss < before
     news = [line for each in rounds for line in each.news]
-    assert news == ["workers 2 are silent: the others were dealt over the buffers anew"]
+    assert news == ["workers 2 are silent: the others were assigned to the buffers anew"]
     assert all(each.action == "applied" for each in rounds)
     who = [set(each.participants.tolist()) for each in rounds if each.participants is not None]
     assert who[-1] == {0, 1, 3}
 
 
-def test_too_few_for_the_buffers_are_told_once_however_many_fall_silent(
-    ray: Any, data: Dataset
-) -> None:
+def test_too_few_workers_for_the_buffers_are_reported_once(ray: Any, data: Dataset) -> None:
     """Of five workers three sleep, and fall silent one by one: 3 answer, then 2."""
     options: dict[str, Any] = {"num_workers": 5, "num_servers": 1, "rule": "phocas:b=1", "lr": 0.1}
     faults = [f"delay:round=2,worker={worker},seconds=6" for worker in (1, 2, 3)]
@@ -856,7 +853,7 @@ def test_too_few_for_the_buffers_are_told_once_however_many_fall_silent(
     assert told == [f"{few}; waiting for the others"]
 
 
-def test_rows_that_come_too_late_are_refused_and_recorded(ray: Any, tmp_path: Path) -> None:
+def test_stale_rows_are_rejected_and_recorded(ray: Any, tmp_path: Path) -> None:
     values = {
         "dataset": "synthetic:train=300,test=60,side=8",
         "model": "softmax",
@@ -880,7 +877,7 @@ def test_rows_that_come_too_late_are_refused_and_recorded(ray: Any, tmp_path: Pa
     assert sum(row["refused"] for row in clock) >= 1
 
 
-def test_nobody_who_answers_ends_the_run_with_what_is_known(ray: Any, data: Dataset) -> None:
+def test_run_without_answers_stops_with_the_known_failures(ray: Any, data: Dataset) -> None:
     options: dict[str, Any] = {"num_workers": 2, "num_servers": 1, "rule": "mean"}
     script = "hang:round=2,worker=0\nhang:round=2,worker=1"
     engine = {"asynchronous": "mean", "processes": 2, "wait_seconds": 2.0, "faults": script}
@@ -893,13 +890,13 @@ def test_nobody_who_answers_ends_the_run_with_what_is_known(ray: Any, data: Data
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"missing": 1}, "missing and on_missing are for rounds"),
-        ({"on_missing": "stop"}, "missing and on_missing are for rounds"),
+        ({"missing": 1}, "missing and on_missing are for synchronous rounds"),
+        ({"on_missing": "stop"}, "missing and on_missing are for synchronous rounds"),
         ({"faults": "kill:round=1,server=0"}, "the trainer's process is the server"),
         ({"faults": "kill:round=1,worker=8"}, "workers are 0 to 7"),
     ],
 )
-def test_what_is_for_rounds_is_refused_where_nobody_waits(
+def test_settings_of_synchronous_rounds_are_rejected_with_asynchronous_training(
     ray: Any, data: Dataset, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -909,7 +906,7 @@ def test_what_is_for_rounds_is_refused_where_nobody_waits(
 # -- without a cluster -----------------------------------------------------------------------------
 
 
-def test_a_ray_that_does_not_start_is_told_whatever_it_raises(
+def test_ray_that_does_not_start_is_reported_whatever_it_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray gives up after 30 seconds of a busy machine, with an exception of no type of its own."""
@@ -926,7 +923,7 @@ def test_a_ray_that_does_not_start_is_told_whatever_it_raises(
     assert "\n" not in str(ended.value)
 
 
-def test_addresses_that_lead_nowhere_are_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_addresses_are_reported_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = free.getsockname()[1]
@@ -956,13 +953,13 @@ def test_addresses_that_lead_nowhere_are_told_in_seconds(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"missing": 4}, "survives at most 3 missing rows: got missing=4"),
+        ({"missing": 4}, "tolerates at most 3 missing rows: got missing=4"),
         ({"attack": "min-max:q=1"}, "looks at all columns"),
         ({"optimizer": torch.optim.Adafactor}, "steps otherwise when a parameter is cut"),
         ({"faults": "kill:round=1,worker=8"}, "workers are 0 to 7"),
     ],
 )
-def test_what_cannot_be_is_refused_before_any_process_is_started(
+def test_impossible_settings_are_rejected_before_any_process_starts(
     ray: Any, data: Dataset, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -978,13 +975,13 @@ def test_what_cannot_be_is_refused_before_any_process_is_started(
         ({"on_missing": "panic"}, "unknown on_missing of the ray engine 'panic'"),
     ],
 )
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RaySettings(**settings)
 
 
 @pytest.mark.slow
-def test_a_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
+def test_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
     try:
         mnist = load("mnist")
     except DataError as error:
@@ -1022,7 +1019,7 @@ def test_a_hundred_rounds_of_random_faults_on_mnist(ray: Any) -> None:
     ) as trainer:
         rounds = list(trainer.rounds(100))
         accuracy = trainer.evaluate().top1 or 0.0
-        assert isinstance(trainer.cluster, RayCluster)
+        assert isinstance(trainer.cluster, FaultyRayCluster)
         script = trainer.cluster.script
     counts = Counter(
         f"{type(fault).name} {'server' if fault.worker is None else 'worker'}"
@@ -1082,7 +1079,7 @@ with Trainer("softmax", data="synthetic:train=100,test=20,side=8", num_workers=3
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the listeners from /proc")
-def test_without_an_address_everything_listens_on_loopback_and_ends() -> None:
+def test_local_ray_listens_on_loopback_only_and_is_shut_down() -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     ended = subprocess.run(
         [sys.executable, "-c", LISTENERS],
@@ -1113,12 +1110,12 @@ def phocas(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
-def test_the_command_line_trains_on_ray_through_a_script_of_faults(tmp_path: Path) -> None:
+def test_command_line_trains_on_ray_with_a_script_of_faults(tmp_path: Path) -> None:
     script = tmp_path / "faults.txt"
     script.write_text("nan:round=2,worker=0\nshape:round=3,worker=1\nkill:round=4,server=1\n")
     arguments = [
         "train", "--engine", "ray", "--dataset", "synthetic:train=500,test=100,side=8",
-        "--workers", "5", "--servers", "2", "--rule", "phocas:b=2", "--rounds", "8",
+        "--num-workers", "5", "--num-servers", "2", "--rule", "phocas:b=2", "--rounds", "8",
         "--faults", str(script), "--processes", "1", "--results", str(tmp_path / "r.sqlite"),
     ]  # fmt: skip
     ended = phocas(*arguments)
@@ -1138,13 +1135,13 @@ def test_the_command_line_trains_on_ray_through_a_script_of_faults(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_stdout_is_one_json_object_whatever_ray_has_to_say(tmp_path: Path) -> None:
+def test_stdout_is_one_json_object_whatever_ray_prints(tmp_path: Path) -> None:
     """Ray warns of more processes than cores, and of those that die."""
     script = tmp_path / "faults.txt"
     script.write_text("kill:round=2,worker=0\n")
     ended = phocas(
         "train", "--engine", "ray", "--dataset", "synthetic:train=500,test=100,side=8",
-        "--workers", "5", "--servers", "20", "--processes", "1", "--rule", "phocas:b=2",
+        "--num-workers", "5", "--num-servers", "20", "--processes", "1", "--rule", "phocas:b=2",
         "--rounds", "3", "--faults", str(script), "--results", str(tmp_path / "r.sqlite"), "--json",
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -1154,12 +1151,12 @@ def test_stdout_is_one_json_object_whatever_ray_has_to_say(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_where_ray_cannot_start_the_command_says_so_in_one_line(tmp_path: Path) -> None:
+def test_command_reports_in_one_line_that_ray_cannot_start(tmp_path: Path) -> None:
     directory = tmp_path / ("x" * 110)  # too long for the sockets of Ray
     directory.mkdir()
     refused = phocas(
         "train", "--engine", "ray", "--dataset", "synthetic:train=500,test=100,side=8",
-        "--workers", "5", "--servers", "1", "--rule", "phocas:b=2", "--rounds", "2",
+        "--num-workers", "5", "--num-servers", "1", "--rule", "phocas:b=2", "--rounds", "2",
         "--results", str(tmp_path / "r.sqlite"), RAY_TMPDIR=str(directory),
     )  # fmt: skip
     assert refused.returncode == 3

@@ -35,7 +35,7 @@ except ValueError as error:
 """
 
 
-def test_another_process_reads_parameters_and_leaves_rows() -> None:
+def test_another_process_reads_parameters_and_writes_rows() -> None:
     offer = Offer(np.zeros(D, np.float32), slots=4, num_workers=5)
     offer.memory.rows[:] = -1
     offer.memory.parameters[2] = np.arange(D)
@@ -50,7 +50,7 @@ def test_another_process_reads_parameters_and_leaves_rows() -> None:
     assert np.array_equal(offer.memory.parameters[2], np.arange(D))
 
 
-def test_what_is_not_the_memory_that_was_offered_is_not_found() -> None:
+def test_other_memory_is_not_mapped() -> None:
     offer = Offer(np.zeros(D, np.uint16), slots=2, num_workers=2)
     place = offer.place
     assert place.find(0, 2) is not None
@@ -66,7 +66,7 @@ def test_what_is_not_the_memory_that_was_offered_is_not_found() -> None:
     assert np.all(offer.memory.rows[1] == 7)  # who has it keeps it
 
 
-def test_memory_goes_with_those_who_hold_it() -> None:
+def test_memory_is_freed_with_its_last_user() -> None:
     def held() -> list[str]:
         links = [
             str(entry.readlink()) for entry in Path("/proc/self/fd").glob("*") if entry.is_symlink()
@@ -95,7 +95,7 @@ print(place.find(0, 1))
 """
 
 
-def test_where_no_memory_is_given_there_is_none() -> None:
+def test_missing_support_for_shared_memory_gives_none() -> None:
     command = [sys.executable, "-c", LIMITED]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "None", "None"]

@@ -1,4 +1,4 @@
-"""What is kept of each round beside its numbers: shares, evidence, layers and pictures."""
+"""Data stored for each round beside its numbers: shares, evidence, layers and pictures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(path: Path, **more: Any) -> RunConfig:
     return make_config({**SMALL, "results": str(path), **more})
 
 
-def test_a_run_keeps_who_was_left_out(tmp_path: Path) -> None:
+def test_run_stores_the_dropped_shares(tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     record = execute(config(path, record_matrix=10))
     with Results(path, read=True) as results:
@@ -46,18 +46,18 @@ def test_a_run_keeps_who_was_left_out(tmp_path: Path) -> None:
         assert shares.server_round == 24
         evidence = results.evidence(record.id)
         assert [each.worker for each in evidence] == list(range(9))
-        assert tuple(each.worker for each in evidence if each.since) == record.suspects == (0, 1)
+        assert tuple(each.worker for each in evidence if each.flagged) == record.suspects == (0, 1)
         assert results.layers(record.id) == [("1.weight", 640), ("1.bias", 10)]
         pictures = list(results.pictures(record.id))
     assert [picture.round for picture in pictures] == [10, 20]
     for picture in pictures:
         assert picture.values.shape == picture.lost.shape == (9, 256)
-        # A liar's value may be the one that is kept, if it is near by chance: not often.
+        # A Byzantine value may by chance be near enough to be kept, but rarely.
         assert (picture.lost[:2] == 255).mean() > 0.9
         assert picture.lost.sum(axis=0).max() == 3 * 255
 
 
-def test_pictures_change_nothing_and_are_no_other_run(tmp_path: Path) -> None:
+def test_pictures_change_neither_results_nor_identity(tmp_path: Path) -> None:
     plain, shown = config(tmp_path / "a.sqlite"), config(tmp_path / "b.sqlite", record_matrix=1)
     assert plain.identity() == shown.identity()
     first, second = execute(plain), execute(shown)
@@ -67,7 +67,7 @@ def test_pictures_change_nothing_and_are_no_other_run(tmp_path: Path) -> None:
         assert len(list(results.pictures(second.id))) == 24
 
 
-def test_an_interrupted_run_keeps_what_one_in_one_go_keeps(tmp_path: Path) -> None:
+def test_interrupted_run_stores_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = execute(config(tmp_path / "whole.sqlite", record_matrix=5))
     path = tmp_path / "cut.sqlite"
     rounds = iter(range(100))
@@ -88,7 +88,7 @@ def test_an_interrupted_run_keeps_what_one_in_one_go_keeps(tmp_path: Path) -> No
         assert [picture.round for picture in two.pictures(longer.id)] == [5, 10, 15, 20, 25, 30]
 
 
-def test_what_is_kept_of_a_long_run_is_bounded(
+def test_stored_size_of_a_long_run_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blame, "MOST_ROUNDS", 10)
@@ -100,7 +100,7 @@ def test_what_is_kept_of_a_long_run_is_bounded(
     assert shares.rounds.tolist() == list(range(50, 501, 50))
 
 
-def test_files_without_these_tables_are_read_and_get_them(tmp_path: Path) -> None:
+def test_files_without_these_tables_are_read_and_upgraded(tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     record = execute(config(path))
     with sqlite3.connect(path) as connection:
@@ -119,7 +119,7 @@ def test_files_without_these_tables_are_read_and_get_them(tmp_path: Path) -> Non
         assert shares.rounds.tolist() == [25, 26]
 
 
-def test_links_with_absurd_values_are_known(tmp_path: Path) -> None:
+def test_links_with_absurd_values_are_stored(tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     attack = "gambler:server=1,probability=0.2"
     record = execute(config(path, attack=attack, rounds=12, rule="phocas:b=2"))

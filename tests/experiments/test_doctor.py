@@ -1,4 +1,4 @@
-"""The check that users run on hardware that nobody has tried."""
+"""The check that users run on untested hardware."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from phocas.kernels.triton import loader
 from phocas.rules import device, host, inputs
 
 
-def test_the_processor_is_sound() -> None:
+def test_cpu_passes_all_checks() -> None:
     result = CliRunner().invoke(application(), ["doctor", "--device", "cpu"])
     assert result.exit_code == 0
     assert "cpu: machine code by LLVM" in result.output
-    assert "48 of 48 cases are what the definition says" in result.output
-    assert "48 have the processor's bits" in result.output
+    assert "48 of 48 cases agree with the definition" in result.output
+    assert "48 have the bits of the CPU" in result.output
 
 
-def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device whose every answer is a little off fails every case, and the status says so."""
-    real = host.HostMatrix.apply
+def test_wrong_kernel_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with slightly wrong results fails every case and sets the status."""
+    real = host.HostMatrix.reduce
 
-    def off(self: Any, decision: Any, counts: Any) -> Any:
-        return real(self, decision, counts) * 1.1
+    def off(self: Any, *args: Any) -> Any:
+        return real(self, *args) * 1.1
 
-    monkeypatch.setattr(host.HostMatrix, "apply", off)
+    monkeypatch.setattr(host.HostMatrix, "reduce", off)
     result = CliRunner().invoke(application(), ["doctor", "--device", "cpu"])
     assert result.exit_code == 1
     assert "0 of 48 cases" in result.output
     assert "phocas:b=3, float32" in result.output
 
 
-def test_torch_as_a_device_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of accelerators without Triton, on the processor's tensors."""
+def test_torch_operations_pass_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of accelerators without Triton, on CPU tensors."""
     monkeypatch.setattr(inputs, "_on_accelerator", lambda _: True)
     checks = list(doctor.checks(torch.device("cpu")))
     assert all(check.passed for check in checks)
 
 
-def test_routes_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_give_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.VARIABLE, "torch")
     said = doctor.route(torch.device("cuda", 0))
-    assert said == "operations of torch: PHOCAS_DEVICE_KERNELS says so"
+    assert said == "operations of torch: PHOCAS_DEVICE_KERNELS=torch is set"
 
 
-def test_to_insist_without_triton_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requiring_triton_without_it_fails_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(inputs, "_on_accelerator", lambda _: True)
     monkeypatch.setenv(device.VARIABLE, "triton")
@@ -70,7 +70,7 @@ def test_to_insist_without_triton_is_told_in_a_line(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["nothing", "cuda:99"])
 @pytest.mark.parametrize("command", ["doctor", "bench"])
-def test_devices_that_are_not_here_are_refused(command: str, name: str) -> None:
+def test_missing_devices_are_rejected(command: str, name: str) -> None:
     result = CliRunner().invoke(application(), [command, "--device", name])
     assert isinstance(result.exception, ValueError)
     message = str(result.exception)

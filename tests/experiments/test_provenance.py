@@ -1,4 +1,4 @@
-"""Results belong to their code: a change of the user's own code makes another run."""
+"""Results belong to their code: a change of user-defined code gives another run."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ class Descent(torch.optim.SGD):
 
 
 class Module:
-    """A module of the user's own in the working directory, which is edited between processes."""
+    """A user-defined module in the working directory, edited between processes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.path = Path(f"{name}.py")
 
     def write(self, source: str) -> None:
-        """Write the source, and forget what was imported, as a new process does."""
+        """Write the source and remove the imported module, as in a new process."""
         self.path.write_text(source)
         self.forget()
 
@@ -133,10 +133,10 @@ class Module:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Modules by name; none of them is left when the test ends."""
+    """Provide modules by name, and remove all of them when the test ends."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # edits of one second have one date
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # edits within one second have one date
     made: list[Module] = []
 
     def make(name: str, source: str = SOURCE) -> Module:
@@ -157,13 +157,13 @@ def config(**changed: Any) -> RunConfig:
 
 
 def train(*words: str) -> str:
-    """Run the real command in a process of its own, and return all that it prints."""
+    """Run the real command in a process of its own, and return everything that it prints."""
     settings = [f"--{key.replace('_', '-')}={value}" for key, value in TINY.items()]
     command = [sys.executable, "-m", "phocas", "train", *settings, "--rule=mine:Inner:b=1", *words]
     return subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
 
 
-def test_changed_rule_is_another_run_on_the_command_line(own: Own) -> None:
+def test_changed_rule_starts_a_new_run_on_the_command_line(own: Own) -> None:
     module = own("mine")
     train("--quiet")
     module.edit("CUT = 1", "CUT = 3")
@@ -175,11 +175,11 @@ def test_changed_rule_is_another_run_on_the_command_line(own: Own) -> None:
         losses = [[row["loss"] for row in results.table("rounds", each.id)] for each in records]
     assert [record.origin for record in records] == [None, None]
     assert [len(each) for each in losses] == [8, 12]
-    assert losses[0][:1] == losses[1][:1]  # the loss of the same first model
+    assert losses[0][:1] == losses[1][:1]  # the loss of the same initial model
     assert losses[0][1:] != losses[1][1:8]
 
 
-def test_runs_and_show_tell_two_codes_apart(
+def test_runs_and_show_distinguish_versions_of_code(
     own: Own, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = own("mine")
@@ -196,10 +196,10 @@ def test_runs_and_show_tell_two_codes_apart(
         assert not ended.value.code
         return capsys.readouterr().out
 
-    lines = screen("runs").splitlines()
+    lines = screen("results", "list").splitlines()
     assert [code in line for code, line in zip(codes, lines[-2:], strict=True)] == [True, True]
-    assert codes[0] in " ".join(screen("show", "1").split())
-    table = screen("runs", "--by", "rule,code")
+    assert codes[0] in " ".join(screen("results", "show", "1").split())
+    table = screen("results", "list", "--by", "rule,code")
     assert all(code in table for code in codes)
 
 
@@ -217,14 +217,14 @@ def test_unchanged_code_resumes_and_changed_code_does_not(own: Own) -> None:
     said.clear()
     resumed = execute(config(), tell=said.append)
     assert (resumed.id, resumed.status) == (1, "complete")
-    assert said == ["going on with run 1 from round 1"]
+    assert said == ["continuing run 1 from round 1"]
     module.forget()
     longer = execute(config(rounds=12), tell=said.append)
     assert longer.origin == "run 1, round 8"
     assert "other code" not in " ".join(said)
 
 
-def test_runs_of_older_versions(own: Own) -> None:
+def test_runs_of_older_versions_are_recognised(own: Own) -> None:
     own("mine")
     configs = [config(), config(rule="median")]
     for each in configs:
@@ -244,16 +244,16 @@ def test_runs_of_older_versions(own: Own) -> None:
     assert said[1].endswith(", was not recorded")
 
 
-def test_sweep_runs_changed_code_again_and_rejects_changes_meanwhile(own: Own) -> None:
+def test_sweep_reruns_changed_code_and_rejects_changes_during_it(own: Own) -> None:
     module = own("mine")
     grid = {**TINY, "results": "r.sqlite", "grid": {"rule": ["median", "mine:Inner:b=1"]}}
     configs = expand_grid(grid, "grid")
-    assert "mine" not in sys.modules  # a configuration is text
+    assert "mine" not in sys.modules  # a configuration contains only the module's name
     first, old = (execute(each) for each in configs)
     assert attempts(configs) == [first, old]
     module.edit("CUT = 1", "CUT = 2")
     assert attempts(configs) == [first, None]
-    module.path.write_text(SOURCE.replace("CUT = 1", "CUT = 0"))  # imported here, edited then
+    module.path.write_text(SOURCE.replace("CUT = 1", "CUT = 0"))  # edited after the import
     news: list[Message] = []
     assert sweep(configs, processes=1, watch=news.append) == [first, None]
     ended = [each for each in news if isinstance(each, Ended)]
@@ -272,7 +272,7 @@ def test_sweep_runs_changed_code_again_and_rejects_changes_meanwhile(own: Own) -
         {"rule": "mine:middle:b=1"},
         {"rule": "mine:READY"},
         {"rule": "nnm:b=1|mine:Inner:b=1"},
-        {"rule": "watch:rule=(mine:Inner:b=1)"},
+        {"rule": "monitor:rule=(mine:Inner:b=1)"},
         {"attack": "mine:Sevens:q=1"},
         {"attack": "worst-case:rule=(mine:Inner:b=1),q=1"},
         {"split": "mine:Whole"},
@@ -285,7 +285,7 @@ def test_sweep_runs_changed_code_again_and_rejects_changes_meanwhile(own: Own) -
         {"speeds": "mine:Same"},
     ],
 )
-def test_every_part_of_ones_own_is_in_the_identity(own: Own, changed: dict[str, Any]) -> None:
+def test_identity_covers_every_user_defined_part(own: Own, changed: dict[str, Any]) -> None:
     module = own("mine")
     built = make_config({**TINY, **({} if "rule" in changed else {"rule": "median"}), **changed})
     assert "mine" not in sys.modules
@@ -293,12 +293,12 @@ def test_every_part_of_ones_own_is_in_the_identity(own: Own, changed: dict[str, 
     assert set(built.code()) == {"mine"}
     assert first == built.identity() != built.settings_digest()
     module.path.write_text(SOURCE + "\n# edited\n")
-    assert built.identity() == first  # what is loaded has not changed
+    assert built.identity() == first  # the loaded code has not changed
     module.forget()
     assert built.identity() != first
 
 
-def test_module_that_defines_a_class_counts_wherever_it_is_named(own: Own) -> None:
+def test_identity_covers_the_module_that_defines_a_class(own: Own) -> None:
     own("front", "from inside import Inner\n")
     inside = own("inside")
     own("child", "from inside import Inner\n\n\nclass Heir(Inner):\n    pass\n")
@@ -316,7 +316,7 @@ def test_module_that_defines_a_class_counts_wherever_it_is_named(own: Own) -> No
         assert {name for name in modules if before[name] != after[name]} == {"inside"}
 
 
-def test_code_that_cannot_be_imported_is_never_taken_for_recorded_code(own: Own) -> None:
+def test_code_that_cannot_be_imported_does_not_match_recorded_code(own: Own) -> None:
     module = own("mine")
     execute(config())
     with sqlite3.connect("r.sqlite") as connection:
@@ -397,7 +397,7 @@ def test_trainer_rejects_a_checkpoint_of_other_code(own: Own, settings: dict[str
     assert other.rounds_done == 0
 
 
-def test_checkpoint_that_names_no_code_is_loaded_with_a_warning(own: Own) -> None:
+def test_checkpoint_without_code_digests_is_loaded_with_a_warning(own: Own) -> None:
     own("mine")
     with trainer(rule="mine:Inner:b=1") as first:
         first.code = None  # type: ignore[assignment] # as an older phocas wrote it
@@ -452,7 +452,7 @@ class Mine(TrimmingRule):
 
 
 def run_cell(source: str) -> dict[str, Any]:
-    """Run source that has no file, as a notebook and an interactive session do."""
+    """Run source that has no file, as a notebook or an interactive session does."""
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, "<cell>", "exec"), names)
     return names
@@ -472,7 +472,9 @@ def run_cell(source: str) -> dict[str, Any]:
         ('"x"}', '"y"}', False),
     ],
 )
-def test_code_without_a_source_goes_by_what_it_does(old: str, new: str, same: bool) -> None:
+def test_code_without_a_source_is_identified_by_its_bytecode(
+    old: str, new: str, same: bool
+) -> None:
     before, after = run_cell(NOTEBOOK), run_cell(NOTEBOOK.replace(old, new))
     first, second = (code_of([names["Net"](), names["Mine"](b=1)]) for names in (before, after))
     assert set(first) == set(second) == {"__main__:Net", "__main__:Mine"}
@@ -515,7 +517,7 @@ def test_digests_without_a_source_are_the_same_in_every_process() -> None:
     assert set(json.loads(found[0])) == {"__main__:Mine", "__main__:helper", "__main__:<lambda>"}
 
 
-def test_what_comes_with_the_package_has_no_code() -> None:
+def test_parts_of_the_package_have_no_code_digest() -> None:
     data = (np.zeros((9, 4), np.float32), np.zeros(9, np.int64))
     wrapped = torch.utils.data.TensorDataset(torch.zeros(3, 2))
     assert (
@@ -523,7 +525,7 @@ def test_what_comes_with_the_package_has_no_code() -> None:
     )
 
 
-def test_data_of_ones_own_is_found_inside_what_holds_it(own: Own) -> None:
+def test_user_defined_data_is_found_inside_containers(own: Own) -> None:
     own("sets", "import torch\n\n\nclass Mine(torch.utils.data.Dataset):\n    pass\n")
     import sets  # type: ignore[import-not-found]
 

@@ -1,4 +1,4 @@
-"""Results files: versions, readers beside writers, two writers, going back to a checkpoint."""
+"""Results files: versions, concurrent readers and writers, and rewinding to a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from phocas.detection.outlier_counts import OutlierCount
 from phocas.experiments.config import make_config
 from phocas.experiments.results import SCHEMA_VERSION, Results
-from phocas.rules.census import Count
 from phocas.training.evaluation import Metrics
 from phocas.training.trainer import Round
 
@@ -31,11 +31,13 @@ def a_round(number: int, *, finite: bool = True, by_server: bool = False, ms: fl
         expected_dropped=0.4,
         by_server=np.array([[0.0, 0.5], [1.0, 0.5]]) if by_server else None,
         touched=3,
-        suspects=(1,) if number > 2 else (),
+        flagged=(1,) if number > 2 else (),
         unusual=(0, 1) if number > 1 else (),
-        suspect_servers=(5,) if number > 3 else (),
+        flagged_servers=(5,) if number > 3 else (),
         lost=2 if number > 2 else None,
-        census=(Count(4.0, 3, 5, 0.25), Count(64.0, 1, 1, 0.01)) if number % 4 == 1 else (),
+        outlier_counts=(OutlierCount(4.0, 3, 5, 0.25), OutlierCount(64.0, 1, 1, 0.01))
+        if number % 4 == 1
+        else (),
         seconds=dict.fromkeys(PHASES, ms / 6e3),
     )
 
@@ -44,7 +46,7 @@ def begin(results: Results, seed: int = 0) -> int:
     return results.begin(make_config({"seed": seed}), {"phocas": "0"}, {"name": "here"})
 
 
-def test_a_run_is_kept_with_everything_about_it(tmp_path: Path) -> None:
+def test_run_is_stored_with_all_its_data(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.sqlite"
     with Results(path) as results:
         run = begin(results)
@@ -89,7 +91,7 @@ def test_a_run_is_kept_with_everything_about_it(tmp_path: Path) -> None:
             results.run(99)
 
 
-def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
+def test_rewind_deletes_later_rounds(tmp_path: Path) -> None:
     with Results(tmp_path / "r.sqlite") as results:
         run, other = begin(results), begin(results, seed=1)
         for target in (run, other):
@@ -117,7 +119,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
         assert [row["round"] for row in results.table("rounds", run)] == [1]
 
 
-def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     path.write_bytes(b"this is no database, whatever its name says" * 50)
     with pytest.raises(
@@ -163,7 +165,7 @@ VERSION_1 = f"""
 
 
 @pytest.mark.parametrize("back", [VERSION_1, VERSION_2, VERSION_3], ids=["1", "2", "3"])
-def test_files_of_older_versions_are_read_and_brought_up_to_date(tmp_path: Path, back: str) -> None:
+def test_files_of_older_versions_are_read_and_upgraded(tmp_path: Path, back: str) -> None:
     path = tmp_path / "r.sqlite"
     with Results(path) as results:
         run = begin(results)
@@ -203,7 +205,7 @@ def test_processes_write_one_file_while_another_reads(tmp_path: Path) -> None:
     ]
     for writer in writers:
         writer.start()
-    start.wait()  # all three open the file that is not there yet at the same moment
+    start.wait()  # all three open the missing file at the same moment
     with Results(path) as results:
         while any(writer.is_alive() for writer in writers):
             for record in results.runs():

@@ -49,7 +49,7 @@ def write_toml(path: Path, **values: Any) -> Path:
     return path
 
 
-# The command, which waits at a line that starts so until its input ends.
+# The command, which waits at a line with this prefix until its input ends.
 GATED = """
 import sys
 from phocas.cli import main
@@ -100,7 +100,7 @@ def phocas(
 
 
 def start_and_await(round_: int, *words: object, cwd: Path) -> subprocess.Popen[str]:
-    """Start a run and return when it says that it has done a round; it ends with its input."""
+    """Start a run and return when it reports its first round; it ends with its input."""
     child = subprocess.Popen(
         [sys.executable, "-c", GATED, *map(str, words)],
         cwd=cwd,
@@ -116,7 +116,7 @@ def start_and_await(round_: int, *words: object, cwd: Path) -> subprocess.Popen[
 
 
 def content(path: Path, run: int) -> dict[str, list[dict[str, Any]]]:
-    """Return what a run left in the results, without times."""
+    """Return what a run stored in the results, without times."""
     with Results(path) as results:
         tables = {
             name: results.table(name, run)
@@ -145,7 +145,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
 
     rng = np.random.default_rng(11)
     killed = tmp_path / "killed.sqlite"
-    # Lines come every fourth round; the kill then hits a round, a write or a checkpoint.
+    # Lines come every fourth round, so the kill hits a round, a write or a checkpoint.
     for round_ in sorted(4 * int(k) for k in rng.choice(np.arange(1, 10), 3, replace=False)):
         child = start_and_await(
             round_, "train", "--config", toml, "--results", killed, cwd=tmp_path
@@ -157,10 +157,10 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
             assert record.status == "running"
             assert actual_status(record, killed) == "killed"
     ended = phocas(
-        "train", "--config", toml, "--results", killed, "--resume", "--json",
+        "train", "--config", toml, "--results", killed, "--json",
         "--save-model", tmp_path / "killed.safetensors",
     )  # fmt: skip
-    assert "going on with run 1 from round" in ended.stderr
+    assert "continuing run 1 from round" in ended.stderr
     outcome = json.loads(ended.stdout)
     assert (outcome["status"], outcome["rounds_done"], outcome["id"]) == ("complete", 40, 1)
     assert outcome["final_accuracy"] == expected.final_accuracy
@@ -170,19 +170,21 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     assert [path.name for path in left] == ["run-1.safetensors"]
 
 
-def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path, phocas: Phocas) -> None:
+def test_interrupted_run_prints_how_to_continue_and_continues(
+    tmp_path: Path, phocas: Phocas
+) -> None:
     toml = write_toml(tmp_path / "run.toml", checkpoint_rounds=1000)
     child = start_and_await(8, "train", "--config", toml, "--seed", 4, cwd=tmp_path)
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate()
     assert child.returncode == 130
     assert "interrupted after round" in errors
-    assert f"go on with:\n  phocas train --config {toml} --seed 4\n" in errors
-    listed = json.loads(phocas("runs", "--json").stdout)
+    assert f"resume with:\n  phocas train --config {toml} --seed 4\n" in errors
+    listed = json.loads(phocas("results", "list", "--json").stdout)
     assert [run["status"] for run in listed] == ["interrupted"]
 
     done = phocas("train", "--config", toml, "--seed", 4)
-    assert "going on with run 1 from round" in done.stderr
+    assert "continuing run 1 from round" in done.stderr
     assert "run 1 is in phocas.sqlite" in done.stdout
     whole = make_config({**TINY, "seed": 4, "results": str(tmp_path / "whole.sqlite")})
     execute(whole)
@@ -192,9 +194,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path, phocas: P
 def test_a_complete_run_is_not_run_again(tmp_path: Path) -> None:
     config = make_config({**TINY, "rounds": 5, "results": str(tmp_path / "r.sqlite")})
     first = execute(config)
-    told: list[str] = []
-    assert execute(config, tell=told.append, model_file=tmp_path / "late.safetensors") == first
-    assert told == [f"run 1 in {config.results} is complete already"]
+    messages: list[str] = []
+    assert execute(config, tell=messages.append, model_file=tmp_path / "late.safetensors") == first
+    assert messages == [f"run 1 in {config.results} is complete already"]
     again = execute(config, restart=True, model_file=tmp_path / "again.safetensors")
     assert again.id == 2
     assert same_models(tmp_path / "late.safetensors", tmp_path / "again.safetensors")
@@ -217,18 +219,18 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -> None:
     whole = make_config({**TINY, "results": str(tmp_path / "whole.sqlite")})
     execute(whole)
     config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
     assert interrupt(config, 11).rounds_done == 11
     newest = checkpoint_path(config.results, config.identity())
     flip_a_bit(newest)
-    told: list[str] = []
-    assert execute(config, tell=told.append).status == "complete"
-    (line,) = told
+    messages: list[str] = []
+    assert execute(config, tell=messages.append).status == "complete"
+    (line,) = messages
     assert f"checkpoint {newest} is damaged" in line
-    assert line.endswith("the one before it is whole: going on with run 1 from round 9")
+    assert line.endswith("the previous one is intact: continuing run 1 from round 9")
     assert content(tmp_path / "r.sqlite", 1) == content(tmp_path / "whole.sqlite", 1)
 
     flip_a_bit(state_path(config.results, 1))
@@ -236,28 +238,28 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
         execute(config, model_file=tmp_path / "model.safetensors")
 
 
-def test_a_run_killed_between_two_checkpoints_goes_on_from_the_first(tmp_path: Path) -> None:
+def test_run_killed_between_checkpoints_continues_from_the_first(tmp_path: Path) -> None:
     config = make_config({**TINY, "rounds": 15, "results": str(tmp_path / "r.sqlite")})
     interrupt(config, 11)
     checkpoint_path(config.results, config.identity()).unlink()
-    told: list[str] = []
-    assert execute(config, tell=told.append).rounds_done == 15
-    assert told == ["going on with run 1 from round 9"]
+    messages: list[str] = []
+    assert execute(config, tell=messages.append).rounds_done == 15
+    assert messages == ["continuing run 1 from round 9"]
 
 
-def test_a_run_without_a_whole_checkpoint_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_run_without_intact_checkpoint_is_rejected_and_unchanged(tmp_path: Path) -> None:
     config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
     interrupt(config, 11)
     for path in (tmp_path / "r.sqlite.checkpoints").glob("*.safetensors"):
         flip_a_bit(path)
-    with pytest.raises(DamagedCheckpointError, match="no checkpoint of run 1 is whole"):
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint of run 1 is intact"):
         execute(config)
     with Results(tmp_path / "r.sqlite") as results:
         assert len(results.table("rounds", 1)) == 11
     assert execute(config, restart=True).id == 2
 
 
-def test_restarting_keeps_the_state_of_what_was_interrupted(tmp_path: Path) -> None:
+def test_restart_keeps_the_state_of_the_interrupted_run(tmp_path: Path) -> None:
     config = make_config({**TINY, "rounds": 15, "results": str(tmp_path / "r.sqlite")})
     interrupt(config, 7)
     assert execute(config, restart=True).id == 2
@@ -270,7 +272,7 @@ def test_restarting_keeps_the_state_of_what_was_interrupted(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("first", [{"rounds": 18}, {"rounds": 30, "stop": 14}])
-def test_more_rounds_go_on_from_fewer_with_the_same_bits(
+def test_longer_run_continues_a_shorter_one_with_the_same_bits(
     tmp_path: Path, first: dict[str, int]
 ) -> None:
     whole = make_config({**TINY, "results": str(tmp_path / "whole.sqlite")})
@@ -280,24 +282,26 @@ def test_more_rounds_go_on_from_fewer_with_the_same_bits(
     ended = interrupt(shorter, first["stop"]) if "stop" in first else execute(shorter)
     before = content(tmp_path / "r.sqlite", 1)
 
-    told: list[str] = []
+    messages: list[str] = []
     watched: list[int] = []
     record = execute(
         config,
-        tell=told.append,
+        tell=messages.append,
         watch=lambda _config, one, _evaluation: watched.append(one.number),
         model_file=tmp_path / "model.safetensors",
     )
     assert watched[0] == ended.rounds_done + 1
-    assert told == [f"run 2 is run 1 with more rounds: going on from round {ended.rounds_done}"]
+    assert messages == [
+        f"run 2 is run 1 with more rounds: continuing from round {ended.rounds_done}"
+    ]
     assert (record.id, record.origin) == (2, f"run 1, round {ended.rounds_done}")
     assert record.final_accuracy == expected.final_accuracy
     assert same_models(tmp_path / "whole.safetensors", tmp_path / "model.safetensors")
     assert content(tmp_path / "r.sqlite", 2) == content(tmp_path / "whole.sqlite", 1)
-    assert content(tmp_path / "r.sqlite", 1) == before  # the shorter one is still there
+    assert content(tmp_path / "r.sqlite", 1) == before  # the shorter run is unchanged
 
 
-def test_more_rounds_that_end_at_once_do_not_begin_anew(tmp_path: Path) -> None:
+def test_killed_longer_run_does_not_restart_at_round_0(tmp_path: Path) -> None:
     config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
     execute(config.model_copy(update={"rounds": 18}))
 
@@ -306,12 +310,12 @@ def test_more_rounds_that_end_at_once_do_not_begin_anew(tmp_path: Path) -> None:
 
     with pytest.raises(SystemExit):
         execute(config, watch=die)
-    told: list[str] = []
-    assert execute(config, tell=told.append).status == "complete"
-    assert told == ["going on with run 2 from round 18"]
+    messages: list[str] = []
+    assert execute(config, tell=messages.append).status == "complete"
+    assert messages == ["continuing run 2 from round 18"]
 
 
-def test_a_run_that_is_running_is_refused(tmp_path: Path) -> None:
+def test_run_in_progress_is_rejected(tmp_path: Path) -> None:
     config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})
     refusals = []
 
@@ -327,7 +331,7 @@ def test_a_run_that_is_running_is_refused(tmp_path: Path) -> None:
     assert len(refusals) == 1
 
 
-def test_a_stopped_run_says_why(tmp_path: Path, phocas: Phocas) -> None:
+def test_stopped_run_gives_the_reason(tmp_path: Path, phocas: Phocas) -> None:
     options = ("--rule", "mean", "--attack", "crash:worker=2,round=3", "--on-nonfinite", "stop")
     toml = write_toml(tmp_path / "run.toml")
     done = phocas("train", "--config", toml, *options, "--json", status=3)
@@ -343,19 +347,19 @@ def test_skipped_rounds_are_reported(tmp_path: Path, phocas: Phocas) -> None:
     done = phocas("train", "--config", toml, *options)
     heading, row = (line.split() for line in done.stdout.splitlines()[1:3])
     assert row[heading.index("skipped")] == "10"
-    assert "10 rounds had an aggregate that was not finite, and were skipped" in done.stderr
+    assert "10 rounds had an aggregate with NaN or inf, and were skipped" in done.stderr
 
 
-def test_workers_that_are_late_are_not_called_liars(tmp_path: Path, phocas: Phocas) -> None:
+def test_late_workers_are_not_reported_as_byzantine(tmp_path: Path, phocas: Phocas) -> None:
     options = ("--rule", "phocas:b=1", "--speeds", "slow:workers=2,factor=inf")
     toml = write_toml(tmp_path / "run.toml", rounds=2, attack="none")
     done = phocas("train", "--config", toml, *options, "--virtual-deadline", "2")
-    assert "2 rounds had an aggregate that was not finite" in done.stderr
-    assert "those of a worker that is late or silent count as wrong" in done.stderr
-    assert "lies" not in done.stderr
+    assert "2 rounds had an aggregate with NaN or inf" in done.stderr
+    assert "values of late or silent workers count as wrong" in done.stderr
+    assert "Byzantine" not in done.stderr
 
 
-def test_an_engine_that_fails_says_what_is_kept_only_if_something_is(
+def test_failing_engine_names_the_results_only_if_there_are_some(
     tmp_path: Path, phocas: Phocas
 ) -> None:
     toml = write_toml(tmp_path / "run.toml", rounds=2)
@@ -384,15 +388,17 @@ def test_a_failing_run_is_recorded_as_failed(tmp_path: Path) -> None:
     assert (record.status, record.message) == ("failed", "RuntimeError: tripped")
 
 
-def test_mistakes_end_with_one_line_and_no_results_file(tmp_path: Path, phocas: Phocas) -> None:
+def test_invalid_settings_end_with_one_line_and_no_results_file(
+    tmp_path: Path, phocas: Phocas
+) -> None:
     for words, message in (
         (("--rule", "krum:b=9"), "rule: Krum needs"),
         (("--attack", "gambler:server=20"), "attack: gambler needs server < servers"),
         (("--attack", "bit-flip:columns=1000000"), "columns"),
-        (("--set", "wokers=3"), "did you mean 'workers'"),
+        (("--set", "wokers=3"), "did you mean 'num_workers'"),
         (("--set", "workers"), "--set takes key=value"),
         (("--config", "none.toml"), "no configuration file"),
-        (("--servers", "2000000"), "2000000 servers"),
+        (("--num-servers", "2000000"), "2000000 servers"),
     ):
         done = phocas("train", "--dataset", "synthetic", *words, status=2)
         assert message in done.stderr
@@ -400,33 +406,33 @@ def test_mistakes_end_with_one_line_and_no_results_file(tmp_path: Path, phocas: 
     assert not (tmp_path / "phocas.sqlite").exists()
 
 
-def test_flags_win_over_the_file_and_tables_are_exported(tmp_path: Path, phocas: Phocas) -> None:
+def test_flags_override_the_file_and_tables_are_exported(tmp_path: Path, phocas: Phocas) -> None:
     toml = write_toml(tmp_path / "run.toml")
     words = ("--config", toml, "--rounds", 6, "--set", "schedule=step:every=2", "--quiet")
     done = phocas("train", *words)
     assert done.stderr == ""
     assert "6/6" in done.stdout
-    listed = phocas("runs").stdout
+    listed = phocas("results", "list").stdout
     assert "phocas:b=3" in listed
     assert "complete" in listed
-    rows = phocas("export", "--csv", "-", "--table", "rounds").stdout.splitlines()
+    rows = phocas("results", "export", "--csv", "-", "--table", "rounds").stdout.splitlines()
     assert len(rows) == 7
     rates = [row.split(",")[rows[0].split(",").index("lr")] for row in rows[1:]]
     assert [float(rate) for rate in rates] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
-    phocas("export", "--csv", "runs.csv")
+    phocas("results", "export", "--csv", "runs.csv")
     heading = (tmp_path / "runs.csv").read_text().splitlines()[0].split(",")
     assert {"id", "rule", "lr", "split", "workers", "batch_size"} <= set(heading)
-    assert "in model.safetensors" in phocas("export", "--model", 1).stdout
+    assert "in model.safetensors" in phocas("results", "export", "--model", 1).stdout
     assert load_file(tmp_path / "model.safetensors").keys() == {
         f"{layer}.{kind}" for layer in (1, 4) for kind in ("weight", "bias")
     }
-    done = phocas("export", "--csv", "-", "--table", "round", status=2)
+    done = phocas("results", "export", "--csv", "-", "--table", "round", status=2)
     assert "did you mean 'rounds'" in done.stderr
-    done = phocas("runs", "--results", "none.sqlite", status=2)
+    done = phocas("results", "list", "--results", "none.sqlite", status=2)
     assert "there is no results file none.sqlite" in done.stderr
 
 
-def test_checkpoints_come_by_rounds_and_by_seconds(tmp_path: Path) -> None:
+def test_checkpoints_are_written_by_rounds_and_by_seconds(tmp_path: Path) -> None:
     for settings, expected in (
         ({"checkpoint_rounds": 7}, {7, 14}),
         ({"checkpoint_rounds": None, "checkpoint_seconds": 0}, set(range(1, 21))),
@@ -443,4 +449,4 @@ def test_checkpoints_come_by_rounds_and_by_seconds(tmp_path: Path) -> None:
 
         execute(config, watch=look)
         assert set(seen.values()) <= expected
-        assert len(seen) >= len(expected) - 1  # the last one is gone with the end of the run
+        assert len(seen) >= len(expected) - 1  # the last one is removed at the end of the run

@@ -1,4 +1,4 @@
-"""Sweeps: all cores, nothing twice, killed processes and sweeps."""
+"""Sweeps: all cores, no run twice, killed processes and killed sweeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def configs(path: Path, **values: Any) -> list[RunConfig]:
     return expand_grid({**COMMON, "results": str(path), "grid": GRID, **values}, "grid")
 
 
-def test_a_sweep_runs_all_and_only_once_and_as_train_would(tmp_path: Path) -> None:
+def test_sweep_executes_each_run_once_with_the_bits_of_train(tmp_path: Path) -> None:
     grid = configs(tmp_path / "r.sqlite")
     news: list[Message] = []
     records = sweep(grid, processes=2, watch=news.append)
@@ -52,7 +52,7 @@ def test_a_sweep_runs_all_and_only_once_and_as_train_would(tmp_path: Path) -> No
     assert [row["gradient_norm"] for row in found] == [row["gradient_norm"] for row in expected]
 
 
-def test_a_run_that_fails_does_not_take_the_others_down(tmp_path: Path) -> None:
+def test_failed_run_does_not_end_the_others(tmp_path: Path) -> None:
     grid = configs(
         tmp_path / "r.sqlite", grid={"model": ["softmax", "cnn", "mlp:hidden=4"]}, rule="mean"
     )
@@ -63,7 +63,7 @@ def test_a_run_that_fails_does_not_take_the_others_down(tmp_path: Path) -> None:
     assert "sides of at least 4" in (ends[1].error or "")
 
 
-def test_a_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
+def test_killed_process_is_replaced(tmp_path: Path) -> None:
     victim = """
 import os, signal
 def model():
@@ -87,7 +87,7 @@ def model():
     assert ends[1].error == "its process ended with status -9"
 
 
-def test_a_sweep_that_is_told_to_stop_goes_on_later(tmp_path: Path) -> None:
+def test_stopped_sweep_continues_later(tmp_path: Path) -> None:
     grid = configs(tmp_path / "r.sqlite", rounds=20_000, grid={"seed": [0, 1, 2]}, rule="mean")
     started: list[News] = []
     records = sweep(
@@ -101,7 +101,7 @@ def test_a_sweep_that_is_told_to_stop_goes_on_later(tmp_path: Path) -> None:
     assert records[1] is records[2] is None
 
 
-def test_a_sweep_that_is_killed_loses_nothing_but_time(tmp_path: Path) -> None:
+def test_killed_sweep_loses_no_results(tmp_path: Path) -> None:
     lines = [f"{key} = {json.dumps(value)}" for key, value in COMMON.items() if key != "rounds"]
     lines += ["rounds = 100", "[grid]", *(f"{k} = {json.dumps(v)}" for k, v in GRID.items())]
     grid = tmp_path / "grid.toml"
@@ -126,5 +126,5 @@ def test_a_sweep_that_is_killed_loses_nothing_but_time(tmp_path: Path) -> None:
     assert [run["status"] for run in json.loads(ended.stdout)] == ["complete"] * 8
     with Results(tmp_path / "phocas.sqlite") as results:
         after = {record.id: record for record in results.runs()}
-    assert len(after) == 8  # runs in flight went on as themselves
+    assert len(after) == 8  # interrupted runs continued under their own numbers
     assert all(after[number] == record for number, record in done.items())

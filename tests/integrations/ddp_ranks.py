@@ -40,12 +40,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import phocas
 from phocas import integrations
+from phocas.detection.evalues import EValueTest
 from phocas.integrations.ddp import Guard, protect, watch
 from phocas.integrations.ddp import step as ddp_step
 from phocas.integrations.ddp import verify as ddp_verify
-from phocas.integrations.guard import Ledger, Reactions
+from phocas.integrations.detection_state import DetectionState
+from phocas.integrations.reactions import Reactions
 from phocas.integrations.wire import Bucket, Wire, pack
-from phocas.rules.bets import Bets
 
 DEVICE_RULES = ("phocas:b=1", "krum:b=0", "nnm:b=1|median", "geometric-median")
 SCENES: dict[str, Play] = {}
@@ -147,12 +148,12 @@ def blocks(rank: int) -> Any:
 
 @scene
 def cleaned(rank: int) -> Any:
-    return trained("cleaning:b=1,reach=2|nnm:b=1|heraclius:b=1", rank, poison=40.0, verify=True)
+    return trained("cell-filter:b=1,cutoff=2|nnm:b=1|heraclius:b=1", rank, poison=40.0, verify=True)
 
 
 @scene
 def watched(rank: int) -> Any:
-    return trained("watch:rule=heraclius:b=1", rank, poison=3.0)
+    return trained("monitor:rule=heraclius:b=1", rank, poison=3.0)
 
 
 @scene
@@ -288,9 +289,9 @@ def suspects(rank: int) -> Any:
         train(recorded, rank, 60, poison)
         found.append(
             {
-                "suspects": [(one.rank, one.excess) for one in recorded.guard.suspects()],
-                "since": [one.since for one in recorded.guard.suspects()],
-                "flagged": [one.flagged for one in recorded.guard.suspects()],
+                "suspects": [(one.rank, one.excess) for one in recorded.guard.flagged()],
+                "since": [one.onset for one in recorded.guard.flagged()],
+                "flagged": [one.flagged for one in recorded.guard.flagged()],
                 "dropped": recorded.guard.dropped(),
                 "steps": recorded.guard.steps,
                 "each": [torch.cat([flat for flat, _, _ in step]) for step in recorded.steps],
@@ -308,7 +309,7 @@ def corrupted(rank: int) -> Any:
     module: Any = nn.Sequential(*[FaultyLinear(a, b) for a, b in itertools.pairwise(widths)])
     model = DistributedDataParallel(module)
     told: list[Any] = []
-    guard = watch(model, b=1, on_suspect=told.append)
+    guard = watch(model, b=1, on_flagged=told.append)
     torch.manual_seed(100 + rank)
     for step in range(16):
         fault.step = step
@@ -352,7 +353,7 @@ def differing(
     model = DistributedDataParallel(nn.Linear(30, 40))
     target = torch.randn(30, 40)
     told: list[Any] = []
-    options["on_suspect"] = told.append
+    options["on_flagged"] = told.append
     guard = protect(model, rule, **options) if rule else watch(model, b=1, **options)
     torch.manual_seed(100 + rank)
     for step in range(40):
@@ -466,11 +467,11 @@ def framing(rank: int) -> Any:
     def run() -> Any:
         recorded = record(nn.Linear(30, 40), "phocas:b=1", verify=True)
         train(recorded, rank, 20, poison=1.0)
-        return [one.rank for one in recorded.guard.suspects()]
+        return [one.rank for one in recorded.guard.flagged()]
 
     if rank != LIAR:
         return run()
-    return with_patched(Bets, "observe", lambda *_: said, run)
+    return with_patched(EValueTest, "observe", lambda *_: said, run)
 
 
 def failing(rank: int, rule: str, group: Any = None) -> Any:
@@ -574,8 +575,8 @@ def on_a_device(rank: int) -> Any:
     with FakeDevice() as device:
         for text in DEVICE_RULES:
             rule = phocas.parse_rule(text)
-            ledger = Ledger(rule, [], ["here"] * WORLD, rank, Reactions())
-            aggregator = ddp_step.Aggregator(wire, ledger, verify=False, seed=0)
+            ledger = DetectionState(rule, [], ["here"] * WORLD, rank, Reactions())
+            aggregator = ddp_step.DDPAggregator(wire, ledger, verify=False, seed=0)
             generator = torch.Generator().manual_seed(rank)
             sent = [torch.randn(size, generator=generator) for size in (9_000, 300_001)]
             flats = [flat.to(THERE) for flat in sent]

@@ -42,13 +42,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 
 import phocas
-from phocas.integrations.fsdp import Guard, Suspect, protect, watch
+from phocas.detection.observer import RankObserver, Segment
+from phocas.integrations.detection_state import DetectionState
+from phocas.integrations.fsdp import FlaggedRank, Guard, protect, watch
 from phocas.integrations.fsdp.exchange import Sharded
 from phocas.integrations.fsdp.protect import RobustReduceScatter
-from phocas.integrations.fsdp.step import Aggregator, Unit
-from phocas.integrations.guard import Ledger, Reactions
+from phocas.integrations.fsdp.step import FSDPAggregator, Unit
+from phocas.integrations.reactions import Reactions
 from phocas.integrations.wire import Wire
-from phocas.integrations.witness import Segment, Witness
 
 NAN = float("nan")
 SCENES: dict[str, Play] = {}
@@ -155,7 +156,7 @@ def blocks(rank: int) -> Any:
 
 @scene
 def watched(rank: int) -> Any:
-    return trained("watch:rule=heraclius:b=1", rank, poison=3.0)
+    return trained("monitor:rule=heraclius:b=1", rank, poison=3.0)
 
 
 @scene
@@ -166,6 +167,11 @@ def averaged(rank: int) -> Any:
 @scene
 def per_unit(rank: int) -> Any:
     return trained("nnm:b=1|phocas:b=1", rank)
+
+
+@scene
+def filtered(rank: int) -> Any:
+    return trained("cell-filter:b=1,cutoff=2|nnm:b=1|phocas:b=1", rank, poison=40.0)
 
 
 @scene
@@ -182,7 +188,7 @@ def crosswise(rank: int) -> Any:
     sharded(model, shard_placement_fn=place)
     guard = protect(model, "trimmed-mean:b=1")
     noted.during(lambda: train(model, rank, 3, NAN, noted=noted))
-    addresses = {name: places["addresses"] for name, places in guard.suspects()[0].places.items()}
+    addresses = {name: places["addresses"] for name, places in guard.flagged()[0].places.items()}
     return {"steps": noted.each, "weights": whole(model), "addresses": addresses}
 
 
@@ -324,10 +330,10 @@ def resumed(rank: int) -> Any:
     fresh = network()
     other = torch.optim.SGD(fresh.parameters(), 0.05)
     saved: Any = dict(zip(("model", "optimizer"), get_state_dict(fresh, other), strict=True))
-    told: list[Suspect] = []
-    again = protect(fresh, "heraclius:b=1", on_suspect=told.append)
+    told: list[FlaggedRank] = []
+    again = protect(fresh, "heraclius:b=1", on_flagged=told.append)
     state_dict_loader.load({**saved, "guard": again}, checkpoint_id=folder)
-    at_once = [one.rank for one in again.suspects()]
+    at_once = [one.rank for one in again.flagged()]
     set_state_dict(
         fresh,
         other,
@@ -407,8 +413,8 @@ def corrupting(rank: int, seeds: range) -> Any:
         bad = seed % WORLD
         if rank == bad:
             model[2][0].fault = fault
-        told: list[Suspect] = []
-        guard = protect(model, "heraclius:b=1", seed=seed, on_suspect=told.append)
+        told: list[FlaggedRank] = []
+        guard = protect(model, "heraclius:b=1", seed=seed, on_flagged=told.append)
         train(model, rank, 17, seed=1000 * seed)
         found.append(
             {
@@ -416,7 +422,7 @@ def corrupting(rank: int, seeds: range) -> Any:
                 "struck": fault.struck,
                 "suspects": named(guard),
                 "told": [one.rank for one in told],
-                "line": [str(one) for one in guard.suspects()],
+                "line": [str(one) for one in guard.flagged()],
             }
         )
     return found
@@ -475,15 +481,15 @@ def compiled(rank: int) -> Any:
     quick: Any = torch.compile(model, backend="aot_eager")
     guard = protect(quick, "phocas:b=1")
     train(quick, rank, 4, NAN)
-    return set(guard.suspects()[0].layers) <= set(dict(model.named_parameters()))
+    return set(guard.flagged()[0].layers) <= set(dict(model.named_parameters()))
 
 
 @scene
 def framing(rank: int) -> Any:
     """Let one rank find absurd values of rank 0 in every step, which nobody else sees."""
-    look = Witness.look
+    look = RankObserver.look
 
-    def lie(witness: Witness, rows: torch.Tensor, segments: Any) -> None:
+    def lie(witness: RankObserver, rows: torch.Tensor, segments: Any) -> None:
         rows = rows.clone()
         rows[0] = NAN
         look(witness, rows, segments)
@@ -492,9 +498,9 @@ def framing(rank: int) -> Any:
         model = network()
         guard = protect(model, "heraclius:b=1")
         train(model, rank, 10)
-        return [one.rank for one in guard.suspects()]
+        return [one.rank for one in guard.flagged()]
 
-    return with_patched(Witness, "look", lie, run) if rank == LIAR else run()
+    return with_patched(RankObserver, "look", lie, run) if rank == LIAR else run()
 
 
 @scene
@@ -503,7 +509,7 @@ def reactions(rank: int) -> Any:
     log = Path(sys.argv[2]) / "suspects.jsonl"
     model = network()
     told: list[Any] = []
-    with protect(model, "phocas:b=1", on_suspect=told.append, log=log) as guard:
+    with protect(model, "phocas:b=1", on_flagged=told.append, log=log) as guard:
         train(model, rank, 8, NAN, begin=2)
     dist.barrier()
     train(model, rank, 1, NAN)
@@ -538,7 +544,7 @@ def refused(rank: int) -> Any:
         "nobody": refusal(lambda: watch(model, b=0)),
         "pairs": refusal(lambda: protect(on_pairs, "phocas:b=1")),
         "exit code": refusal(lambda: protect(model, "median", exit_code=256)),
-        "callback": refusal(lambda: protect(model, "median", on_suspect=3)),  # type: ignore[arg-type]
+        "callback": refusal(lambda: protect(model, "median", on_flagged=3)),  # type: ignore[arg-type]
     }
     protect(model, phocas.Phocas(b=1))
     said["twice"] = refusal(lambda: watch(model, b=1))
@@ -584,8 +590,10 @@ def on_a_device(rank: int) -> Any:
     with FakeDevice() as device:
         for text in DEVICE_RULES:
             names = ["a", "b"]
-            ledger = Ledger(phocas.parse_rule(text), names, ["here"] * WORLD, rank, Reactions())
-            aggregator = Aggregator(wire, ledger, shards=WORLD, seed=0)
+            ledger = DetectionState(
+                phocas.parse_rule(text), names, ["here"] * WORLD, rank, Reactions()
+            )
+            aggregator = FSDPAggregator(wire, ledger, shards=WORLD, seed=0)
             aggregator.said_partial = True  # there is no model of which this could be a part
             nothing_twice = SimpleNamespace(fsdp_params=[])
             comm = RobustReduceScatter(unit, nothing_twice, aggregator, Sharded(wire))
@@ -600,7 +608,7 @@ def on_a_device(rank: int) -> Any:
             _Reduced.apply(scalar, reduce).backward()  # type: ignore[no-untyped-call]  # torch has it so
             aggregator.catch_up()
             moved = sum(device.sent), sum(device.fetched)
-            steps = ledger.suspicion.rounds
+            steps = ledger.detector.rounds
             found[text] = {"sent": sent, "got": kept.cpu(), "moved": moved, "steps": steps}
     return found
 

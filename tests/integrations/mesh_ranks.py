@@ -53,7 +53,7 @@ def answer(guard: Guard, told: list[Any]) -> dict[str, Any]:
         "told": [one.rank for one in told],
         "suspects": report["suspects"],
         "nonfinite": report["nonfinite"],
-        "named": [one.rank for one in guard.suspects()],
+        "named": [one.rank for one in guard.flagged()],
         "text": guard.report_text(),
         "members": report["members"],
         "unusual": report["unusual"],
@@ -67,10 +67,10 @@ def fsdp_on_a_part_of_a_mesh(rank: int) -> Any:
     log = Path(sys.argv[2]) / "fsdp.jsonl"
     told: list[Any] = []
     model: Any = fully_shard(network(), mesh=mesh["dp"])
-    guard = fsdp.protect(model, "phocas:b=1", on_suspect=told.append, log=log)
+    guard = fsdp.protect(model, "phocas:b=1", on_flagged=told.append, log=log)
     train(model, rank)
     if rank == 0:
-        guard.suspects()  # one rank may ask alone
+        guard.flagged()  # one rank may ask alone
     train(model, rank, 1)
     dist.barrier()
     return {**answer(guard, told), "log": log.read_text()}
@@ -83,11 +83,11 @@ def ddp_in_a_subgroup(rank: int) -> Any:
     told: list[Any] = []
     model = DistributedDataParallel(network(), process_group=mesh.get_group("dp"))
     world = dist.group.WORLD
-    guard = ddp.protect(model, "phocas:b=1", on_suspect=told.append, job_group=world)
+    guard = ddp.protect(model, "phocas:b=1", on_flagged=told.append, job_group=world)
     train(model, rank)
     found = answer(guard, told)
     fresh = DistributedDataParallel(network(), process_group=mesh.get_group("dp"))
-    again = ddp.protect(fresh, "phocas:b=1", on_suspect=told.append, job_group=world)
+    again = ddp.protect(fresh, "phocas:b=1", on_flagged=told.append, job_group=world)
     again.load_state_dict(guard.state_dict())
     train(fresh, rank, 2)
     return {**found, "again": answer(again, told)}
@@ -99,7 +99,7 @@ def hybrid_on_a_part_of_a_mesh(rank: int) -> Any:
     mesh = mesh_of((2, 2, 2), ("replicate", "shard", "tp"))
     told: list[Any] = []
     model: Any = fully_shard(network(), mesh=mesh["replicate", "shard"])
-    guard = fsdp.protect(model, "phocas:b=1", on_suspect=told.append)
+    guard = fsdp.protect(model, "phocas:b=1", on_flagged=told.append)
     train(model, rank, STEPS + 1)
     return answer(guard, told)
 
@@ -117,7 +117,7 @@ def apart(rank: int) -> Any:
     said = refusal(lambda: ddp.protect(model, "phocas:b=1", job_group=pair))
     guard = ddp.protect(model, "phocas:b=1")  # the others of the world protect nothing
     train(model, rank)
-    found = {"said": said, "named": [one.rank for one in guard.suspects()]}
+    found = {"said": said, "named": [one.rank for one in guard.flagged()]}
     dist.barrier()
     return found
 

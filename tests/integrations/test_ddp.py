@@ -68,8 +68,8 @@ def compare(results: list[Any], rule: str) -> None:
         ("mixing", "nnm:b=1|phocas:b=1"),
         ("centre", "geometric-median"),
         ("drawing", "bucketing:size=3|mean"),
-        ("cleaned", "cleaning:b=1,reach=2|nnm:b=1|heraclius:b=1"),
-        ("watched", "watch:rule=heraclius:b=1"),
+        ("cleaned", "cell-filter:b=1,cutoff=2|nnm:b=1|heraclius:b=1"),
+        ("watched", "monitor:rule=heraclius:b=1"),
         ("bfloat16", "phocas:b=1"),
         ("bfloat16_krum", "krum:b=0"),
         ("two_columns", "phocas:b=1"),
@@ -202,7 +202,7 @@ def test_a_suspect_is_of_the_kind_that_its_gradients_show(ranks: Scene) -> None:
             assert abs(suspect["since"] - 7) <= 1, (name, suspect)
             assert suspect["flagged"] > suspect["since"]
         assert result["asked for"] == [LIAR]
-        assert "differs from the others, and need not be wrong" in result["half the batch"]["text"]
+        assert "differs from the others, and need not be faulty" in result["half the batch"]["text"]
 
 
 def test_a_closed_guard_averages_again(ranks: Scene) -> None:
@@ -282,7 +282,7 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
         assert "must be dense" in said["sparse"]
         assert "did you mean 'phocas'?" in said["unknown"]
         assert "use a column rule" in said["dtypes"]
-        options = "options: verify, seed, timeout, on_suspect, log, exit_code, act_on, job_group"
+        options = "options: verify, seed, timeout, on_flagged, log, exit_code, act_on, job_group"
         unknown = "TypeError: unknown option 'exitcode'; did you mean 'exit_code'? "
         assert said["option"] == unknown + options
         assert "did you mean 'verify'?" in said["own option"]
@@ -374,7 +374,7 @@ def test_the_example_under_torchrun(tmp_path: Path) -> None:
     accuracy = re.search(r"round 60: test accuracy ([\d.]+)", done.stdout)
     assert accuracy is not None, done.stdout
     assert float(accuracy[1]) > 0.6
-    assert "rank 1 is suspect: 100% of its values were thrown away, where 25%" in done.stdout
+    assert "rank 1 is flagged: 100% of its values were dropped, where 25%" in done.stdout
 
 
 def test_rows_on_a_device_stay_there(ranks: Scene) -> None:

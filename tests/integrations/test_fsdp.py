@@ -94,14 +94,21 @@ def test_square_weights_may_be_sharded_by_columns(ranks: Scene) -> None:
     assert results[0]["addresses"]["1.0.weight"] == [0, 8, 16, 24]
 
 
-def test_a_rule_that_measures_rows_chooses_for_each_unit(ranks: Scene) -> None:
-    results = ranks("per_unit")
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("per_unit", "nnm:b=1|phocas:b=1"),
+        ("filtered", "cell-filter:b=1,cutoff=2|nnm:b=1|phocas:b=1"),
+    ],
+)
+def test_rule_that_measures_rows_chooses_for_each_unit(ranks: Scene, name: str, rule: str) -> None:
+    results = ranks(name)
     for step, units in enumerate(results[0]["steps"]):
         for number in range(len(units)):
             each = [result["steps"][step][number] for result in results]
             rows = torch.stack([unit["sent"] for unit in each])
             rng = generator(Stream.RULE, 0, step, number)
-            expected = phocas.parse_rule("nnm:b=1|phocas:b=1")(rows, rng=rng)
+            expected = phocas.parse_rule(rule)(rows, rng=rng)
             assert bits(torch.cat([unit["got"] for unit in each])) == bits(expected)
 
 
@@ -232,7 +239,7 @@ def test_nobody_is_named_where_nobody_is_wrong(ranks: Scene) -> None:
         assert report["steps"] == 40
         assert report["ranks"] == WORLD
         assert json.loads(json.dumps(report)) == report
-        assert "no rank is suspect" in result["text"]
+        assert "no rank is flagged" in result["text"]
 
 
 def test_a_part_of_a_model_is_warned_of_once(ranks: Scene) -> None:
@@ -304,7 +311,7 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
         assert "workers are the 2 data-parallel ranks, of 4 ranks in all" in said["pairs"]
         assert said["together"] == "2 steps"
         assert "exit_code must be 1 to 255: got 256" in said["exit code"]
-        assert "on_suspect must be a function" in said["callback"]
+        assert "on_flagged must be a function" in said["callback"]
         pattern = f"rank {rank} has rule '(mean|median)', rank \\d has '(mean|median)'"
         assert re.search(pattern, said["unlike"])
 
@@ -338,7 +345,7 @@ def test_the_example_outlives_a_broken_device_and_names_it(tmp_path: Path) -> No
     loss = re.search(r"heraclius:b=1: step 90, loss ([\d.]+)", done.stdout)
     assert loss is not None
     assert float(loss[1]) < 3.2
-    assert re.search(r"rank 3 on .*: named in step 3\d", done.stdout)
+    assert re.search(r"rank 3 on .*: flagged in step 3\d", done.stdout)
     assert "  layers.2.attention.weight\n    since step 31:" in done.stdout
     assert "same addresses, stride 64: hardware" in done.stdout
     assert figure.stat().st_size > 5000

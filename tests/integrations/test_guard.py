@@ -17,12 +17,14 @@ import pytest
 import torch
 from tests.integrations.scenes import environment
 
-from phocas.integrations.guard import Guard, Ledger, Reactions, Suspect, _write
+from phocas.detection.observer import RankObserver, Segment, within
+from phocas.detection.rare_features import by_coordinates
+from phocas.integrations.detection_state import DetectionState
+from phocas.integrations.guard import Guard
 from phocas.integrations.job import Job
-from phocas.integrations.rare import by_coordinates
-from phocas.integrations.reports import as_text
+from phocas.integrations.reactions import Reactions, write_log
+from phocas.integrations.reports import FlaggedRank, as_text
 from phocas.integrations.wire import Wire
-from phocas.integrations.witness import Segment, Witness, within
 from phocas.report.page.guards import read_reports
 from phocas.rules import Heraclius, parse_rule
 
@@ -30,36 +32,36 @@ NAMES = ["a.weight", "a.bias"]
 M, WIDTH = 4, 4096
 
 
-def ledger(reactions: Reactions | None = None, rank: int = 0) -> Ledger:
-    return Ledger(Heraclius(b=1), NAMES, ["host"] * M, rank, reactions or Reactions())
+def detection(reactions: Reactions | None = None, rank: int = 0) -> DetectionState:
+    return DetectionState(Heraclius(b=1), NAMES, ["host"] * M, rank, reactions or Reactions())
 
 
 def step(
-    book: Ledger,
-    witnesses: list[Witness],
+    state: DetectionState,
+    observers: list[RankObserver],
     seed: int,
     wrong: slice | None,
-    others: Sequence[Ledger] = (),
+    others: Sequence[DetectionState] = (),
     value: float = 1e30,
 ) -> None:
-    """Let every witness see its columns, in which worker 2 is wrong somewhere."""
+    """Let every observer see its columns, in which worker 2 is wrong somewhere."""
     told = []
-    for number, witness in enumerate(witnesses):
+    for number, observer in enumerate(observers):
         rng = torch.Generator().manual_seed(1000 * seed + number)
         rows = torch.randn(M, WIDTH, generator=rng)
         if wrong is not None:
             rows[2, wrong] = value
         whole = (Segment(0, 0, WIDTH - 64, number * WIDTH), Segment(1, WIDTH - 64, WIDTH))
-        witness.see(rows, whole, number)
-        witness.bet()
-        told.append(witness.testimony().view(torch.float64).clone().numpy())
-        witness.end()
+        observer.see(rows, whole, number)
+        observer.bet()
+        told.append(observer.report().view(torch.float64).clone().numpy())
+        observer.end()
     lost = np.tile([0.0, 0.0, 0.0 if wrong is None else 0.1 * WIDTH, 0.0], (M, 1))
-    for each in (book, *others):
+    for each in (state, *others):
         each.hear(np.array(told), lost, M * WIDTH)
-    for witness in witnesses:
-        book.instruct(witness)
-    for each in (book, *others):
+    for observer in observers:
+        observer.follow(state.detector)
+    for each in (state, *others):
         each.react()
 
 
@@ -67,13 +69,15 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def guards(books: list[Ledger]) -> list[Guard]:
-    return [Guard(book, book.witness(0), nothing, nothing) for book in books]
+def guards(states: list[DetectionState]) -> list[Guard]:
+    return [Guard(state, state.observer(0), nothing, nothing) for state in states]
 
 
 def resumed(state: list[dict[str, Any]], hosts: list[str]) -> list[Guard]:
     """Return the guards of all ranks of a new job, which have gone through a file."""
-    fresh = guards([Ledger(Heraclius(b=1), NAMES, hosts, rank, Reactions()) for rank in range(M)])
+    fresh = guards(
+        [DetectionState(Heraclius(b=1), NAMES, hosts, rank, Reactions()) for rank in range(M)]
+    )
     for guard, own in zip(fresh, state, strict=True):
         file = io.BytesIO()
         torch.save(own, file)
@@ -82,25 +86,25 @@ def resumed(state: list[dict[str, Any]], hosts: list[str]) -> list[Guard]:
 
 
 def go_on(each: list[Guard], steps: range, begin: int) -> None:
-    """Take steps in the view of the guards of all ranks, which have witnesses of their own."""
-    witnesses = [guard._witness for guard in each]
+    """Take steps in the view of the guards of all ranks, which have observers of their own."""
+    observers = [guard._observer for guard in each]
     for number in steps:
         wrong = slice(5, 3000, 32) if number >= begin else None
-        books = [guard._ledger for guard in each]
-        step(books[0], witnesses, number, wrong, others=books[1:])
+        states = [guard._detection for guard in each]
+        step(states[0], observers, number, wrong, others=states[1:])
 
 
-def played(book: Ledger, begin: int, steps: int, value: float = 1e30) -> Ledger:
-    witnesses = [book.witness(0) for _ in range(M)]
+def played(state: DetectionState, begin: int, steps: int, value: float = 1e30) -> DetectionState:
+    observers = [state.observer(0) for _ in range(M)]
     for number in range(steps):
         wrong = slice(5, 3000, 32) if number >= begin else None
-        step(book, witnesses, number, wrong, value=value)
-    return book
+        step(state, observers, number, wrong, value=value)
+    return state
 
 
 def test_a_report_has_layers_addresses_and_stride() -> None:
-    book = played(ledger(), begin=6, steps=12)
-    report = book.report()
+    state = played(detection(), begin=6, steps=12)
+    report = state.report()
     (suspect,) = report["suspects"]
     assert (suspect["rank"], suspect["grounds"]) == (2, ["addresses"])
     assert (suspect["since"], suspect["flagged"]) == (7, 9)
@@ -115,25 +119,27 @@ def test_a_report_has_layers_addresses_and_stride() -> None:
     assert places["others"] < 0.001
     assert json.loads(json.dumps(report)) == report
     text = as_text(report)
-    assert "rank 2 on host: named in step 9" in text
+    assert "rank 2 on host: flagged in step 9" in text
     assert "same addresses, stride 32: hardware" in text
     assert max(map(len, text.splitlines())) <= 80
-    assert str(book.suspect(2)).startswith("rank 2: since step 7, a.weight, 2.3% of its values")
+    assert str(state.flagged_row(2)).startswith(
+        "rank 2: since step 7, a.weight, 2.3% of its values"
+    )
 
 
 @pytest.mark.parametrize("begin", range(80, 84))
 def test_most_quiet_steps_are_passed_over_and_a_late_fault_is_named_in_time(begin: int) -> None:
-    book = ledger()
-    witnesses = [book.witness(0) for _ in range(M)]
+    state = detection()
+    observers = [state.observer(0) for _ in range(M)]
     seen = []
     for number in range(begin + 40):
-        seen.append({witness.awake for witness in witnesses})
-        step(book, witnesses, number, slice(5, 3000, 32) if number >= begin else None)
+        seen.append({observer.awake for observer in observers})
+        step(state, observers, number, slice(5, 3000, 32) if number >= begin else None)
     assert all(len(one) == 1 for one in seen)  # ranks look at the same steps
     looked = [one == {True} for one in seen]
     assert all(looked[:64])
     assert sum(looked[64:80]) == 4
-    (suspect,) = book.report()["suspects"]
+    (suspect,) = state.report()["suspects"]
     assert suspect["rank"] == 2
     assert suspect["flagged"] <= begin + 1 + 3 + 2  # it is seen in the fourth, then in each
     assert sum(looked[-16:]) == 4  # who is named is known
@@ -141,56 +147,56 @@ def test_most_quiet_steps_are_passed_over_and_a_late_fault_is_named_in_time(begi
 
 def test_a_rank_that_is_wrong_in_steps_that_are_passed_over_is_looked_at() -> None:
     """It knows which steps these are, but not that others notice what is thrown away."""
-    book = ledger()
-    witnesses = [book.witness(0) for _ in range(M)]
+    state = detection()
+    observers = [state.observer(0) for _ in range(M)]
     for number in range(120):
         passed = number >= 70 and number % 4 != 0
-        step(book, witnesses, number, slice(5, 3000, 32) if passed else None)
-    assert [suspect["rank"] for suspect in book.report()["suspects"]] == [2]
+        step(state, observers, number, slice(5, 3000, 32) if passed else None)
+    assert [suspect["rank"] for suspect in state.report()["suspects"]] == [2]
 
 
 @pytest.mark.parametrize("poisoned", range(70, 74))
 def test_first_nonfinite_value_is_found_in_steps_that_are_not_looked_at(poisoned: int) -> None:
     """One value in one step, of which the model is lost."""
-    book = ledger()
-    witnesses = [book.witness(0) for _ in range(M)]
+    state = detection()
+    observers = [state.observer(0) for _ in range(M)]
     nan = float("nan")
     for number in range(90):
         told = []
-        for holder, witness in enumerate(witnesses):
+        for holder, observer in enumerate(observers):
             rng = torch.Generator().manual_seed(1000 * number + holder)
             rows = torch.randn(M, WIDTH, generator=rng)
             if number == poisoned and holder == 1:
                 rows[2, 17] = nan
             if number > poisoned:
                 rows[:, 5] = nan
-            witness.see(rows, lambda: [Segment(0, 0, 64), Segment(1, 64, WIDTH)], holder)
-            witness.bet()
-            told.append(witness.testimony().view(torch.float64).clone().numpy())
-            witness.end()
-        book.hear(np.array(told), np.zeros((M, M)), M * WIDTH)
-        for witness in witnesses:
-            book.instruct(witness)
-    (first,) = book.report()["nonfinite"]
+            observer.see(rows, lambda: [Segment(0, 0, 64), Segment(1, 64, WIDTH)], holder)
+            observer.bet()
+            told.append(observer.report().view(torch.float64).clone().numpy())
+            observer.end()
+        state.hear(np.array(told), np.zeros((M, M)), M * WIDTH)
+        for observer in observers:
+            observer.follow(state.detector)
+    (first,) = state.report()["nonfinite"]
     assert first == {"rank": 2, "step": poisoned + 1, "parameters": ["a.weight"], "seen_by": 1}
-    assert book.report()["lost"] == poisoned + 2
-    assert book.report()["suspects"] == []
+    assert state.report()["lost"] == poisoned + 2
+    assert state.report()["suspects"] == []
 
 
 def test_what_ranks_say_was_thrown_away_may_be_nonsense() -> None:
-    book = ledger()
-    told = np.zeros((M, book.witness(0).told.size))
+    state = detection()
+    told = np.zeros((M, state.observer(0).numbers.size))
     told[:, M + 1 :] = np.nan
     lost = np.array([[np.nan] * M, [np.inf] * M, [-np.inf] * M, [0.0, 10.0, 1e300, 5.0]])
-    book.hear(told, lost[[0, 2, 3, 3]], 100)
-    np.testing.assert_allclose(book.suspicion.shares(), [0.0, 0.2, 1.0, 0.1])
-    book.hear(told, lost, 100)
-    assert (book.suspicion.shares() <= 1.0).all()
+    state.hear(told, lost[[0, 2, 3, 3]], 100)
+    np.testing.assert_allclose(state.detector.shares(), [0.0, 0.2, 1.0, 0.1])
+    state.hear(told, lost, 100)
+    assert (state.detector.shares() <= 1.0).all()
 
 
 @pytest.mark.parametrize(("saved", "begin"), [(4, 6), (8, 6), (30, 6), (70, 72), (75, 72)])
 def test_what_is_known_survives_a_checkpoint(saved: int, begin: int) -> None:
-    whole = guards([ledger(rank=rank) for rank in range(M)])
+    whole = guards([detection(rank=rank) for rank in range(M)])
     go_on(whole, range(saved), begin)
     again = resumed([guard.state_dict() for guard in whole], ["host"] * M)
     assert [guard.report() for guard in again] == [guard.report() for guard in whole]
@@ -198,42 +204,42 @@ def test_what_is_known_survives_a_checkpoint(saved: int, begin: int) -> None:
         go_on(each, range(saved, saved + 20), begin)
     for one, other in zip(whole, again, strict=True):
         assert one.report() == other.report()
-        (suspect,) = other.suspects()
+        (suspect,) = other.flagged()
         assert suspect.rank == 2
         assert suspect.places["a.weight"]["stride"] == 32
 
 
 def test_a_rank_on_another_host_is_new() -> None:
-    whole = guards([ledger(rank=rank) for rank in range(M)])
+    whole = guards([detection(rank=rank) for rank in range(M)])
     go_on(whole, range(12), begin=6)
     states = [guard.state_dict() for guard in whole]
     stays = resumed(states, ["host", "other", "host", "host"])
-    assert [suspect.rank for suspect in stays[0].suspects()] == [2]
+    assert [suspect.rank for suspect in stays[0].flagged()] == [2]
     moved = resumed(states, ["host", "host", "other", "host"])
-    assert moved[0].suspects() == ()
+    assert moved[0].flagged() == ()
     go_on(moved, range(12, 40), begin=100)
-    assert moved[0].suspects() == ()
+    assert moved[0].flagged() == ()
     go_on(moved, range(40, 46), begin=40)
-    assert [(one.rank, one.since, one.flagged) for one in moved[0].suspects()] == [(2, 41, 43)]
+    assert [(one.rank, one.onset, one.flagged) for one in moved[0].flagged()] == [(2, 41, 43)]
 
 
 def test_evidence_of_another_job_is_refused() -> None:
-    guard, other = guards([ledger(), ledger(rank=1)])
+    guard, other = guards([detection(), detection(rank=1)])
     with pytest.raises(ValueError, match="must have 'rank1': got ledger, rank0"):
         other.load_state_dict(guard.state_dict())
-    model = Ledger(Heraclius(b=1), ["b.weight"], ["host"] * M, 0, Reactions())
+    model = DetectionState(Heraclius(b=1), ["b.weight"], ["host"] * M, 0, Reactions())
     with pytest.raises(ValueError, match="of the same parameters: got 2 of them, which are not"):
         guards([model])[0].load_state_dict(guard.state_dict())
-    five = Ledger(Heraclius(b=1), NAMES, ["host"] * 5, 0, Reactions())
+    five = DetectionState(Heraclius(b=1), NAMES, ["host"] * 5, 0, Reactions())
     with pytest.raises(ValueError, match="of as many ranks, with the same b"):
         guards([five])[0].load_state_dict(guard.state_dict())
 
 
 def test_reactions_come_once_and_in_order(tmp_path: Path) -> None:
-    told: list[Suspect] = []
+    told: list[FlaggedRank] = []
     log = tmp_path / "suspects.jsonl"
     for rank in (0, 2):
-        played(ledger(Reactions.of(told.append, log, None), rank), begin=1, steps=8)
+        played(detection(Reactions.of(told.append, log, None), rank), begin=1, steps=8)
     assert [suspect.rank for suspect in told] == [2, 2]  # on each of two ranks
     (line,) = log.read_text().splitlines()  # by the lowest that is not suspect
     assert json.loads(line)["places"]["a.weight"]["stride"] == 32
@@ -245,56 +251,60 @@ def test_reactions_come_once_and_in_order(tmp_path: Path) -> None:
         Reactions.of(None, None, 1, "wrong")  # type: ignore[arg-type]
 
 
-def test_on_suspect_that_raises_is_reported_and_nothing_else_stops(
+def test_on_flagged_that_raises_is_reported_and_nothing_else_stops(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(suspect: Suspect) -> None:
+    def fail(suspect: FlaggedRank) -> None:
         raise ConnectionError(f"no pager for rank {suspect.rank}")
 
     log = tmp_path / "suspects.jsonl"
-    book = played(ledger(Reactions.of(fail, log, None)), begin=1, steps=8)
-    assert book.named() == (2,)
+    state = played(detection(Reactions.of(fail, log, None)), begin=1, steps=8)
+    assert state.detector.flagged() == (2,)
     said = capsys.readouterr().err
-    assert said.startswith("phocas: on_suspect raised on rank 0 for rank 2; training continues\n")
+    assert said.startswith("phocas: on_flagged raised on rank 0 for rank 2; training continues\n")
     assert said.endswith("ConnectionError: no pager for rank 2\n\n")
     assert log.exists()
 
 
 def test_the_log_alone_makes_the_report_of_its_job(tmp_path: Path) -> None:
     log = tmp_path / "suspects.jsonl"
-    book = played(ledger(Reactions.of(None, log, None)), begin=1, steps=4)
+    state = played(detection(Reactions.of(None, log, None)), begin=1, steps=4)
     (report,) = read_reports(log)
     (suspect,) = report["suspects"]
-    assert {name: suspect[name] for name in book.suspect(2).report()} == book.suspect(2).report()
-    assert {**report, "suspects": book.report()["suspects"]} == book.report()
+    assert {name: suspect[name] for name in state.flagged_row(2).report()} == state.flagged_row(
+        2
+    ).report()
+    assert {**report, "suspects": state.report()["suspects"]} == state.report()
 
 
 def test_log_of_a_rank_that_sends_nan_makes_a_report(tmp_path: Path) -> None:
     log = tmp_path / "suspects.jsonl"
-    book = played(ledger(Reactions.of(None, log, None)), begin=1, steps=4, value=float("nan"))
+    state = played(detection(Reactions.of(None, log, None)), begin=1, steps=4, value=float("nan"))
     events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
     assert events[0] == "nonfinite"
     assert "suspect" in events
     (report,) = read_reports(log)
-    assert report["nonfinite"] == book.report()["nonfinite"]
+    assert report["nonfinite"] == state.report()["nonfinite"]
     assert [suspect["rank"] for suspect in report["suspects"]] == [2]
 
 
 def test_rank_that_is_flagged_as_another_kind_is_logged_again(tmp_path: Path) -> None:
     log = tmp_path / "suspects.jsonl"
-    book = played(ledger(Reactions.of(None, log, None)), begin=1, steps=4)
-    first = book.suspect(2)
+    state = played(detection(Reactions.of(None, log, None)), begin=1, steps=4)
+    first = state.flagged_row(2)
     other = dataclasses.replace(first, kind="differs" if first.kind != "differs" else "wrong")
-    assert book._unwritten([first]) == []
-    (entry,) = book._unwritten([other])
-    _write(log, [entry], 0, book.report())
+    assert state.reactions.unwritten([first], []) == []
+    (entry,) = state.reactions.unwritten([other], [])
+    write_log(log, [entry], 0, state.report())
     (report,) = read_reports(log)
     assert [(one["rank"], one["kind"]) for one in report["suspects"]] == [(2, other.kind)]
 
 
 def test_honest_job_leaves_no_log(tmp_path: Path) -> None:
     log = tmp_path / "suspects.jsonl"
-    assert played(ledger(Reactions.of(None, log, None)), begin=99, steps=6).named() == ()
+    assert (
+        played(detection(Reactions.of(None, log, None)), begin=99, steps=6).detector.flagged() == ()
+    )
     assert not log.exists()
 
 
@@ -308,9 +318,9 @@ def test_honest_job_leaves_no_log(tmp_path: Path) -> None:
     ids=str,
 )
 def test_verdict_that_is_not_whole_is_left_out(entry: dict[str, Any]) -> None:
-    book = ledger()
-    book._publish(entry)
-    assert (book.public, book.firsts) == ({}, [])
+    state = detection()
+    state._publish(entry)
+    assert (state.public, state.firsts) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -319,10 +329,10 @@ def test_verdict_that_is_not_whole_is_left_out(entry: dict[str, Any]) -> None:
         ("heraclius:b=1", True),
         ("median", True),
         ("nnm:b=1|phocas:b=1", True),
-        ("cleaning:b=1|mean", True),
+        ("cell-filter:b=1|mean", True),
         ("mean", False),
-        ("watch:rule=heraclius:b=1", False),
-        ("watch:rule=(cleaning:b=1|mean)", False),
+        ("monitor:rule=heraclius:b=1", False),
+        ("monitor:rule=(cell-filter:b=1|mean)", False),
         ("krum:b=0", False),
         ("geometric-median", False),
         ("phocas:b=0", False),
@@ -334,15 +344,15 @@ def test_rules_that_drop_single_values_are_known(rule: str, by_single_values: bo
 
 def rare_parameter(rows: Callable[[torch.Tensor, int], None]) -> float:
     """Return the parameter whose values are found to be rare in 16 steps."""
-    witness = ledger().witness(0)
+    observer = detection().observer(0)
     for number in range(16):
         values = torch.randn(M, WIDTH, generator=torch.Generator().manual_seed(number))
         rows(values[:, 2048:], number)
-        witness.see(values, [Segment(0, 0, 2048), Segment(1, 2048, WIDTH)], 0)
-        witness.bet()
-        told = float(witness.told[-1])
+        observer.see(values, [Segment(0, 0, 2048), Segment(1, 2048, WIDTH)], 0)
+        observer.bet()
+        told = float(observer.numbers[-1])
         assert np.isnan(told) or number == 15
-        witness.end()
+        observer.end()
     return told
 
 
@@ -373,8 +383,8 @@ def test_rare_values_are_told_apart_from_unused_and_faulty_ones() -> None:
 
 def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
     program = (
-        "from tests.integrations.test_guard import ledger, played, Reactions\n"
-        f"played(ledger(Reactions.of(print, {str(tmp_path / 'log')!r}, 77)), begin=1, steps=8)\n"
+        "from tests.integrations.test_guard import detection, played, Reactions\n"
+        f"played(detection(Reactions.of(print, {str(tmp_path / 'log')!r}, 77)), begin=1, steps=8)\n"
         "print('went on')"
     )
     done = subprocess.run(
@@ -427,10 +437,10 @@ def test_addresses_of_a_shard_are_those_of_the_parameter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30, -1e30])
 def test_what_is_absurd_is_found_in_every_type(dtype: torch.dtype, value: float) -> None:
-    witness = Witness(M, 1, 0)
+    observer = RankObserver(M, 1, 0)
     rows = torch.randn(M, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows[1, 100:200:10] = value
-    witness.see(rows, [Segment(0, 0, 300)], 0)
-    (found,) = witness.findings
+    observer.see(rows, [Segment(0, 0, 300)], 0)
+    (found,) = observer.findings
     assert (found.worker, found.wild, found.address) == (1, 10, 100)
     assert found.absurd

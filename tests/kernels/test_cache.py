@@ -1,4 +1,4 @@
-"""Compiled kernels are remembered across processes, and a bad memory costs only time."""
+"""The cache of compiled kernels across processes; a damaged cache only costs time."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def run(cache: Path | str, script: str = SCRIPT, **environment: str) -> list[str
     return done.stdout.split()
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+def test_second_process_compiles_nothing(tmp_path: Path) -> None:
     first = run(tmp_path)
     files = sorted((tmp_path / "kernels").iterdir())
     assert int(first[0]) == len(files) > 2
-    assert all(file.suffix == ".o" for file in files)  # nothing temporary is left
+    assert all(file.suffix == ".o" for file in files)  # no temporary file is left
     assert (tmp_path / "kernels").stat().st_mode & 0o077 == 0
     second = run(tmp_path)
     assert int(second[0]) == 0
     assert second[2] == first[2]
 
 
-def test_bad_files_are_ignored_and_replaced(tmp_path: Path) -> None:
+def test_damaged_cache_files_are_replaced(tmp_path: Path) -> None:
     first = run(tmp_path)
     files = sorted((tmp_path / "kernels").iterdir())
     good = {file: file.read_bytes() for file in files}
@@ -80,7 +80,7 @@ def test_bad_files_are_ignored_and_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner here")
-def test_files_that_others_may_write_are_not_executed(tmp_path: Path) -> None:
+def test_cache_files_writable_by_others_are_not_executed(tmp_path: Path) -> None:
     run(tmp_path)
     file = min((tmp_path / "kernels").iterdir())
     file.chmod(0o666)
@@ -89,14 +89,14 @@ def test_files_that_others_may_write_are_not_executed(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o022 == 0
 
 
-def test_folders_that_cannot_be_written_cost_only_time(tmp_path: Path) -> None:
+def test_read_only_cache_folder_only_disables_the_cache(tmp_path: Path) -> None:
     obstacle = tmp_path / "file"
     obstacle.write_text("in the way")
     first = run(obstacle)
     assert int(first[0]) > 2
     assert run(obstacle)[2] == first[2]
     assert run("/proc/nowhere")[2] == first[2]
-    # Where a file of the cache should be, there is a folder.
+    # A folder is in the place of a cache file.
     run(tmp_path)
     file = min((tmp_path / "kernels").iterdir())
     file.unlink()
@@ -105,7 +105,7 @@ def test_folders_that_cannot_be_written_cost_only_time(tmp_path: Path) -> None:
     assert not [f for f in (tmp_path / "kernels").iterdir() if f.suffix != ".o"]
 
 
-def test_nobody_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_folder_only_disables_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHOCAS_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
@@ -113,12 +113,12 @@ def test_nobody_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", homeless)
-    # 23 rows appear in no other test of float64: the kernel is not known yet.
+    # 23 rows are used in no other test of float64, so the kernel is not compiled yet.
     rows = np.arange(46.0).reshape(23, 2)
     np.testing.assert_array_equal(phocas.TrimmedMean(b=4)(rows), [22.0, 23.0])
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHOCAS_CACHE", "/a")
     assert jit.cache_folder() == Path("/a/kernels")
     monkeypatch.setenv("PHOCAS_CACHE", "")
@@ -128,7 +128,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jit.cache_folder() == Path.home() / ".cache/phocas/kernels"
 
 
-def test_code_is_bound_to_its_name(tmp_path: Path) -> None:
+def test_cached_code_is_bound_to_its_name(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     file = tmp_path / "x.o"
     jit._write(file, b"code")
@@ -138,7 +138,7 @@ def test_code_is_bound_to_its_name(tmp_path: Path) -> None:
     assert jit._read(file.rename(tmp_path / "y.o")) is None
 
 
-def test_a_kernel_under_the_name_of_another_is_compiled_again(tmp_path: Path) -> None:
+def test_cached_code_under_another_name_is_compiled_again(tmp_path: Path) -> None:
     script = SCRIPT.replace("nnm:b=6|phocas:b=6", "{rule}")
     median = run(tmp_path, script.replace("{rule}", "median"))
     known = set((tmp_path / "kernels").iterdir())
@@ -154,7 +154,7 @@ def test_a_kernel_under_the_name_of_another_is_compiled_again(tmp_path: Path) ->
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="folders have no owner here")
 @pytest.mark.parametrize("mode", [0o770, 0o1777])
-def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path, mode: int) -> None:
+def test_cache_folder_writable_by_others_is_not_used(tmp_path: Path, mode: int) -> None:
     first = run(tmp_path)
     folder = tmp_path / "kernels"
     before = {file: file.read_bytes() for file in folder.iterdir()}
@@ -165,21 +165,21 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path, mode: int) -
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_links_are_not_followed(tmp_path: Path) -> None:
+def test_symbolic_links_in_the_cache_are_not_followed(tmp_path: Path) -> None:
     first = run(tmp_path)
     folder = tmp_path / "kernels"
-    # A file that leads elsewhere, though what is there is good.
+    # A cache file that is a symbolic link, though its target is valid.
     file = min(folder.iterdir())
     file.symlink_to(file.rename(tmp_path / "elsewhere"))
     assert jit._read(file) is None
     assert int(run(tmp_path)[0]) == 1
     assert not file.is_symlink()
-    # A folder that leads elsewhere.
+    # A cache folder that is a symbolic link.
     other = tmp_path / "other"
     other.mkdir()
     (other / "kernels").symlink_to(folder)
     assert run(other)[0] == first[0]
-    # A name for writing that leads elsewhere is not written through.
+    # A temporary name that is a symbolic link is not written through.
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (folder / f"z.o.{os.getpid()}.tmp").symlink_to(victim)
@@ -189,7 +189,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("m", "seconds"), [(20, 0.3), (128, 2.0)])
 def test_first_use_is_quick(tmp_path: Path, m: int, seconds: float) -> None:
-    """At most so many seconds of the processor, three times that here, for the best of three."""
+    """The best of three takes less than three times the limit in processor seconds."""
     script = SCRIPT.replace("size=(20", f"size=({m}").replace("nnm:b=6|", "")
     times = [float(run(tmp_path / str(i), script)[1]) for i in range(3)]
     assert min(times) < 3 * seconds

@@ -1,4 +1,4 @@
-"""The column kernels by themselves: networks, windows of all shapes, both ways to run a network."""
+"""The column kernels: networks, windows of all shapes, straight-line code and table programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phocas.rules.reference import nearest, trimmed
 
 
 def run(network: tuple[Comparator, ...] | tuple[tuple[int, int], ...], wires: np.ndarray) -> None:
-    """Run a network over the rows of an array, dropping what it does not keep."""
+    """Run a network over the rows of an array; outputs that it does not keep are undefined."""
     for step in network:
         c = step if isinstance(step, Comparator) else Comparator(*step)
         low = np.minimum(wires[c.low], wires[c.high])
@@ -49,8 +49,8 @@ def test_large_networks_sort_thresholds(m: int) -> None:
 
 
 @pytest.mark.parametrize("m", range(1, 33))
-def test_valleys_are_sorted(m: int) -> None:
-    """Zeros and ones that fall and then rise: so many ones, zeros, and ones again."""
+def test_valley_network_sorts_values_that_fall_and_then_rise(m: int) -> None:
+    """Zeros and ones that fall and then rise: ones, zeros, and ones again."""
     ends = itertools.combinations_with_replacement(range(m + 1), 2)
     places = np.arange(m)
     valleys = np.array([(places < fall) | (places >= rise) for fall, rise in ends], np.int16).T
@@ -60,9 +60,9 @@ def test_valleys_are_sorted(m: int) -> None:
 
 
 @pytest.mark.parametrize("m", range(1, 14))
-def test_pruned_networks_leave_what_is_wanted(m: int) -> None:
+def test_pruned_networks_keep_the_wanted_outputs(m: int) -> None:
     inputs = np.array(list(itertools.product((0, 1), repeat=m)), np.int16).T
-    # Distinct values as well: a set of equal ones cannot tell its members apart.
+    # Distinct values, too: equal values would hide a wrong permutation.
     ramps = np.stack([np.random.default_rng(i).permutation(m) for i in range(500)], axis=1)
     for values in (inputs, ramps):
         ordered = np.sort(values, axis=0)
@@ -84,10 +84,10 @@ def _windows(m: int) -> list[Window]:
 
 @pytest.mark.parametrize("m", [*range(2, 14), 200, 450])
 @pytest.mark.parametrize("kind", ["float32", "float64"])
-def test_windows_are_those_of_the_definition(m: int, kind: str) -> None:
-    """Also those that drop more than half, as in Bulyan, one by one and by the program."""
+def test_windows_match_the_definition(m: int, kind: str) -> None:
+    """Windows that drop more than half, as in Bulyan, are included; both kinds of code are run."""
     rng = np.random.default_rng(m)
-    # Eighths around a centre that is one of them: nothing is rounded, so ties are ties.
+    # Multiples of 1/8 around a centre that is one of them: nothing is rounded, so ties are exact.
     rows = (rng.integers(-9, 10, size=(m, 19)) / 8).astype(kind)
     sizes = _windows(m)
     if m > 13:
@@ -110,8 +110,8 @@ def test_windows_are_those_of_the_definition(m: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("m", [3, 32, 33, 100, 193, 300, 1024])
-def test_programs_sort(m: int) -> None:
-    """The steps of the program, interpreted in NumPy, sort m wires among padding."""
+def test_table_programs_sort(m: int) -> None:
+    """The steps of the table program, interpreted in NumPy, sort m wires among padding."""
     padded = programs.padded_rows(m)
     rng = np.random.default_rng(m)
     wires = np.full((padded, 300), np.inf)
@@ -136,18 +136,21 @@ def test_programs_sort(m: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
-def test_straight_line_and_program_agree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_straight_line_code_and_table_program_agree(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(40, 37)).astype(kind)
     rows[rng.integers(40, size=37), np.arange(37)] = np.nan
     windows = [Window(9), Window(19), Window(13, 13), Window(19, 13), Window(19, 30)]
-    windows += [Window(13, 13, reach=reach) for reach in (0.5, 1.0, 4.0)]
-    for window in (*windows, Window(13, 13, reach=1.0, watched=True)):
+    windows += [Window(13, 13, cutoff=cutoff) for cutoff in (0.5, 1.0, 4.0)]
+    cases = [(window, False) for window in windows] + [(Window(13, 13, cutoff=1.0), True)]
+    for window, mean in cases:
         answers, tallies = [], []
         for limit in (192, 10):
             monkeypatch.setattr(code, "STRAIGHT_LINE_ROWS", limit)
             counts, out = np.zeros(40, np.int64), np.empty(37, kind)
-            kernels.reduce(rows_of(rows), window, out.ctypes.data, counts)
+            kernels.reduce(rows_of(rows), window, out.ctypes.data, counts, mean=mean)
             answers.append(out)
             tallies.append(counts)
         eps = float(np.finfo(np.float32 if kind == "float16" else kind).eps)

@@ -1,4 +1,4 @@
-"""Normal random numbers: their bits, their distribution, and any part of a row by itself."""
+"""Normal random numbers: their bits, their distribution, and parts of a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = (0x0123456789ABCDEF, 0x0FEDCBA987654321)
 
 
 def threefry(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Return the four words of (places, 4) counters, as the paper of Threefry has it."""
+    """Return the four words of (positions, 4) counters, as defined in the Threefry paper."""
     keys = np.append(key, np.bitwise_xor.reduce(key) ^ np.uint32(normals.PARITY)).astype(np.uint32)
     x = (counter + keys[:4]).astype(np.uint32)
     for number in range(normals.ROUNDS):
@@ -48,8 +48,8 @@ def twin(size: int, key: tuple[int, int], row: int, start: int) -> np.ndarray:
     return drawn
 
 
-def test_the_twin_gives_the_published_bits() -> None:
-    """The answer that the authors publish for a counter and a key of zeros, 20 rounds."""
+def test_reference_gives_the_published_bits() -> None:
+    """The published result for a counter and a key of zeros and 20 rounds."""
     found = threefry(np.zeros((1, 4), np.uint32), np.zeros(4, np.uint32))
     assert [hex(word) for word in found[0]] == [
         "0x9c6ca96a",
@@ -61,14 +61,14 @@ def test_the_twin_gives_the_published_bits() -> None:
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize("start", [0, 1, 63, 64, 1000, (1 << 36) - 100])
-def test_the_kernel_agrees_with_its_twin(kind: type[np.floating], start: int) -> None:
+def test_kernel_agrees_with_the_reference(kind: type[np.floating], start: int) -> None:
     out = np.empty(1000, kind)
     draw_normals(out, KEY, 5, start, 1.0)
     np.testing.assert_allclose(out, twin(1000, KEY, 5, start), rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 20_000])
-def test_a_part_of_a_row_is_that_part(size: int) -> None:
+def test_part_of_a_row_has_the_bits_of_the_whole_row(size: int) -> None:
     whole = np.empty(100_000, np.float32)
     draw_normals(whole, KEY, 3, 0, 200.0)
     for start in (0, 1, 64, 777, 65_536):
@@ -92,14 +92,14 @@ def test_the_bits_do_not_depend_on_threads_or_precision() -> None:
     assert len(set(found.values())) == 1
 
 
-def test_they_are_normal_and_independent() -> None:
+def test_numbers_are_normal_and_independent() -> None:
     rows = np.empty((4, 1 << 20), np.float32)
     for row, out in enumerate(rows):
         draw_normals(out, KEY, row, 0, 1.0)
     drawn = np.sort(rows.ravel().astype(np.float64))
     size = len(drawn)
     expected = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in drawn[::1000]])
-    # Kolmogorov and Smirnov: 2.2 / sqrt(n) is exceeded once in ten thousand times.
+    # Kolmogorov-Smirnov: 2.2 / sqrt(n) is exceeded once in ten thousand times.
     assert np.abs(expected - (np.arange(size)[::1000] + 0.5) / size).max() < 2.2 / math.sqrt(size)
     for limit, tail in ((3.0, 2.699796e-3), (4.0, 6.334248e-5)):
         found = (np.abs(drawn) > limit).sum()
@@ -114,7 +114,7 @@ def test_they_are_normal_and_independent() -> None:
     assert np.abs(np.corrcoef(values) - np.eye(4)).max() < 4 / math.sqrt(1 << 20)
 
 
-def test_keys_and_rows_give_other_numbers() -> None:
+def test_different_keys_and_rows_give_different_numbers() -> None:
     seen = set()
     for key in (KEY, (KEY[1], KEY[0]), (KEY[0] ^ 1, KEY[1]), (KEY[0], KEY[1] ^ (1 << 62))):
         for row in (0, 1, 1 << 31):

@@ -1,4 +1,4 @@
-"""The IR for every processor: it compiles for all, and those the host can be give the same bits."""
+"""The IR for every processor: it compiles for all, and gives the same bits on older ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from phocas.floats import FORMATS
 from phocas.kernels import (
     Window,
     blocks,
-    cleaning,
     columns,
     distances,
+    filtering,
     jit,
     masses,
     means,
@@ -33,23 +33,22 @@ from phocas.kernels.threads import write_threads
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
 
-REACHING = Window(6, 6, reach=4.0)
-WATCHED = Window(6, 6, reach=4.0, watched=True)
+REACHING = Window(6, 6, cutoff=4.0)
 MODULES: dict[str, Callable[[Target, Element], str]] = {
     "mean": lambda t, e: columns.straight_module(t, e, 5, Window(plain=True)),
     "median": lambda t, e: blocks.straight_module(t, e, 8, Window(3), blame=True),
     "phocas": lambda t, e: blocks.straight_module(t, e, 20, Window(6, 6), blame=True),
     "bulyan": lambda t, e: columns.straight_module(t, e, 7, Window(3, 4)),
     "heraclius": lambda t, e: blocks.straight_module(t, e, 20, REACHING, blame=True),
-    "watch": lambda t, e: blocks.straight_module(t, e, 20, WATCHED, blame=True),
+    "watch": lambda t, e: blocks.straight_module(t, e, 20, REACHING, blame=True, gives="mean"),
     "radii": lambda t, e: blocks.straight_module(t, e, 20, REACHING, blame=False, gives="radii"),
     "marks": lambda t, e: blocks.straight_module(t, e, 20, REACHING, blame=False, gives="marks"),
-    "clean": cleaning.clean_module,
-    "wash": cleaning.wash_module,
+    "clean": filtering.clean_module,
+    "masked": filtering.masked_module,
     "table": lambda t, e: programs.table_module(t, e, drop=False),
     "table drop": lambda t, e: programs.table_module(t, e, drop=True),
     "table blame": lambda t, e: programs.blocks_module(t, e, False, False, blame=True),
-    "table reach": lambda t, e: programs.blocks_module(t, e, True, True, blame=True),
+    "table cutoff": lambda t, e: programs.blocks_module(t, e, True, True, blame=True),
     "table marks": lambda t, e: programs.blocks_module(t, e, True, True, False, gives="marks"),
     "weighted": lambda t, e: weighted.weighted_module(
         t, e, True, True, True, radii=False, straight=(20, masses.Sure(6, 11, 6, 9))
@@ -67,7 +66,7 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     "pairs wide": lambda t, e: distances.pairs_module(t, e.wide()),
     "norms": distances.norms_module,
     "products": lambda t, e: (
-        # Doubles are for rows that products cannot hold.
+        # Doubles are for rows whose products would overflow.
         products.products_module(t, e) if e.compute == "float" else distances.pairs_module(t, e)
     ),
     "norms wide": lambda t, e: distances.norms_module(t, e.wide()),
@@ -93,7 +92,7 @@ def test_threads_compile_for_every_processor(target: Target) -> None:
 
 
 def _lesser() -> list[Target]:
-    """Return processors that the host can be: its features minus some."""
+    """Return processors that the host can emulate: the host without some features."""
     features = dict(llvm.get_host_cpu_features())
     fitting: list[Target] = []
     if not host().triple.startswith("x86_64"):
@@ -118,26 +117,28 @@ def _run(target: Target, text: str, words: list[int], local: np.ndarray, columns
 @pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
 @pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(
-    "window",
+    ("window", "gives"),
     [
-        Window(plain=True),
-        Window(6),
-        Window(9),
-        Window(6, 6),
-        Window(9, 6),
-        Window(9, 14),
-        REACHING,
-        WATCHED,
+        (Window(plain=True), "values"),
+        (Window(6), "values"),
+        (Window(9), "values"),
+        (Window(6, 6), "values"),
+        (Window(9, 6), "values"),
+        (Window(9, 14), "values"),
+        (REACHING, "values"),
+        (REACHING, "mean"),
     ],
 )
-def test_lesser_processors_give_the_same_bits(target: Target, kind: str, window: Window) -> None:
+def test_older_processors_give_the_same_bits(
+    target: Target, kind: str, window: Window, gives: blocks.Gives
+) -> None:
     rng = np.random.default_rng(0)
-    d = 2 * 1083 if window.reach else 2 * 83
+    d = 2 * 1083 if window.cutoff else 2 * 83
     values = rng.normal(size=(20, d)).astype(np.float32)
     values[rng.integers(20, size=d), np.arange(d)] = rng.choice([np.nan, np.inf, 3e38, -0.0], d)
     rows = values.astype(kind) if kind != "bfloat16" else values.view(np.uint16)[:, 1::2].copy()
     addresses = np.array([row.ctypes.data for row in rows], np.uint64)
-    numbers = np.array([window.reach, np.nan], np.float64 if kind == "float64" else np.float32)
+    numbers = np.array([window.cutoff, np.nan], np.float64 if kind == "float64" else np.float32)
     d = rows.shape[1]
     answers: list[tuple[bytes, list[int]]] = []
     for machine in (host(), target):
@@ -146,13 +147,13 @@ def test_lesser_processors_give_the_same_bits(target: Target, kind: str, window:
         words = ColumnArguments(
             addresses.ctypes.data, out.ctypes.data, 20, constants=numbers.ctypes.data
         )
-        if not window.watched and not window.reach:
+        if not window.cutoff:
             plain = np.zeros_like(out)
             text = columns.straight_module(machine, element, 20, window)
             _run(machine, text, [*words._replace(out=plain.ctypes.data)], counts, d)
             answers.append((plain.tobytes(), []))
         if not window.plain:
-            text = blocks.straight_module(machine, element, 20, window, blame=True)
+            text = blocks.straight_module(machine, element, 20, window, blame=True, gives=gives)
             _run(machine, text, [*words], counts, d)
             answers.append((out.tobytes(), counts.tolist()))
     half = len(answers) // 2
@@ -161,9 +162,9 @@ def test_lesser_processors_give_the_same_bits(target: Target, kind: str, window:
 
 @pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
 @pytest.mark.parametrize(
-    "window", [Window(60), Window(99, 60), Window(99, 150), Window(60, 60, reach=1.5)]
+    "window", [Window(60), Window(99, 60), Window(99, 150), Window(60, 60, cutoff=1.5)]
 )
-def test_lesser_processors_run_the_program(target: Target, window: Window) -> None:
+def test_older_processors_run_the_table_program(target: Target, window: Window) -> None:
     rng = np.random.default_rng(1)
     rows = rng.normal(size=(200, 37)).astype(np.float32)
     addresses = np.array([row.ctypes.data for row in rows], np.uint64)
@@ -172,7 +173,7 @@ def test_lesser_processors_run_the_program(target: Target, window: Window) -> No
     for machine in (host(), target):
         out, counts = np.zeros(37, np.float32), np.zeros(200, np.int64)
         text = programs.blocks_module(
-            machine, ELEMENTS["float32"], bool(window.drop), bool(window.reach), blame=True
+            machine, ELEMENTS["float32"], bool(window.drop), bool(window.cutoff), blame=True
         )
         words = [addresses.ctypes.data, out.ctypes.data, 200, steps.ctypes.data, len(steps)]
         words += [window.trim, window.drop or 0, numbers.ctypes.data]
@@ -183,12 +184,12 @@ def test_lesser_processors_run_the_program(target: Target, window: Window) -> No
 
 @pytest.mark.parametrize("target", _lesser(), ids=lambda target: target.cpu)
 @pytest.mark.parametrize("kind", ["float32", "float64"])
-def test_lesser_processors_draw_the_same_numbers(target: Target, kind: str) -> None:
+def test_older_processors_draw_the_same_normal_numbers(target: Target, kind: str) -> None:
     key, std = np.arange(1, 5, dtype=np.uint64), np.array(200.0)
     answers = []
     for machine in (host(), target):
         out = np.zeros(64 * 500, kind)
-        words = normals.Arguments(
+        words = normals.NormalArguments(
             out.ctypes.data, first=9, row=3, key=key.ctypes.data, std=std.ctypes.data
         )
         _run(machine, normals.normals_module(machine, ELEMENTS[kind]), [*words], key, 500)
@@ -197,8 +198,8 @@ def test_lesser_processors_draw_the_same_numbers(target: Target, kind: str) -> N
 
 
 @pytest.mark.parametrize("target", [t for t in _lesser() if t.has_fma], ids=lambda t: t.cpu)
-def test_lesser_processors_measure_the_same(target: Target) -> None:
-    """Lanes are added in the same order everywhere, only the blocks of pairs differ."""
+def test_older_processors_compute_the_same_distances(target: Target) -> None:
+    """Lanes are added in the same order everywhere; only the blocks of pairs differ."""
     rows = np.random.default_rng(2).normal(size=(8, 1024)).astype(np.float32)
     addresses = np.array([row.ctypes.data for row in rows], np.uint64)
     answers = []
@@ -209,7 +210,7 @@ def test_lesser_processors_measure_the_same(target: Target) -> None:
         local = np.zeros(distances.scratch_words(machine, 8) + 8, np.uint64)
         local = local[-local.ctypes.data % 64 // 8 :]
         panels = distances.panel_pairs(8, 64)
-        words = distances.Arguments(
+        words = distances.DistanceArguments(
             rows=addresses.ctypes.data,
             out=out.ctypes.data,
             blocks=blocks,
@@ -234,7 +235,7 @@ def test_lesser_processors_measure_the_same(target: Target) -> None:
     assert answers[0] == answers[1]
 
 
-def test_the_host_is_described() -> None:
+def test_host_target_describes_this_processor() -> None:
     target = host()
     assert target.vector_bits in (128, 256, 512)
     assert target.triple == llvm.get_process_triple()
@@ -244,7 +245,7 @@ def test_the_host_is_described() -> None:
 @pytest.mark.parametrize("in_registers", [False, True])
 @pytest.mark.parametrize("cut", [6.0, 30.0])
 @pytest.mark.parametrize("nearest", [False, True])
-def test_weights_have_the_same_bits_on_lesser_processors(
+def test_weighted_kernels_give_the_same_bits_on_older_processors(
     target: Target, in_registers: bool, cut: float, nearest: bool
 ) -> None:
     rng = np.random.default_rng(0)

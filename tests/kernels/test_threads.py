@@ -1,4 +1,4 @@
-"""Threads: many callers, forks, interruptions and settings that make no sense."""
+"""Threads: concurrent callers, forks, interruptions and invalid settings."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def answer(seed: int) -> bytes:
 
 
 def explained(seed: int) -> tuple[bytes, bytes]:
-    told = phocas.parse_rule(RULES[seed % len(RULES)]).explain(rows_for(seed))
-    return bits(told.value), bits(told.dropped)
+    explanation = phocas.parse_rule(RULES[seed % len(RULES)]).explain(rows_for(seed))
+    return bits(explanation.value), bits(explanation.dropped)
 
 
-def test_many_callers_at_once() -> None:
+def test_concurrent_callers_get_correct_results() -> None:
     with num_threads(1):
         wanted = [explained(seed) for seed in range(8)]
     with num_threads(3), ThreadPoolExecutor(6) as callers:
@@ -46,7 +46,7 @@ def test_many_callers_at_once() -> None:
             assert list(callers.map(explained, range(8))) == wanted
 
 
-def test_many_callers_change_the_number_of_threads() -> None:
+def test_concurrent_callers_may_change_the_number_of_threads() -> None:
     wanted = [answer(seed) for seed in range(4)]
     stop = threading.Event()
 
@@ -68,7 +68,7 @@ def test_many_callers_change_the_number_of_threads() -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_children_compute_the_same(method: str) -> None:
+def test_forked_children_compute_the_same_bits(method: str) -> None:
     wanted = [answer(seed) for seed in range(4)]  # the parent has helpers by now
     with multiprocessing.get_context(method).Pool(2) as pool:
         assert pool.map_async(answer, range(4)).get(timeout=300) == wanted
@@ -81,7 +81,7 @@ def _helpers_of_a_child(seed: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_children_have_helpers_of_their_own() -> None:
+def test_forked_children_start_their_own_helpers() -> None:
     with num_threads(3):
         answer(0)
         with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -93,11 +93,11 @@ def _compile_in_child(results: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_while_another_thread_compiles(
+def test_fork_while_another_thread_compiles_does_not_deadlock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child's first kernel must not wait for a thread that it does not have."""
-    monkeypatch.setenv("PHOCAS_CACHE", str(tmp_path))  # empty, so that there is much to compile
+    """The child's first kernel must not wait for a thread that only the parent has."""
+    monkeypatch.setenv("PHOCAS_CACHE", str(tmp_path))  # empty, so that compilation takes long
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     compiling = threading.Thread(target=lambda: phocas.Phocas(b=60)(np.ones((149, 3))))
@@ -116,15 +116,15 @@ def test_a_fork_while_another_thread_compiles(
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C is heard, also where tests run in the background of a shell."""
+    """Ctrl-C raises KeyboardInterrupt even if tests run in the background of a shell."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_during_the_work_leaves_the_pool_in_use() -> None:
-    """The signal is delivered when the machine code returns; the helpers must stay at hand."""
+def test_ctrl_c_during_a_job_leaves_the_pool_usable() -> None:
+    """The signal is delivered when the machine code returns, and the helpers stay usable."""
     rows = np.random.default_rng(0).normal(size=(20, 1_000_000)).astype(np.float32)
     rule = phocas.Phocas(b=6)
     with num_threads(2):
@@ -146,8 +146,8 @@ def test_ctrl_c_during_the_work_leaves_the_pool_in_use() -> None:
         assert bits(rule(rows)) == wanted
 
 
-def test_no_interruption_leaves_the_pool_to_nobody() -> None:
-    """Between any two instructions of a call, the exception of a signal may come."""
+def test_interruption_at_any_moment_releases_the_pool() -> None:
+    """A signal's exception may be raised between any two instructions of a call."""
     rows = rows_for(0)[:, :5000]
     rule = phocas.Phocas(b=3)
 
@@ -173,10 +173,10 @@ def test_no_interruption_leaves_the_pool_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_interruption_as_the_helpers_are_taken(
+def test_interruption_while_taking_the_helpers_releases_them(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception comes just before, or just after: it is known either way whose they are."""
+    """Raised just before or just after, the exception leaves the helpers' owner known."""
 
     class Interrupting(dict[str, bytes]):
         def setdefault(self, key: str, default: bytes) -> bytes:
@@ -193,10 +193,8 @@ def test_an_interruption_as_the_helpers_are_taken(
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_an_interruption_leaves_no_helper_at_work(
-    after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C after a job was posted: the job's memory is freed only when nobody uses it."""
+def test_interruption_leaves_no_helper_running(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after a job was posted: its memory is freed only when no helper uses it."""
     rows = rows_for(0)
     rule = phocas.Phocas(b=3)
     wake = threads.Helper.wake
@@ -220,7 +218,7 @@ def test_an_interruption_leaves_no_helper_at_work(
         assert threads.RUNNING not in states
         assert not threads.POOL.busy()
         assert bits(rule(rows)) == wanted
-        _let_helpers_sleep()  # none is lost
+        _let_helpers_sleep()  # no helper is lost
 
 
 def _let_helpers_sleep() -> None:
@@ -231,33 +229,35 @@ def _let_helpers_sleep() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2", None])
-def test_numbers_of_threads_that_are_none(wrong: Any) -> None:
+def test_invalid_numbers_of_threads_are_rejected(wrong: Any) -> None:
     before = phocas.get_num_threads()
     with pytest.raises(ValueError, match=r"integer >= 1: got"):
         phocas.set_num_threads(wrong)
     assert phocas.get_num_threads() == before
 
 
-def test_a_numpy_integer_is_a_number_of_threads() -> None:
+def test_numpy_integer_is_a_valid_number_of_threads() -> None:
     with num_threads(np.int64(2)):  # type: ignore[arg-type]
         assert phocas.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " ", "²"])
-def test_settings_that_are_no_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_variable_is_rejected(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PHOCAS_NUM_THREADS", text)
     with pytest.raises(ValueError, match=r"PHOCAS_NUM_THREADS must be a whole number >= 1: got"):
         threads.default_threads()
 
 
-def test_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_sets_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHOCAS_NUM_THREADS", "7")
     assert threads.default_threads() == 7
     monkeypatch.setenv("PHOCAS_NUM_THREADS", "")
     assert threads.default_threads() >= 1
 
 
-def test_a_process_ends_while_helpers_sleep() -> None:
+def test_process_exits_while_helpers_sleep() -> None:
     code = (
         "import numpy as np, phocas; phocas.set_num_threads(4);"
         "print(phocas.Median()(np.ones((5, 100_000)))[0])"

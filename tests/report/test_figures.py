@@ -1,4 +1,4 @@
-"""The demo and its figure, tables, and plain progress."""
+"""Figures of curves and the palette."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from phocas import PRE_AGGREGATORS, RULES
 from phocas.cli import main
-from phocas.report.figures import Curve, accuracy_figure
-from phocas.report.palette import BASELINE, STYLES, Palette, look_of, told_apart
+from phocas.report.figures import RunCurve, accuracy_figure
+from phocas.report.palette import BASELINE, STYLES, Palette, distinct_dashes, without_b
 from phocas.report.tables import listing
 
 if TYPE_CHECKING:
@@ -45,16 +45,16 @@ def test_the_demo_writes_a_table_and_a_figure(
 def test_a_figure_draws_every_curve(tmp_path: Path) -> None:
     few = tmp_path / "few.png"
     many = tmp_path / "many.png"
-    curve = Curve("one", [0, 10, 20], [0.1, 0.5, 0.9], STYLES["mean"])
+    curve = RunCurve("one", [0, 10, 20], [0.1, 0.5, 0.9], STYLES["mean"])
     accuracy_figure([curve], few, title="t")
-    other = Curve("two", [0, 20], [0.1, 0.2], STYLES["phocas"])
+    other = RunCurve("two", [0, 20], [0.1, 0.2], STYLES["phocas"])
     accuracy_figure([curve, other], many, title="t")
     assert few.read_bytes() != many.read_bytes()
 
 
-def test_a_rule_on_the_line_of_the_baseline_does_not_hide_it(tmp_path: Path) -> None:
+def test_a_coinciding_curve_does_not_hide_the_baseline(tmp_path: Path) -> None:
     def drawn(*styles: Style) -> bytes:
-        curves = [Curve(str(i), [0, 20], [0.1, 0.9], style) for i, style in enumerate(styles)]
+        curves = [RunCurve(str(i), [0, 20], [0.1, 0.9], style) for i, style in enumerate(styles)]
         accuracy_figure(curves, tmp_path / "figure.png", title="t")
         pixels = matplotlib.image.imread(tmp_path / "figure.png")
         return pixels[:, : pixels.shape[1] * 3 // 4].tobytes()  # without the legend
@@ -63,36 +63,49 @@ def test_a_rule_on_the_line_of_the_baseline_does_not_hide_it(tmp_path: Path) -> 
     assert drawn(BASELINE, rule) == drawn(rule, BASELINE) != drawn(rule, rule)
 
 
-def test_every_look_is_of_a_rule_and_of_no_other() -> None:
+def test_every_rule_of_the_table_has_its_own_colour_and_marker() -> None:
     assert set(STYLES) <= set(RULES)
-    looks = [(style.colour, style.marker) for style in STYLES.values()]
-    assert len(set(looks)) == len(looks)
+    assert len({style.colour for style in STYLES.values()}) == len(STYLES)
     assert len({style.marker for style in STYLES.values()}) == len(STYLES)
 
 
-def test_two_rules_never_share_a_colour_and_a_mark() -> None:
-    reaches = [f"heraclius:b=8,reach={reach}.0" for reach in (1, 2, 8, 16)]
+def test_two_rules_of_one_figure_never_have_the_same_colour() -> None:
+    pipelines = [f"{before}:b=3|phocas:b=3" for before in PRE_AGGREGATORS]
+    rules = [
+        *RULES,
+        *pipelines,
+        "heraclius:b=3,cutoff=2.0",
+        "own.rules:Mine:b=2",
+        "own.rules:Other",
+    ]
+    for order in (rules, rules[::-1]):
+        palette = Palette()
+        assert len({palette.style(rule).colour for rule in order}) == len(rules)
+
+
+def test_two_rules_never_share_a_colour_and_a_marker() -> None:
+    cutoffs = [f"heraclius:b=8,cutoff={cutoff}.0" for cutoff in (1, 2, 8, 16)]
     pairs = [f"{before}:b=3|{rule}:b=3" for before in PRE_AGGREGATORS for rule in STYLES]
-    rules = [*RULES, *reaches, *pairs, "own.rules:Mine:b=2", "own.rules:Other"]
+    rules = [*RULES, *cutoffs, *pairs, "own.rules:Mine:b=2", "own.rules:Other"]
     for order in (rules, rules[::-1]):
         palette = Palette()
         looks = {rule: palette.style(rule) for rule in order}
         assert len({(style.colour, style.marker) for style in looks.values()}) == len(rules)
         assert all(looks[rule] == style for rule, style in STYLES.items())
-        assert {style.marker for style in looks.values()} <= set(marks_of_the_page())
+        assert {style.marker for style in looks.values()} <= set(markers_of_the_report())
 
 
-def test_a_rule_looks_the_same_in_every_figure() -> None:
-    for rule in ("nnm:b=6|trimmed-mean:b=6", "cleaning:b=8|nnm:b=6|trimmed-mean:b=6"):
+def test_a_rule_has_the_same_style_in_every_figure() -> None:
+    for rule in ("nnm:b=6|trimmed-mean:b=6", "cell-filter:b=8|nnm:b=6|trimmed-mean:b=6"):
         alone, among = Palette(), Palette()
-        for other in (*RULES, "nnm:b=6|phocas:b=6", "heraclius:b=8,reach=2.0"):
+        for other in (*RULES, "nnm:b=6|phocas:b=6", "heraclius:b=8,cutoff=2.0"):
             among.style(other)
         assert alone.style(rule) == among.style(rule) == among.style(rule.replace("b=6", "b=3"))
 
 
 def test_one_rule_with_many_b_has_one_colour_and_many_dashes() -> None:
     palette = Palette()
-    lines = told_apart([palette.style(f"trimmed-mean:b={b}") for b in range(5)])
+    lines = distinct_dashes([palette.style(f"trimmed-mean:b={b}") for b in range(5)])
     assert len({(line.colour, line.marker) for line in lines}) == 1
     assert len({str(line.dash) for line in lines}) == 5
 
@@ -105,18 +118,18 @@ def test_one_rule_with_many_b_has_one_colour_and_many_dashes() -> None:
         ("multi-krum:b=6,select=3", "multi-krum:select=3"),
         ("multi-krum:select=3,b=6", "multi-krum:select=3"),
         ("own.rules:Mine:b=2", "own.rules:Mine"),
-        ("watch:rule=(nnm:b=6|phocas:b=6)", "watch:rule=(nnm:b=6|phocas:b=6)"),
+        ("monitor:rule=(nnm:b=6|phocas:b=6)", "monitor:rule=(nnm:b=6|phocas:b=6)"),
         ("clipping:radius=3.0|bulyan:b=3", "clipping:radius=3.0|bulyan"),
     ],
 )
-def test_all_but_b_decides_how_a_rule_looks(rule: str, look: str) -> None:
-    assert look_of(rule) == look
+def test_style_depends_on_the_rule_without_b(rule: str, look: str) -> None:
+    assert without_b(rule) == look
 
 
-def marks_of_the_page() -> list[str]:
-    """Return the marks that the page can draw."""
+def markers_of_the_report() -> list[str]:
+    """Return the markers that the HTML report can draw."""
     text = (resources.files("phocas.report.page") / "script" / "styles.js").read_text("utf-8")
-    table = text.partition("const MARKS = {")[2].partition("};")[0]
+    table = text.partition("const MARKERS = {")[2].partition("};")[0]
     return re.findall(r'^ {2}"?([^":\s]+)"?: \[', table, re.MULTILINE)
 
 
@@ -124,5 +137,5 @@ def marks_of_the_page() -> list[str]:
     ("workers", "text"),
     [((), ""), ((4,), "4"), ((0, 1), "0, 1"), ((0, 1, 2), "0-2"), ((1, 3, 4, 5, 9), "1, 3-5, 9")],
 )
-def test_worker_numbers_are_written_short(workers: tuple[int, ...], text: str) -> None:
+def test_worker_numbers_are_written_as_ranges(workers: tuple[int, ...], text: str) -> None:
     assert listing(workers) == text

@@ -1,4 +1,4 @@
-"""The front of rules: where names are written."""
+"""The front of rules: the positions of its names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.transforms import Bbox
 from phocas.report.front import _names
 
 
-def test_names_in_a_crowd_hide_neither_each_other_nor_a_point() -> None:
+def test_names_cover_neither_each_other_nor_a_mark() -> None:
     canvas = Figure(figsize=(5, 4), layout="constrained")
     FigureCanvasAgg(canvas)
     axes = canvas.subplots()

@@ -1,4 +1,4 @@
-"""``phocas plot``: what is in the figures of a sweep, from real runs."""
+"""Figures of a sweep, from real runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def words(svg: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
-def test_a_panel_an_attack_and_a_line_a_rule(swept: Path, tmp_path: Path) -> None:
+def test_one_panel_per_attack_and_one_curve_per_rule(swept: Path, tmp_path: Path) -> None:
     svg = drawn(swept, tmp_path / "curves.svg")
     told = words(svg)
     for word in ("sign-flip:q=2", "gaussian:q=2", "mean", "phocas:b=2", "nnm:b=2|median", CLEAN):
@@ -87,7 +87,7 @@ def test_panels_and_lines_by_any_setting(swept: Path, tmp_path: Path) -> None:
     assert "1 seed a line" in " ".join(told)
 
 
-def test_a_line_is_the_mean_of_its_seeds(swept: Path) -> None:
+def test_a_curve_has_the_values_of_its_seeds(swept: Path) -> None:
     with Results(swept, read=True) as results:
         runs = latest(results.runs())
         curves = {run.id: read_curve(results, run.id) for run in runs}
@@ -100,11 +100,11 @@ def test_a_line_is_the_mean_of_its_seeds(swept: Path) -> None:
                     if (run.rule, run.attack) == (line.label, attack)
                     or (line.label == CLEAN and run.attack is None)
                 ]
-                assert line.x.tolist() == [0, 3, 6]
+                assert list(line.x) == [0, 3, 6]
                 np.testing.assert_array_equal(line.repeats, wanted)
 
 
-def test_a_run_that_stopped_stands_and_shorter_ones_end_a_line(swept: Path) -> None:
+def test_the_shortest_run_ends_a_curve_unless_it_stopped(swept: Path) -> None:
     with Results(swept, read=True) as results:
         runs = [run for run in latest(results.runs()) if run.rule == "phocas:b=2"][:2]
         first, second = (read_curve(results, run.id) for run in runs)
@@ -112,14 +112,14 @@ def test_a_run_that_stopped_stands_and_shorter_ones_end_a_line(swept: Path) -> N
     curves = {runs[0].id: first, runs[1].id: replace(second, **cut)}
     runs = [replace(run, attack=None) for run in runs]
     (lines,) = _arranged(runs, curves, Choice())[0].values()
-    assert lines[0].x.tolist() == [0, 3]
+    assert list(lines[0].x) == [0, 3]
     runs[1] = replace(runs[1], status="stopped")
     (lines,) = _arranged(runs, curves, Choice())[0].values()
-    assert lines[0].x.tolist() == [0, 3, 6]
+    assert list(lines[0].x) == [0, 3, 6]
     assert lines[0].repeats[1, 1] == lines[0].repeats[1, 2] == second.top1[1]
 
 
-def test_what_is_not_finite_leaves_a_gap(swept: Path, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_leave_a_gap(swept: Path, tmp_path: Path) -> None:
     with Results(swept, read=True) as results:
         runs = latest(results.runs())
         curves = {run.id: read_curve(results, run.id) for run in runs}
@@ -133,7 +133,7 @@ def test_what_is_not_finite_leaves_a_gap(swept: Path, tmp_path: Path) -> None:
             assert np.isnan(line.repeats[:, 1:]).all()
 
 
-def test_methods_are_drawn_against_virtual_time(tmp_path: Path) -> None:
+def test_asynchronous_runs_are_drawn_by_virtual_time(tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     common = {**COMMON, "results": str(path), "speeds": "slow:workers=1"}
     for seed in SEEDS:
@@ -151,7 +151,7 @@ def test_methods_are_drawn_against_virtual_time(tmp_path: Path) -> None:
     assert re.search(r"asynchronous kardam:b=1 {2}", labels)
 
 
-def test_what_cannot_be_drawn_is_refused(swept: Path, tmp_path: Path) -> None:
+def test_unknown_axes_metrics_and_settings_are_rejected(swept: Path, tmp_path: Path) -> None:
     for choice, message in (
         ({"x": "time"}, "unknown axis 'time'"),
         ({"y": "top5"}, "unknown metric 'top5'"),
@@ -166,7 +166,7 @@ def test_what_cannot_be_drawn_is_refused(swept: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_who_refuses_rows_is_no_baseline(tmp_path: Path) -> None:
+def test_a_policy_that_drops_rows_is_no_baseline(tmp_path: Path) -> None:
     path = tmp_path / "refusing.sqlite"
     common = {**COMMON, "results": str(path)}
     grid = {"asynchronous": ["zeno:validation=30", "mean"], "attack": ["none", "gaussian:q=2"]}

@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from tests.helpers import ROUNDING, TINY, Doubles, doubles
 
-from phocas import Cleaning, Heraclius, Mean, Pipeline, Rule, Watch, kernels
+from phocas import CellFilter, Heraclius, Mean, Monitor, Pipeline, Rule
 from phocas.rules.algebra import Floats, Mix, Planning, through
-from phocas.rules.base import Stage
+from phocas.rules.base import Stage, plan_of
 from phocas.rules.centres import CenteredClipping
 from phocas.rules.cliques import smallest_diameter
-from phocas.rules.host import HostMatrix
+from phocas.rules.execution import Execution
 from phocas.rules.inputs import open_rows
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Clipping
 from phocas.rules.reference import implausible, reference, trimmed, weights
@@ -132,8 +132,8 @@ def _interval(exact: Fraction, slack: float) -> tuple[float, float]:
 
 def admissible(rule: Rule, rows: Doubles, got: Doubles, dtype: str) -> bool:
     """Tell whether rounding allows this aggregate of rows that a type can hold."""
-    rule = Mean() if isinstance(rule, Watch) else rule
-    if isinstance(rule, Pipeline) and isinstance(rule.stages[0], Cleaning):
+    rule = Mean() if isinstance(rule, Monitor) else rule
+    if isinstance(rule, Pipeline) and isinstance(rule.stages[0], CellFilter):
         cleaned = _cleaned(rule, rows, dtype)
         with np.errstate(all="ignore"):
             right = _plausible(rule.stages[0], rows, cleaned, ROUNDING[dtype])
@@ -173,17 +173,14 @@ def _run(planning: Planning, matrix: Any) -> Mix:
 def _cleaned(rule: Pipeline, rows: Doubles, dtype: str) -> Doubles:
     """Return the rows as the kernels have cleaned them."""
     matrix = open_rows(rows.astype(dtype))
-    assert isinstance(matrix, HostMatrix)
-    clean = rule.decide(matrix).clean
-    parts = [
-        kernels.values(part)
-        for piece in matrix.pieces
-        for _, part in matrix._blocks(piece, clean, 0)
-    ]
+    execution = Execution(plan_of(rule, matrix.m), matrix.m)
+    execution.measure(matrix)
+    seen = execution._seen(matrix, 0)
+    parts = [seen.values(part, None) for piece in seen.pieces for _, _, part in seen.blocks(piece)]
     return doubles(np.concatenate(parts, axis=1))
 
 
-def _plausible(stage: Cleaning, rows: Doubles, cleaned: Doubles, unit: float) -> bool:
+def _plausible(stage: CellFilter, rows: Doubles, cleaned: Doubles, unit: float) -> bool:
     """Tell whether the cells that changed are those beyond a limit that is a little off."""
     present = ~np.isnan(cleaned).all(axis=1)  # others are out
     changed = (cleaned != rows) & ~(np.isnan(cleaned) & np.isnan(rows))
@@ -194,8 +191,8 @@ def _plausible(stage: Cleaning, rows: Doubles, cleaned: Doubles, unit: float) ->
     slack = 8 * len(rows) * unit * (1 + (kept / spread if spread else 1))
     if slack > 1 / 2:
         return True
-    surely = implausible(replace(stage, reach=stage.reach * (1 + slack)), rows)
-    maybe = implausible(replace(stage, reach=stage.reach * (1 - slack)), rows)
+    surely = implausible(replace(stage, cutoff=stage.cutoff * (1 + slack)), rows)
+    maybe = implausible(replace(stage, cutoff=stage.cutoff * (1 - slack)), rows)
     # A value that equals the centre may have been replaced.
     equal = rows == centres.astype(np.float32)
     return bool((changed | ~surely | equal)[present].all() and (maybe | ~changed)[present].all())
@@ -298,8 +295,8 @@ def _window(rule: Stage, exact: Exact, got: Doubles, dtype: str) -> bool:
     rows = np.array([[_float(value) for value in row] for row in exact.values])
     off = (len(exact.rows) + 8) * (unit * exact.sizes + 4 * tiny)
     off[~np.isfinite(off)] = 0.0
-    if isinstance(rule, Heraclius) and rule.b and rule.reach:
-        if rule.reach < 1:
+    if isinstance(rule, Heraclius) and rule.b and rule.cutoff:
+        if rule.cutoff < 1:
             return True  # its weights jump where a value leaves the window
         with np.errstate(all="ignore"):
             wanted, kept = reference(rule, rows), weights(rule, rows) > 0

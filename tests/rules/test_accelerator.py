@@ -22,8 +22,9 @@ from tests.helpers import (
 
 import phocas
 from phocas import Rule
-from phocas.rules import accelerator, inputs
+from phocas.rules import accelerator, execution, inputs
 from phocas.rules.accelerator import DeviceMatrix, window_mean
+from phocas.rules.base import plan_of
 
 M = 11
 
@@ -157,8 +158,8 @@ def test_containers_of_tensors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     monkeypatch.undo()
     assert all(isinstance(matrix, DeviceMatrix) for matrix in opened)
-    rule = phocas.Median()
-    answers = [matrix.apply(rule.decide(matrix), None) for matrix in opened]
+    plan = plan_of(phocas.Median(), 5)
+    answers = [execution.aggregate(plan, matrix) for matrix in opened]
     torch.testing.assert_close(answers[0], wanted)
     torch.testing.assert_close(answers[1], wanted)
     assert answers[2]["a"].shape == (2, 2)

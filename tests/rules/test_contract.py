@@ -174,7 +174,7 @@ def test_rules_hold_up_to_their_limit(m: int) -> None:
     for rule in examples(m):
         rule.check(m)
         assert np.isfinite(rule(np.random.default_rng(m).normal(size=(m, 5)))).all()
-        if isinstance(rule, phocas.Told) and rule in strongest(m):
+        if isinstance(rule, phocas.Bounded) and rule in strongest(m):
             with pytest.raises(ValueError, match=f"the largest b is {rule.b}"):
                 type(rule)(rule.b + 1).check(m)
 

@@ -17,11 +17,17 @@ import phocas
 from phocas.kernels import Window
 from phocas.kernels.triton import KernelError, calls, loader
 from phocas.kernels.triton.loader import Kernel
-from phocas.rules import device, inputs
+from phocas.rules import device, execution, inputs
 from phocas.rules.accelerator import DeviceMatrix
-from phocas.rules.algebra import UNMIXED, Decision
+from phocas.rules.algebra import UNMIXED, OutlierShares
+from phocas.rules.base import plan_of
+from phocas.rules.execution import Matrix
 
 CUDA = torch.device("cuda", 0)
+
+
+def median(matrix: Matrix) -> Any:
+    return execution.aggregate(plan_of(phocas.Median(), matrix.m), matrix)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +90,7 @@ def test_to_insist_without_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(device.VARIABLE, "triton")
     matrix = device.open_device([torch.ones(3, 4)], lambda answers: answers[0])
     with pytest.raises(KernelError, match="cannot be imported"):
-        matrix.apply(phocas.Median().decide(matrix), None)
+        median(matrix)
 
 
 def test_a_kernel_that_cannot_be_made_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,21 +108,21 @@ def test_a_kernel_that_cannot_be_made_is_told_once(monkeypatch: pytest.MonkeyPat
     rows = torch.tensor([[1.0, 5.0], [2.0, 6.0], [900.0, 7.0]])
     matrix = device.open_device([list(rows)], lambda answers: answers[0])
     with pytest.warns(RuntimeWarning, match="could not make a kernel for cpu: Please specify one"):
-        first = matrix.apply(phocas.Median().decide(matrix), None)
+        first = median(matrix)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        second = matrix.apply(phocas.Median().decide(matrix), None)
+        second = median(matrix)
     assert len(tried) == 1
     for value in (first, second):
         torch.testing.assert_close(value, torch.tensor([2.0, 6.0]))
 
 
 def test_counts_of_a_failed_try_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(piece: Any, decision: Any, counts: Any) -> Any:
+    def half(self: Any, reduction: Any, start: int, rows: Any, out: Any, counts: Any) -> Any:
         counts += 5
         raise KernelError("no")
 
-    monkeypatch.setattr(device, "_reduced", half)
+    monkeypatch.setattr(device.KernelMatrix, "reduce_block", half)
     monkeypatch.setattr(device, "path", lambda _: ("triton", ""))
     rows = torch.tensor([[1.0], [2.0], [900.0]])
     monkeypatch.setattr(inputs, "_on_accelerator", lambda _: True)
@@ -124,27 +130,20 @@ def test_counts_of_a_failed_try_are_not_kept(monkeypatch: pytest.MonkeyPatch) ->
         assert phocas.TrimmedMean(1).explain(rows).dropped.tolist() == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("decision", "what"),
-    [
-        (Decision(UNMIXED, Window(1), function=max), "nothing of the function"),
-        (Decision(UNMIXED, Window(1), spreads={0: 1.0}), "nothing of the spreads"),
-    ],
-)
-def test_what_the_kernels_do_not_know_is_not_left_out(
-    decision: Decision, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_kernels_do_not_know_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.VARIABLE, "triton")
     matrix = device.open_device([torch.ones(3, 4)], lambda answers: answers[0])
-    with pytest.raises(KernelError, match=what):
-        matrix.apply(decision, None)
+    with pytest.raises(KernelError, match="do not run a function"):
+        matrix.apply(max, UNMIXED)
+    with pytest.raises(KernelError, match="do not filter cells"):
+        matrix.outliers(OutlierShares(Window(1, 1, cutoff=4.0)))
 
 
 def test_rows_may_be_farther_apart_than_32_bits_reach() -> None:
     """Addresses only: nobody reads these rows, of which there is one value."""
     step = 1 << 35
     far = np.lib.stride_tricks.as_strided(np.zeros(1), (5, 3), (step, 8))
-    rows = calls.Rows.of(torch.from_numpy(far))
+    rows = calls.DeviceRows.of(torch.from_numpy(far))
     assert rows.table.diff().tolist() == [step] * 4
     assert (rows.shifted(step, step + 1).table - rows.table).tolist() == [8 * step] * 5
 
@@ -160,7 +159,7 @@ def test_nothing_of_triton_is_loaded_for_torch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(builtins, "__import__", guarded)
     matrix = device.open_device([torch.ones(3, 4)], lambda answers: answers[0])
     assert isinstance(matrix, DeviceMatrix)
-    assert matrix.apply(phocas.Median().decide(matrix), None).tolist() == [1.0] * 4
+    assert median(matrix).tolist() == [1.0] * 4
 
 
 def test_bad_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tests.helpers import (
 from tests.rules.admissible import admissible
 
 import phocas
-from phocas import PRE_AGGREGATORS, RULES, Evaluation, Pipeline, Rule, parse_rule
+from phocas import PRE_AGGREGATORS, RULES, Pipeline, Rule, ShardedAggregation, parse_rule
 from phocas.rules.reference import reference
 from phocas.rules.weighting import Weighted
 
@@ -102,7 +102,7 @@ def layouts(rows: Any) -> list[Any]:
 def in_shards(rule: Rule, rows: Any, cut: int) -> Any:
     """Aggregate as two servers do."""
     d = rows.shape[1]
-    servers = [(Evaluation(rule, len(rows), d=d), a, b) for a, b in ((0, cut), (cut, d))]
+    servers = [(ShardedAggregation(rule, len(rows), d=d), a, b) for a, b in ((0, cut), (cut, d))]
     while servers[0][0].request is not None:
         partials = [server.partial(rows[:, a:b], start=a) for server, a, b in servers]
         for server, _, _ in servers:
@@ -127,7 +127,7 @@ def defined(rule: Rule, rows: Doubles) -> bool:
     test_values.py compares what the geometric median minimises. Of a column with more than b values
     that are not finite, cleaning promises nothing.
     """
-    if isinstance(rule, Pipeline) and isinstance(rule.stages[0], phocas.Cleaning):
+    if isinstance(rule, Pipeline) and isinstance(rule.stages[0], phocas.CellFilter):
         lost = (~np.isfinite(rows)).sum(axis=0).max()
         if lost > rule.stages[0].b:
             return False

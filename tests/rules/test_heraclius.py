@@ -1,4 +1,4 @@
-"""Heraclius between Phocas and the mean, its blocks of columns, and Watch."""
+"""Heraclius between Phocas and the mean, its blocks of columns, and Monitor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from tests.helpers import DTYPES, LARGEST, ROUNDING, bits, doubles, hostile_values, stored
 
 import phocas
-from phocas import NNM, Evaluation, Heraclius, Krum, Mean, Median, Phocas, Rule, Watch, kernels
+from phocas import (
+    NNM,
+    Heraclius,
+    Krum,
+    Mean,
+    Median,
+    Monitor,
+    Phocas,
+    Rule,
+    ShardedAggregation,
+    kernels,
+)
 from phocas.kernels import BLOCK_COLUMNS, Window
 from phocas.rules.measures import rows_of
 from phocas.rules.reference import HERACLIUS_BLOCK, reference, weights
@@ -36,12 +47,12 @@ def sparse_rows(seed: int, m: int = 20, d: int = D) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("m", [5, 20, 200])
-@pytest.mark.parametrize("reach", [0.3, 1.0, 4.0])
-def test_it_is_its_twin(m: int, dtype: str, reach: float) -> None:
+@pytest.mark.parametrize("cutoff", [0.3, 1.0, 4.0])
+def test_it_is_its_twin(m: int, dtype: str, cutoff: float) -> None:
     rows = stored(sparse_rows(m, m), dtype)
     b = (m - 1) // 3
     rows[0, ::5], rows[1, ::7], rows[2, ::9] = np.nan, 1e20, -3e38
-    rule = Heraclius(b, reach)
+    rule = Heraclius(b, cutoff)
     told = rule.explain(rows)
     wanted = reference(rule, rows)
     scale = np.abs(wanted).max()
@@ -56,7 +67,7 @@ def test_it_is_its_twin(m: int, dtype: str, reach: float) -> None:
 def test_without_reach_it_is_phocas(m: int, dtype: str) -> None:
     rows = stored(sparse_rows(m, m), dtype)
     b = (m - 1) // 2
-    assert bits(Heraclius(b, reach=0)(rows)) == bits(Phocas(b)(rows))
+    assert bits(Heraclius(b, cutoff=0)(rows)) == bits(Phocas(b)(rows))
     assert bits(Heraclius(0)(rows)) == bits(Phocas(0)(rows))
 
 
@@ -64,17 +75,17 @@ def test_without_reach_it_is_phocas(m: int, dtype: str) -> None:
 def test_with_a_huge_reach_it_is_the_mean_of_the_finite_values(m: int) -> None:
     rows = sparse_rows(m, m).astype(np.float32)
     rows[:2, ::3] = [[np.nan], [-np.inf]]
-    told = Heraclius(2, reach=1e30).explain(rows)
+    told = Heraclius(2, cutoff=1e30).explain(rows)
     finite = np.where(np.isfinite(rows), rows, np.nan).astype(np.float64)
     np.testing.assert_allclose(told.value, np.nanmean(finite, axis=0), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(told.dropped, np.isnan(finite).mean(axis=1))
 
 
 def test_the_weight_falls_from_one_to_nothing() -> None:
-    """Sixteen columns with the same radius, 1: a liar at distance x counts 2 - x / reach."""
+    """Sixteen columns with the same radius, 1: a liar at distance x counts 2 - x / cutoff."""
     for x, weight in ((1.0, 1), (2.9, 1), (3.1, 1), (4.5, 0.5), (5.9, 0.1 / 3), (6.1, 0)):
         rows = np.array([[-1.0], [0.0], [0.0], [0.0], [1.0], [x]]).repeat(16, axis=1)
-        told = Heraclius(1, reach=3).explain(rows)
+        told = Heraclius(1, cutoff=3).explain(rows)
         # The trimmed mean is 1/4, whose fifth-nearest value, -1, is 5/4 away.
         share = np.clip(2 - (x - 0.25) / (3 * 1.25), 0, 1)
         np.testing.assert_allclose(told.value, share * x / (5 + share), atol=1e-12)
@@ -128,7 +139,7 @@ def test_it_survives_b_of_anything_within_the_honest_reach(m: int, dtype: str, s
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         got = doubles(Heraclius(b)(stored(values, dtype)))
-    # A liar counts at most reach spreads, and no radius exceeds the honest range.
+    # A liar counts at most cutoff spreads, and no radius exceeds the honest range.
     range_ = np.ptp(honest)
     assert (np.abs(got - honest.mean(axis=0)) <= (1 + 4) * range_).all()
 
@@ -183,21 +194,21 @@ def test_it_is_within_what_it_keeps(seed: int, m: int) -> None:
     rng = np.random.default_rng(seed)
     tiny = float(rng.choice([1.4e-45, 1e-38, 1e-30, 1.0]))
     rows = (rng.integers(-3, 4, size=(m, 50)) * tiny).astype(np.float32)
-    got = Heraclius((m - 1) // 2, reach=float(rng.choice([0.1, 1, 4, 1e30])))(rows)
+    got = Heraclius((m - 1) // 2, cutoff=float(rng.choice([0.1, 1, 4, 1e30])))(rows)
     assert ((got >= rows.min(axis=0)) & (got <= rows.max(axis=0))).all()
 
 
 def test_a_reach_is_a_number_from_0_on() -> None:
     for wrong in (-1.0, np.nan, np.inf, -np.inf, 1e31):
-        with pytest.raises(ValueError, match=r"Heraclius needs 0 <= reach <= 1e\+30: got reach="):
-            Heraclius(2, reach=wrong)
+        with pytest.raises(ValueError, match=r"Heraclius needs 0 <= cutoff <= 1e\+30: got cutoff="):
+            Heraclius(2, cutoff=wrong)
     for strange in ("4", None, True, 1j):
-        with pytest.raises(TypeError, match="Heraclius needs a number reach: got"):
-            Heraclius(2, reach=strange)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="heraclius: reach must be a number, got 'far'"):
-        phocas.parse_rule("heraclius:b=2,reach=far")
+        with pytest.raises(TypeError, match="Heraclius needs a number cutoff: got"):
+            Heraclius(2, cutoff=strange)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="heraclius: cutoff must be a number, got 'far'"):
+        phocas.parse_rule("heraclius:b=2,cutoff=far")
     assert phocas.parse_rule("heraclius:b=2") == Heraclius(2, 4)
-    assert str(Heraclius(2, 6)) == "heraclius:b=2,reach=6.0"
+    assert str(Heraclius(2, 6)) == "heraclius:b=2,cutoff=6.0"
 
 
 # -- blocks ----------------------------------------------------------------------------------------
@@ -214,7 +225,7 @@ def test_the_spread_is_that_of_the_kernel(kind: Any, size: int) -> None:
     for power in (-148, -130, -126, -60, 0, 100, 126):
         rows = (np.clip(rng.standard_t(2, size=(5, size)), -3, 3) * 2.0**power).astype(kind)
         rows[:2, ::4] = np.inf
-        window = Window(1, 1, reach=4.0)
+        window = Window(1, 1, cutoff=4.0)
         radii = kernels.radii(rows_of(rows), window)
         answers = []
         for given_spread in (None, float(kernels.spread(radii))):
@@ -231,7 +242,7 @@ def test_the_spread_is_that_of_the_kernel(kind: Any, size: int) -> None:
 def in_parts(rule: Rule, rows: Any, borders: list[int], d: int | None = None) -> bytes:
     """Aggregate as servers do that hold the columns between borders."""
     ranges = list(itertools.pairwise(borders))
-    evaluation = Evaluation(rule, len(rows), d=d)
+    evaluation = ShardedAggregation(rule, len(rows), d=d)
     while evaluation.request is not None:
         evaluation.answer([evaluation.partial(rows[:, a:b], a) for a, b in ranges])
     return b"".join(bits(evaluation.finish(rows[:, a:b], a)) for a, b in ranges)
@@ -257,7 +268,7 @@ def test_any_cut_of_blocks_gives_the_same_bits(m: int, dtype: str) -> None:
 
 def test_holders_exchange_no_more_than_the_radii_of_cut_blocks() -> None:
     rows = sparse_rows(1)
-    evaluation = Evaluation(Heraclius(8), 20)
+    evaluation = ShardedAggregation(Heraclius(8), 20)
     part = evaluation.partial(rows[:, 100 : 2 * BLOCK_COLUMNS], 100)
     assert sum(values.size for _, values in part.edges) == BLOCK_COLUMNS - 100
     assert sum(values.size for _, values in part.sums) == 0
@@ -288,15 +299,15 @@ def test_mixes_have_the_same_blocks(text: str) -> None:
 
 def test_a_shard_may_have_blocks_of_its_own() -> None:
     rows = sparse_rows(4).astype(np.float32)
-    evaluation = Evaluation(Heraclius(8), 20, whole_blocks=False)
+    evaluation = ShardedAggregation(Heraclius(8), 20, whole_blocks=False)
     assert evaluation.request is None
     assert bits(evaluation.finish(rows[:, 100:1500])) == bits(Heraclius(8)(rows[:, 100:1500]))
 
 
 def test_cut_blocks_must_be_answered_and_placed() -> None:
     rows = sparse_rows(4)
-    evaluation = Evaluation(Heraclius(8), 20)
-    with pytest.raises(ValueError, match="waits for an answer to Radii"):
+    evaluation = ShardedAggregation(Heraclius(8), 20)
+    with pytest.raises(ValueError, match="needs an answer to Radii"):
         evaluation.finish(rows)
     evaluation.answer([evaluation.partial(rows, 0)])
     with pytest.raises(ValueError, match="give the column at which these begin, as start="):
@@ -306,7 +317,7 @@ def test_cut_blocks_must_be_answered_and_placed() -> None:
         evaluation.finish(rows[:, 7:], 7)
 
 
-# -- Watch -----------------------------------------------------------------------------------------
+# -- Monitor ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -321,8 +332,8 @@ def test_watching_is_the_mean_with_the_blame_of_the_rule(text: str, m: int, dtyp
     values[2] *= 1000
     values[4, 5] = np.nan
     rows = stored(values, dtype)
-    watch = phocas.parse_rule(f"watch:rule=({text})")
-    assert watch == Watch(rule)
+    watch = phocas.parse_rule(f"monitor:rule=({text})")
+    assert watch == Monitor(rule)
     told = watch.explain(rows)
     assert bits(told.value) == bits(watch(rows)) == bits(Mean()(rows))
     np.testing.assert_array_equal(told.dropped, rule.explain(rows).dropped)
@@ -333,7 +344,7 @@ def test_watching_works_in_shards() -> None:
     rows = sparse_rows(6).astype(np.float32)
     rows[3] *= 300
     for rule in (Heraclius(8), NNM(6) | Phocas(6)):
-        evaluation = Evaluation(Watch(rule), 20)
+        evaluation = ShardedAggregation(Monitor(rule), 20)
         ranges = [(0, 700), (700, D)]
         while evaluation.request is not None:
             evaluation.answer([evaluation.partial(rows[:, a:b], a) for a, b in ranges])
@@ -344,31 +355,32 @@ def test_watching_works_in_shards() -> None:
         np.testing.assert_allclose(joined, rule.explain(rows).dropped, atol=1e-12)
 
 
-def test_a_watch_is_written_and_refused() -> None:
-    assert str(Watch(Heraclius(8))) == "watch:rule=(heraclius:b=8)"
-    assert phocas.parse_rule("watch:rule=heraclius:b=8") == Watch(Heraclius(8))
-    nested = Watch(NNM(6) | Heraclius(6, reach=2))
+def test_monitor_is_written_and_rejected() -> None:
+    assert str(Monitor(Heraclius(8))) == "monitor:rule=(heraclius:b=8)"
+    assert phocas.parse_rule("monitor:rule=heraclius:b=8") == Monitor(Heraclius(8))
+    nested = Monitor(NNM(6) | Heraclius(6, cutoff=2))
     assert phocas.parse_rule(str(nested)) == nested
-    assert Watch(Median()).columnwise
-    assert not Watch(Krum(2)).columnwise
-    with pytest.raises(TypeError, match="Watch needs a rule to go by: got 'phocas'"):
-        Watch("phocas")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="watch needs rule: write watch:rule="):
-        phocas.parse_rule("watch")
-    with pytest.raises(ValueError, match="Watch goes around a pipeline, not into one"):
-        NNM(2) | Watch(Median())
+    assert Monitor(Median()).columnwise
+    assert not Monitor(Krum(2)).columnwise
+    with pytest.raises(TypeError, match="Monitor needs a rule to go by: got 'phocas'"):
+        Monitor("phocas")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="monitor needs rule: write monitor:rule="):
+        phocas.parse_rule("monitor")
+    with pytest.raises(ValueError, match="Monitor goes around a pipeline, not into one"):
+        NNM(2) | Monitor(Median())
     with pytest.raises(ValueError, match="Krum needs 2b \\+ 2 < m"):
-        Watch(Krum(4)).explain(np.ones((9, 3)))
+        Monitor(Krum(4)).explain(np.ones((9, 3)))
 
 
 def test_watching_on_an_accelerator_is_the_mean() -> None:
+    from phocas.rules import execution
     from phocas.rules.accelerator import DeviceMatrix
+    from phocas.rules.base import plan_of
 
     rows = torch.from_numpy(sparse_rows(7))
     rows[3] *= 300
-    watch = Watch(Heraclius(8))
+    watch = Monitor(Heraclius(8))
     there = DeviceMatrix([rows[:, :500], rows[:, 500:]], torch.cat)
-    counts = np.zeros(20, np.int64)
-    value = there.apply(watch.decide(there), counts)
+    value, dropped = execution.explain(plan_of(watch, 20), there)
     torch.testing.assert_close(value, rows.mean(dim=0))
-    np.testing.assert_allclose(counts / D, Heraclius(8).explain(rows).dropped, atol=2 / D)
+    np.testing.assert_allclose(dropped, Heraclius(8).explain(rows).dropped, atol=2 / D)

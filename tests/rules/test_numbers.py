@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import bits, doubles, num_threads, stored
 
 import phocas
-from phocas import Evaluation, Rule
+from phocas import Rule, ShardedAggregation
 from phocas.rules import measures
 from phocas.rules.algebra import Distances, Norms
 from phocas.rules.inputs import open_rows
@@ -67,7 +67,7 @@ def test_subnormal_liars_stay_out(rule: Rule) -> None:
 def test_shards_scale_alike(exponent: int) -> None:
     rows = np.ldexp(with_liars(), exponent)
     for rule in MEASURING:
-        evaluation = Evaluation(rule, len(rows), d=rows.shape[1])
+        evaluation = ShardedAggregation(rule, len(rows), d=rows.shape[1])
         while evaluation.request is not None:
             shards = [(0, 7), (7, 1100), (1100, 1500)]
             evaluation.answer([evaluation.partial(rows[:, a:b], start=a) for a, b in shards])

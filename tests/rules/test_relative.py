@@ -10,17 +10,17 @@ import pytest
 from numpy.typing import NDArray
 
 import phocas
-from phocas import Evaluation, FunctionRule, Relative, Rule, parse_rule
+from phocas import FunctionRule, Relative, Rule, ShardedAggregation, parse_rule
 from phocas.rules.reference import reference
 
 RULES = [
-    "cleaning:b=2|nnm:b=2|trimmed-mean:b=2",
-    "cleaning:b=2|multi-krum:b=2",
-    "cleaning:b=2|clipping:radius=30|mean",
-    "cleaning:b=2,reach=3|heraclius:b=2",
-    "watch:rule=(cleaning:b=2|nnm:b=2|phocas:b=2)",
-    "watch:rule=phocas:b=2",
-    "watch:rule=cge:b=2",
+    "cell-filter:b=2|nnm:b=2|trimmed-mean:b=2",
+    "cell-filter:b=2|multi-krum:b=2",
+    "cell-filter:b=2|clipping:radius=30|mean",
+    "cell-filter:b=2,cutoff=3|heraclius:b=2",
+    "monitor:rule=(cell-filter:b=2|nnm:b=2|phocas:b=2)",
+    "monitor:rule=phocas:b=2",
+    "monitor:rule=cge:b=2",
     "nnm:b=2|trimmed-mean:b=2",
     "clipping:radius=30|median",
 ]
@@ -36,13 +36,13 @@ FUNCTIONS: list[Rule] = [
     FunctionRule(shortened, b=2, columnwise=True),
     phocas.NNM(b=2) | FunctionRule(shortened, b=2),
     phocas.Clipping(radius=30.0) | FunctionRule(shortened, b=2),
-    phocas.Cleaning(b=2) | FunctionRule(shortened, b=2),
+    phocas.CellFilter(b=2) | FunctionRule(shortened, b=2),
 ]
 
 
 def by_definition(rule: Rule, rows: NDArray[Any], base: NDArray[Any]) -> NDArray[Any]:
     differences = rows.astype(float) - base
-    if isinstance(rule, phocas.Watch):
+    if isinstance(rule, phocas.Monitor):
         return np.asarray(rows.astype(float).mean(axis=0))
     function = rule.rule if isinstance(rule, phocas.Pipeline) else rule
     if isinstance(function, FunctionRule):
@@ -66,9 +66,9 @@ def some_rows(hostile: bool, columns: int = 2300) -> tuple[NDArray[Any], NDArray
 @pytest.mark.parametrize("hostile", [False, True])
 @pytest.mark.parametrize("rule", [*map(parse_rule, RULES), *FUNCTIONS], ids=str)
 def test_rule_on_differences_is_its_definition(rule: Rule, hostile: bool) -> None:
-    robust = "cleaning" in str(rule)  # one wrong cell breaks rules that go by whole rows
+    robust = "cell-filter" in str(rule)  # one wrong cell breaks rules that go by whole rows
     rows, base = some_rows(hostile=False)
-    if hostile and isinstance(rule, phocas.Watch):
+    if hostile and isinstance(rule, phocas.Monitor):
         rows[7] = -1e6
     elif hostile:
         rows = some_rows(hostile=True)[0] if robust else rows
@@ -83,12 +83,12 @@ def test_rule_on_differences_is_its_definition(rule: Rule, hostile: bool) -> Non
 
 @pytest.mark.parametrize("text", RULES)
 def test_shards_of_a_rule_on_differences_give_the_same_bits(text: str) -> None:
-    rows, base = some_rows(hostile="watch" not in text)
-    if "cleaning" not in text:
+    rows, base = some_rows(hostile="monitor" not in text)
+    if "cell-filter" not in text:
         rows = some_rows(hostile=False)[0]
     rule, m = Relative(parse_rule(text)), 10
     everything = np.vstack([rows, base]).astype(np.float32)
-    evaluation = Evaluation(rule, m)
+    evaluation = ShardedAggregation(rule, m)
     shards = list(itertools.pairwise([0, 300, 1024, 1800, 2300]))
     while evaluation.request is not None:
         evaluation.answer([evaluation.partial(everything[:, a:b], start=a) for a, b in shards])
@@ -100,7 +100,7 @@ def test_shards_of_a_rule_on_differences_give_the_same_bits(text: str) -> None:
 
 def test_columns_rules_have_the_bits_that_they_have_without_a_base() -> None:
     rows, base = some_rows(hostile=True)
-    for text in ("phocas:b=2", "watch:rule=phocas:b=2", "cleaning:b=2|trimmed-mean:b=2"):
+    for text in ("phocas:b=2", "monitor:rule=phocas:b=2", "cell-filter:b=2|trimmed-mean:b=2"):
         rule = parse_rule(text)
         got = Relative(rule)(np.vstack([rows, base]))
         assert got.tobytes() == rule(rows).tobytes()
@@ -111,7 +111,7 @@ def test_base_is_never_cleaned() -> None:
     rng = np.random.default_rng(5)
     rows = rng.normal(size=(7, 1100))
     base = np.full(1100, 1e6)
-    rule = parse_rule("cleaning:b=1|clipping:radius=1e5|mean")
+    rule = parse_rule("cell-filter:b=1|clipping:radius=1e5|mean")
     got = Relative(rule)(np.vstack([rows, base]))
     np.testing.assert_allclose(got, base + reference(rule, rows - base), rtol=1e-9)
 

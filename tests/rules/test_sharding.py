@@ -12,7 +12,7 @@ import torch
 from tests.helpers import DTYPES, bits, examples, num_threads, pipelines, stored, strongest
 
 import phocas
-from phocas import Bucketing, Evaluation, Krum, Rule
+from phocas import Bucketing, Krum, Rule, ShardedAggregation
 from phocas.rules.algebra import of_mixed
 from phocas.rules.reference import squared_distances
 
@@ -41,7 +41,7 @@ def sharded(
 ) -> np.ndarray:
     """Aggregate as servers do: everyone has its own evaluation, and partials go by wire."""
     servers = [
-        Evaluation(rule, len(rows), None if seed is None else np.random.default_rng(seed))
+        ShardedAggregation(rule, len(rows), None if seed is None else np.random.default_rng(seed))
         for _ in ranges
     ]
     while servers[0].request is not None:
@@ -66,12 +66,12 @@ def test_columns_that_stay_where_they_are_get_the_bits_of_those_that_come(
     for d in (0, 1, 3000):
         rows = torch.empty(M, 2 * d, dtype=getattr(torch, dtype))
         for held in (rows[:, :d], rows[:, ::2]):  # adjacent values, and others
-            evaluation = Evaluation(rule, M, whole_blocks=False)
+            evaluation = ShardedAggregation(rule, M, whole_blocks=False)
             first = torch.from_numpy(np.asarray(rows_of_shards(max(1, d))[:, :d]))
             held.copy_(first)
             while evaluation.request is not None:
                 evaluation.answer([evaluation.partial(held, 0)])
-            again = evaluation.standing(held, 0)
+            again = evaluation.prepare(held, 0)
             for values in (first, -3.0 * first.flip(0)):
                 held.copy_(values)
                 wanted, got = evaluation.explain(held, 0), again()
@@ -126,7 +126,7 @@ def test_shards_draw_the_same_buckets() -> None:
 def test_shards_are_blamed_alike() -> None:
     rows = rows_of_shards(3000)
     for rule in strongest(M):
-        evaluation = Evaluation(rule, M)
+        evaluation = ShardedAggregation(rule, M)
         ranges = [(0, 1000), (1000, 3000)]
         while evaluation.request is not None:
             evaluation.answer([evaluation.partial(rows[:, a:b], a) for a, b in ranges])
@@ -146,8 +146,8 @@ def test_shards_are_blamed_alike() -> None:
 def test_columns_must_be_measured_once_each() -> None:
     rows = rows_of_shards(4096)
 
-    def ask(*ranges: tuple[int, int], d: int | None = None) -> Evaluation:
-        evaluation = Evaluation(Krum(b=2), M, d=d)
+    def ask(*ranges: tuple[int, int], d: int | None = None) -> ShardedAggregation:
+        evaluation = ShardedAggregation(Krum(b=2), M, d=d)
         evaluation.answer([evaluation.partial(rows[:, a:b], start=a) for a, b in ranges])
         return evaluation
 
@@ -166,22 +166,22 @@ def test_columns_must_be_measured_once_each() -> None:
 
 def test_evaluations_refuse_what_is_out_of_turn() -> None:
     rows = rows_of_shards(100)
-    waiting = Evaluation(Krum(b=2), M)
-    with pytest.raises(ValueError, match="waits for an answer"):
+    waiting = ShardedAggregation(Krum(b=2), M)
+    with pytest.raises(ValueError, match="needs an answer"):
         waiting.finish(rows)
     with pytest.raises(ValueError, match="at least one partial"):
         waiting.answer([])
     with pytest.raises(ValueError, match="columns must be of 11 rows: got 10"):
         waiting.partial(rows[:10], start=0)
-    ready = Evaluation(phocas.Median(), M)
+    ready = ShardedAggregation(phocas.Median(), M)
     assert ready.request is None
     with pytest.raises(ValueError, match="ready to finish"):
         ready.partial(rows, start=0)
     with pytest.raises(ValueError, match="ready to finish"):
         ready.answer([])
     with pytest.raises(ValueError, match=r"2b \+ 2 < m"):
-        Evaluation(Krum(b=5), M)
-    other = Evaluation(Krum(b=2), 9)
+        ShardedAggregation(Krum(b=5), M)
+    other = ShardedAggregation(Krum(b=2), 9)
     with pytest.raises(ValueError, match="same rows"):
         waiting.answer([waiting.partial(rows, 0), other.partial(rows[:9], 100)])
 
@@ -238,7 +238,7 @@ def test_many_mixes_fit_in_memory_and_time() -> None:
 def test_tensors_are_sharded_like_arrays() -> None:
     rows = rows_of_shards(2000)
     tensor = torch.from_numpy(rows)
-    evaluation = Evaluation(Krum(b=2), M)
+    evaluation = ShardedAggregation(Krum(b=2), M)
     parts = [evaluation.partial(tensor[:, a:b], start=a) for a, b in ((0, 700), (700, 2000))]
     evaluation.answer(parts)
     got = torch.cat([evaluation.finish(tensor[:, a:b]) for a, b in ((0, 700), (700, 2000))])

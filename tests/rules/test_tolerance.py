@@ -27,11 +27,11 @@ PIPELINES = [
     "nnm:b=2|multi-krum:b=2",
     "bucketing:size=2|bulyan:b=1",
     "clipping:radius=3|median",
-    "cleaning:b=1|nnm:b=1|phocas:b=1",
-    "cleaning:b=3|nnm:b=2|trimmed-mean:b=2",
-    "cleaning:b=2,reach=0.5|nnm:b=2|krum:b=1",
-    "cleaning:b=2|bucketing:size=2|median",
-    "cleaning:b=3|adaptive-clipping:b=1|median",
+    "cell-filter:b=1|nnm:b=1|phocas:b=1",
+    "cell-filter:b=3|nnm:b=2|trimmed-mean:b=2",
+    "cell-filter:b=2,cutoff=0.5|nnm:b=2|krum:b=1",
+    "cell-filter:b=2|bucketing:size=2|median",
+    "cell-filter:b=3|adaptive-clipping:b=1|median",
 ]
 
 
@@ -66,7 +66,7 @@ def lies(honest: Doubles, q: int, rng: np.random.Generator) -> Iterator[Doubles]
 
 def assert_survived(rule: Rule, rows: Doubles, wrong: np.ndarray, q: int, seed: int) -> None:
     """Compare the distance from the honest mean with the spreads that the rule declares."""
-    limit = rule.spreads(len(rows), q)
+    limit = rule.error_bound(len(rows), q)
     assert limit is not None
     honest = np.where(wrong, np.nan, rows)
     mean = np.nanmean(honest, axis=0)
@@ -108,7 +108,7 @@ def promised(m: int, draws: int) -> None:
         tolerance = rule.tolerates(m)
         assert 0 <= tolerance.values <= tolerance.rows <= (m - 1) // 2
         for seed in range(draws):
-            if rule.spreads(m, 0) is None:
+            if rule.error_bound(m, 0) is None:
                 assert tolerance == Tolerance()
                 continue
             attack_rows(rule, m, seed)
@@ -179,13 +179,13 @@ def test_one_more_is_not_survived(text: str, m: int) -> None:
         ("nnm:b=2|phocas:b=6", 2, 0),
         ("nnm:b=6|krum:b=2", 2, 0),
         ("bucketing:size=2|nnm:b=3|median", 3, 0),
-        ("cleaning:b=8|nnm:b=6|trimmed-mean:b=6", 8, 8),
-        ("cleaning:b=8|mean", 8, 8),
-        ("cleaning:b=2|median", 2, 2),
-        ("cleaning:b=0|median", 9, 9),
-        ("cleaning:b=0|nnm:b=6|krum:b=2", 2, 0),
-        ("cleaning:b=8|clipping:radius=1|median", 0, 0),
-        ("cleaning:b=8|centered-clipping:radius=1", 0, 0),
+        ("cell-filter:b=8|nnm:b=6|trimmed-mean:b=6", 8, 8),
+        ("cell-filter:b=8|mean", 8, 8),
+        ("cell-filter:b=2|median", 2, 2),
+        ("cell-filter:b=0|median", 9, 9),
+        ("cell-filter:b=0|nnm:b=6|krum:b=2", 2, 0),
+        ("cell-filter:b=8|clipping:radius=1|median", 0, 0),
+        ("cell-filter:b=8|centered-clipping:radius=1", 0, 0),
     ],
 )
 def test_promises_by_hand(text: str, rows: int, values: int) -> None:
@@ -197,7 +197,7 @@ def test_an_impossible_rule_promises_nothing() -> None:
         with pytest.raises(ValueError, match="largest b is"):
             rule.tolerates(8)
         with pytest.raises(ValueError, match="largest b is"):
-            rule.spreads(8, 0)
+            rule.error_bound(8, 0)
 
 
 def test_honest_rows_beyond_the_radius_are_why_clipping_promises_nothing() -> None:

@@ -85,7 +85,7 @@ def _tolerated(kept: Doubles, m: int, dtype: str) -> tuple[float, float]:
 
 
 def assert_weights_match(rule: Heraclius, rows: Doubles, got: Doubles, dtype: str) -> None:
-    """Compare with the twin: a mean that does not jump, if the reach is 1 or more."""
+    """Compare with the twin: a mean that does not jump, if the cutoff is 1 or more."""
     with np.errstate(all="ignore"):
         twin, kept = reference(rule, rows), weights(rule, rows) > 0
     eps, tiny = ROUNDING[computing(dtype)], TINY[computing(dtype)]
@@ -101,13 +101,13 @@ def assert_weights_match(rule: Heraclius, rows: Doubles, got: Doubles, dtype: st
 
 def assert_columns_match(rule: Rule, rows: Doubles, got: Doubles, dtype: str) -> None:
     if isinstance(rule, Heraclius) and rule.b:
-        if rule.reach >= 1:
+        if rule.cutoff >= 1:
             assert_weights_match(rule, rows, got, dtype)
         return
     twin = reference(rule, rows)
     for j, value in enumerate(got):
         with np.errstate(all="ignore"):
-            if isinstance(rule, phocas.Mean | phocas.Watch):
+            if isinstance(rule, phocas.Mean | phocas.Monitor):
                 answers = [_tolerated(np.sort(rows[:, j]), len(rows), dtype)]
                 slack = 2 * len(rows) * ROUNDING[computing(dtype)] * np.abs(rows[:, j]).max()
                 answers = [(value, tolerance + slack) for value, tolerance in answers]
@@ -155,7 +155,7 @@ def test_column_rules_equal_their_twins_with_many_rows(m: int, dtype: str) -> No
         column[rng.permutation(m)[:b]] = rng.choice(hostile_values(dtype), b)
     rows = stored(values, dtype)
     rules = phocas.Median(), phocas.TrimmedMean(b), Phocas(b), MeaMed(b), phocas.Mean()
-    for rule in (*rules, Heraclius(b), phocas.Watch(Heraclius(b))):
+    for rule in (*rules, Heraclius(b), phocas.Monitor(Heraclius(b))):
         assert_columns_match(rule, doubles(rows), doubles(rule(rows)), dtype)
 
 

@@ -11,7 +11,15 @@ import pytest
 from numpy.typing import NDArray
 
 import phocas
-from phocas import PRE_AGGREGATORS, RULES, Evaluation, Pipeline, PreAggregator, Rule, parse_rule
+from phocas import (
+    PRE_AGGREGATORS,
+    RULES,
+    Pipeline,
+    PreAggregator,
+    Rule,
+    ShardedAggregation,
+    parse_rule,
+)
 from phocas.rules.algebra import Mix, Planning
 from phocas.rules.reference import _CHOICES, _lengths, reference, squared_distances
 from phocas.rules.weighting import Weighted, capped, units_of
@@ -23,7 +31,7 @@ STEPS = [
     "median",
     "trimmed-mean:b=1",
     "phocas:b=1",
-    "heraclius:b=1,reach=1.5",
+    "heraclius:b=1,cutoff=1.5",
     "meamed:b=1",
     "krum:b=1",
     "multi-krum:b=1",
@@ -51,7 +59,7 @@ PIPELINES = [
 ]
 MEANS = ["mean", *(f"nnm:b=0|{last}" for last in STEPS)]
 """What a row of NaN breaks, as it should."""
-WEIGHTLESS = ["bulyan:b=1", "centered-clipping:radius=1", "watch:rule=mean"]
+WEIGHTLESS = ["bulyan:b=1", "centered-clipping:radius=1", "monitor:rule=mean"]
 M = 9
 
 
@@ -115,7 +123,7 @@ def by_column(rule: Any, rows: Doubles, w: Doubles) -> Doubles:
         )
     radii = np.array([d[overlap(np.argsort(d), w, 0, total - mass) > 0].max() for d in far.T])
     spread = np.maximum(radii, np.sqrt(np.mean(radii**2)))
-    falling = np.clip(2 - far / (rule.reach * spread), 0, 1)
+    falling = np.clip(2 - far / (rule.cutoff * spread), 0, 1)
     counted = np.where(far <= radii, 1, np.nan_to_num(falling)) * w[:, None]
     return np.array([average(u, k) for u, k in zip(values.T, counted.T, strict=True)])
 
@@ -242,7 +250,7 @@ def test_weight_of_w_is_w_copies(text: str) -> None:
 def test_shards_of_weighted_pipelines_give_the_same_bits(text: str) -> None:
     rows = np.random.default_rng(6).normal(size=(M, 2500)).astype(np.float32)
     weighted = parse_rule(text).weighted(np.arange(8, 8 + M), 0.15)
-    evaluation = Evaluation(weighted, m=M)
+    evaluation = ShardedAggregation(weighted, m=M)
     shards = [(0, 700), (700, 1024), (1024, 2500)]
     while evaluation.request is not None:
         evaluation.answer([evaluation.partial(rows[:, a:b], start=a) for a, b in shards])
@@ -262,8 +270,8 @@ def test_every_rule_of_the_table_has_weights_or_rejects_them() -> None:
     assert tested == set(RULES)
     assert {name.partition(":")[0] for text in BEFORE for name in text.split("|") if name} == {
         *PRE_AGGREGATORS
-    } - {"cleaning", "bucketing"}
-    for text in (*WEIGHTLESS, "bucketing:size=2|median", "cleaning:b=1|trimmed-mean:b=1"):
+    } - {"cell-filter", "bucketing"}
+    for text in (*WEIGHTLESS, "bucketing:size=2|median", "cell-filter:b=1|trimmed-mean:b=1"):
         with pytest.raises(ValueError, match="cannot be weighted"):
             phocas.aggregate(np.ones((M, 3)), text, weights=[1.0] * M)
 

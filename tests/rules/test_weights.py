@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from tests.helpers import examples_of, hostile_values
 
 import phocas
-from phocas import Evaluation, Rule, parse_rule
+from phocas import Rule, ShardedAggregation, parse_rule
 from phocas.rules.algebra import heaviest
 from phocas.rules.reference import reference
 from phocas.rules.weighting import Weighted, capped, units_of
 
 COLUMN_RULES = ["mean", "median", "trimmed-mean:b=2", "phocas:b=2", "meamed:b=2", "heraclius:b=2"]
-REACHES = ["heraclius:b=2,reach=0.7", "heraclius:b=2,reach=0"]
+CUTOFFS = ["heraclius:b=2,cutoff=0.7", "heraclius:b=2,cutoff=0"]
 ROW_RULES = ["krum:b=2", "multi-krum:b=2", "multi-krum:b=2,select=3", "mda:b=2", "cge:b=2"]
 PIPELINES = ["nnm:b=2|phocas:b=2", "nnm:b=2|median", "clipping:radius=5.0|heraclius:b=2"]
-ALL = [*COLUMN_RULES, *REACHES, *ROW_RULES, "geometric-median", *PIPELINES]
+ALL = [*COLUMN_RULES, *CUTOFFS, *ROW_RULES, "geometric-median", *PIPELINES]
 WEIGHTS = (3, 1, 4, 1, 5, 2, 4, 3, 5)
 Doubles = NDArray[np.float64]
 
@@ -129,7 +129,7 @@ def test_shards_and_threads_give_the_same_bits(rule: str, cuts: tuple[int, ...])
     rows = some_rows("float32", columns=2100)
     weighted = Weighted(parse_rule(rule), WEIGHTS)
     whole = weighted(rows)
-    evaluation = Evaluation(weighted, m=9)
+    evaluation = ShardedAggregation(weighted, m=9)
     edges = [0, *cuts, rows.shape[1]]
     shards = list(itertools.pairwise(edges))
     while evaluation.request is not None:
@@ -218,7 +218,7 @@ def test_a_cap_needs_weights_and_some_rules_have_none() -> None:
     rows = np.ones((7, 3))
     with pytest.raises(ValueError, match="max_share needs weights"):
         phocas.Mean()(rows, max_share=0.5)
-    for rule in ("bulyan:b=1", "centered-clipping:radius=1.0", "watch:rule=mean"):
+    for rule in ("bulyan:b=1", "centered-clipping:radius=1.0", "monitor:rule=mean"):
         with pytest.raises(ValueError, match="cannot be weighted"):
             phocas.aggregate(rows, rule, weights=[1] * 7)
     with pytest.raises(ValueError, match="cannot be weighted"):
@@ -280,7 +280,7 @@ def test_the_promise_holds_under_a_search_for_the_worst(kind: type[Rule]) -> Non
                 fitting.pop()
         for weighted in fitting:
             q = weighted.tolerates(m).values
-            bound = weighted.spreads(m, q)
+            bound = weighted.error_bound(m, q)
             assert q >= 1
             assert bound is not None
             liars = np.argsort(weights, kind="stable")[m - q :]
@@ -294,7 +294,7 @@ def test_the_promise_holds_under_a_search_for_the_worst(kind: type[Rule]) -> Non
             spread = math.sqrt(float(w @ (values[honest] - mean) ** 2))
             # Blocks share a spread, so the squares of distances are to be compared on average.
             distance = weighted(rows) - mean
-            if getattr(weighted.rule, "reach", 0):
+            if getattr(weighted.rule, "cutoff", 0):
                 found = math.sqrt(float(np.mean(distance**2)))
             else:
                 found = float(np.abs(distance).max())

@@ -86,6 +86,8 @@ def test_reasons_name_what_runs_the_block_instead(page: str) -> None:
 def known_commands() -> dict[str, set[str]]:
     group: Any = typer.main.get_command(application())
     commands = {**group.commands, "train": train.complete()}
+    for name in ("results", "theory"):
+        commands |= {f"{name} {each}": inner for each, inner in commands[name].commands.items()}
     return {
         name: {opt for each in command.params for opt in (*each.opts, *each.secondary_opts)}
         | {"-h", "--help"}
@@ -101,6 +103,8 @@ def test_commands_that_are_shown_exist_with_their_options() -> None:
             if block.kind in ("", "sh", "bash", "console"):
                 for line in re.findall(r"^(?:\$ )?phocas ([a-z].*)$", block.text, re.MULTILINE):
                     command, *words = shlex.split(line, comments=True)
+                    if words and f"{command} {words[0]}" in known:
+                        command = f"{command} {words[0]}"
                     seen += 1
                     options = {word.partition("=")[0] for word in words if word.startswith("-")}
                     options = {each for each in options if not re.match(r"-\d", each)}

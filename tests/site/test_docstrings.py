@@ -31,7 +31,7 @@ WITHOUT_EXAMPLE = {
     "phocas.integrations.fsdp.watch": PROCESSES,
     "phocas.integrations.flower.Adam": ELSEWHERE,
     "phocas.integrations.flower.RobustStrategy": ELSEWHERE,
-    "phocas.integrations.flower.ServerOptimiser": "a protocol: Momentum shows it",
+    "phocas.integrations.flower.UpdateOptimizer": "a protocol: Momentum shows it",
     "phocas.integrations.nvflare.RobustAggregator": ELSEWHERE,
     "phocas.integrations.lightning.Protect": ELSEWHERE,
     "phocas.integrations.transformers.Protect": ELSEWHERE,

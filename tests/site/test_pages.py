@@ -13,6 +13,7 @@ from tools.site import catalogue, pictures, public, sources
 import phocas
 from phocas import PRE_AGGREGATORS, RULES
 from phocas.attacks import ATTACKS
+from phocas.report.palette import GREY, STYLES
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +60,13 @@ def test_a_picture_shows_what_the_rule_does() -> None:
     assert of_mean["mean"] == of_mean["result"] == of_phocas["mean"] != of_phocas["result"]
 
 
+def test_pictures_have_the_colours_of_the_palette() -> None:
+    style = (ROOT / "docs" / "site.css").read_text()
+    colours = re.findall(r"--picture-\w+: (#\w+);", style)
+    assert len(colours) == 6
+    assert set(colours) <= {*(style.colour for style in STYLES.values()), GREY}
+
+
 def test_rows_after_a_stage_are_those_that_the_next_rule_sees() -> None:
     rows = pictures.cloud()
     stage = phocas.NNM(b=2)
@@ -69,13 +77,13 @@ def test_rows_after_a_stage_are_those_that_the_next_rule_sees() -> None:
 def test_costs_are_what_the_rule_asks_for() -> None:
     assert catalogue.passes(phocas.Median()) == "one pass: O(m d)"
     assert catalogue.passes(phocas.CGE(b=2)) == "norms, then one pass: O(m d)"
-    cleaned = phocas.Cleaning(b=2) | phocas.Krum(b=2)
+    cleaned = phocas.CellFilter(b=2) | phocas.Krum(b=2)
     assert catalogue.passes(cleaned) == "marks and distances, then one pass: O(m² d)"
 
 
 def test_every_command_is_on_its_page_with_its_options() -> None:
     page = catalogue.commands_page()
-    for command in ("train", "audit", "rules", "reproduce", "serve"):
+    for command in ("train", "audit", "rules", "results report", "theory plan"):
         assert f"\n## {command}\n" in page
     assert "`--byzantine`" in page
     assert "`--learning-rate`" in page or "`--lr`" in page

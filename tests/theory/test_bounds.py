@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from phocas import RULES, Told, theory
+from phocas import RULES, Bounded, theory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         (20, 8, 1640),  # 72 + (32*10 + 256*11) / 2
     ],
 )
-def test_krum_by_hand(m: int, q: int, by_hand: float) -> None:
+def test_krum_bound_matches_hand_computed_values(m: int, q: int, by_hand: float) -> None:
     assert theory.delta_krum(m, q) == pytest.approx(by_hand, rel=1e-15)
 
 
@@ -37,12 +37,14 @@ def test_krum_by_hand(m: int, q: int, by_hand: float) -> None:
         (20, 0, 0, Fraction(1, 10), Fraction(23, 5)),
     ],
 )
-def test_column_rules_by_hand(m: int, q: int, b: int, trimmed: Fraction, phocas: Fraction) -> None:
+def test_column_rule_bounds_match_hand_computed_values(
+    m: int, q: int, b: int, trimmed: Fraction, phocas: Fraction
+) -> None:
     assert theory.delta_trimmed_mean(m, q, b) == pytest.approx(float(trimmed), rel=1e-15)
     assert theory.delta_phocas(m, q, b) == pytest.approx(float(phocas), rel=1e-15)
 
 
-def test_the_text_s_directions_hold() -> None:
+def test_bounds_change_as_the_paper_says() -> None:
     """Both bounds fall when m rises and when b or q falls, as the paper says."""
     for delta in (theory.delta_trimmed_mean, theory.delta_phocas):
         for m, b in itertools.product(range(3, 30), range(1, 14)):
@@ -75,38 +77,38 @@ def test_the_text_s_directions_hold() -> None:
         (lambda: theory.table(20, 6, [9, 10]), "2b < m: got b=10 .* largest b is 9"),
     ],
 )
-def test_refusals_say_what_holds_and_the_limit(call: Callable[[], object], message: str) -> None:
+def test_errors_name_the_condition_and_the_limit(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("+", r"\+")):
         call()
 
 
-def test_counts_are_counts() -> None:
+def test_parameters_must_be_counts() -> None:
     with pytest.raises(TypeError, match="a count, not a fraction"):
         theory.delta_phocas(20, 6, 0.3)  # type: ignore[arg-type]
     assert theory.delta_phocas(np.int64(20), np.int8(6), np.uint8(6)) == 22.375  # type: ignore[arg-type]
 
 
-def test_krum_s_bound_survives_an_attacker_who_looks_first() -> None:
+def test_krum_bound_holds_against_an_adaptive_attacker() -> None:
     for m in range(3, 200):
         for q in range(theory.largest_krum(m) + 1):
             assert theory.adaptive_krum(m, q) < theory.delta_krum(m, q)
 
 
 def test_phocas_bound_is_never_below_four_or_the_trimmed_mean_s() -> None:
-    """Delta_2 = 4 + 6 Delta_1: the theory never prefers Phocas, not even to one worker alone."""
+    """Delta_2 = 4 + 6 Delta_1: the theory never prefers Phocas, even to a single worker."""
     for m in range(3, 100):
         for b in range(theory.largest_b(m) + 1):
             trimmed = theory.delta_trimmed_mean(m, b, b)
             assert theory.delta_phocas(m, b, b) == pytest.approx(4 + 6 * trimmed)
 
 
-def test_table_judges_every_rule() -> None:
+def test_table_contains_every_rule() -> None:
     rows = {(row.rule, row.b): row for row in theory.table(20, 6, range(5, 10))}
-    told = {cls.name for cls in RULES.values() if issubclass(cls, Told)}
-    assert {key for key in rows if key[0] in told} == set(itertools.product(told, range(5, 10)))
-    untold = {(rule, b) for rule, b in rows if rule not in told}
-    assert untold >= {("mean", None), ("median", None), ("geometric-median", None)}
-    assert untold <= {(rule, None) for rule in RULES}
+    with_b = {cls.name for cls in RULES.values() if issubclass(cls, Bounded)}
+    assert {key for key in rows if key[0] in with_b} == set(itertools.product(with_b, range(5, 10)))
+    without_b = {(rule, b) for rule, b in rows if rule not in with_b}
+    assert without_b >= {("mean", None), ("median", None), ("geometric-median", None)}
+    assert without_b <= {(rule, None) for rule in RULES}
     assert rows["mean", None].reason == "needs q <= 0"
     assert rows["median", None].printed == theory.delta_trimmed_mean(20, 6, 9)
     assert rows["krum", 9].reason == "needs 2b + 2 < m (b <= 8)"

@@ -1,4 +1,4 @@
-"""Theorems 3 and 4 against trajectories of real rules under real attacks."""
+"""Theorems 3 and 4 compared with trajectories of real rules under real attacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trimmed_mean(rows: Array, b: int) -> Array:
     return np.asarray(TrimmedMean(b)(rows.reshape(len(rows), -1)).reshape(rows.shape[1:]))
 
 
-def test_by_hand() -> None:
+def test_functions_match_hand_computed_values() -> None:
     assert theory.largest_step_convex(1, 4) == pytest.approx(0.4)
     assert theory.contraction(1, 4, 0.4) == pytest.approx(0.68)  # 1 - 0.4 * 4/5
     assert theory.error_floor(1, 4, 16) == pytest.approx(5)  # 5/4 * 4
@@ -47,7 +47,7 @@ def test_by_hand() -> None:
         (lambda: theory.gradient_bound(0, 1, smooth=4, step=0.2, delta=0), "rounds >= 1"),
     ],
 )
-def test_refusals(call: Callable[[], object], message: str) -> None:
+def test_invalid_arguments_are_rejected(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -70,14 +70,15 @@ def test_printed_theorem_3_fails_for_one_honest_worker() -> None:
 
 
 def quadratic(step: float, rounds: int) -> Array:
-    """Return the mean distance by round for F = (x^2 + 4 y^2)/2, one of three workers lying."""
+    """Return the mean distance by round for F = (x^2 + 4 y^2)/2; one of three is Byzantine."""
     rng = np.random.default_rng(2)
     repeats, curvature = 500, np.array([1.0, 4.0])
     x = np.full((repeats, 2), 20.0)
     distances = [np.linalg.norm(x, axis=1).mean()]
     for _ in range(rounds):
         honest = curvature * x + rng.normal(size=(2, repeats, 2)) / math.sqrt(2)
-        # The liar always sends the lowest value, so that every step falls short on the same side.
+        # The Byzantine worker always sends the lowest value, so every step errs in the same
+        # direction.
         x = x - step * trimmed_mean(np.concatenate([honest, np.full((1, repeats, 2), -1e30)]), 1)
         distances.append(np.linalg.norm(x, axis=1).mean())
     return np.array(distances)
@@ -105,7 +106,7 @@ def test_quadratic_under_attack_breaks_the_printed_theorem_3() -> None:
 
 
 def test_non_convex_stays_under_theorem_4() -> None:
-    """F = sum x^2 / (1 + x^2): L = 2, flat far out, with a liar who always pushes uphill."""
+    """F = sum x^2 / (1 + x^2): L = 2, flat far out, with a Byzantine worker that pushes uphill."""
     rng = np.random.default_rng(3)
     repeats, step, sigma = 500, 0.5, 0.1
     delta = theory.delta_trimmed_mean(5, 2, 2) * 2 * sigma**2
@@ -120,11 +121,11 @@ def test_non_convex_stays_under_theorem_4() -> None:
         x = x - step * trimmed_mean(np.concatenate([honest, lies]), 2)
         bound = theory.gradient_bound(rounds, gap, smooth=2, step=step, delta=delta)
         assert np.mean(squares) <= bound
-    assert np.mean(squares) > 0.01 * bound  # the bound is not met by standing still
+    assert np.mean(squares) > 0.01 * bound  # the trajectory moves, so the bound is tested
 
 
-def test_the_attack_of_the_trajectories_is_the_worst_one() -> None:
-    """All lies at one infinity is what the exact search returns for one of its two directions."""
+def test_attack_in_the_trajectories_is_the_worst_one() -> None:
+    """The exact search also puts all Byzantine values at one of the two infinities."""
     columns = np.random.default_rng(4).normal(size=(5, 300))
     low, high = (
         trimmed_mean(np.concatenate([columns[2:], np.full((2, 300), far)]), 2)

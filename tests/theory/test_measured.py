@@ -1,4 +1,4 @@
-"""Monte-Carlo: the error of each rule under the worst attack, against its bound."""
+"""Monte Carlo: the error of each rule under the worst attack, compared with its bound."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def phocas(columns: Array, b: int) -> Array:
 def test_distributions_have_mean_0_and_variance_1(name: str) -> None:
     values = measure.DISTRIBUTIONS[name](np.random.default_rng(0), (2_000_000,))
     assert abs(values.mean()) < 0.005
-    assert abs(values.var() - 1) < 0.05  # Student's fourth moment is infinite: slow
+    assert abs(values.var() - 1) < 0.05  # slow convergence: Student's fourth moment is infinite
 
 
 def test_worst_trimmed_mean_is_the_worst_over_every_choice_and_placement() -> None:
-    """The closed form against trying every subset to replace and every place for the lies."""
+    """The closed form equals the maximum over every subset to replace and every placement."""
     rng = np.random.default_rng(1)
     for m, q, b in [(3, 1, 1), (4, 1, 1), (5, 1, 2), (5, 2, 2), (6, 2, 2), (7, 2, 3)]:
         columns = rng.normal(size=(m, 20))
@@ -50,7 +50,7 @@ def test_worst_trimmed_mean_is_the_worst_over_every_choice_and_placement() -> No
 
 
 def climb(kept: Array, q: int, b: int, rng: np.random.Generator) -> Array:
-    """Search for the worst lies against Phocas by random steps from eight starts."""
+    """Search for the worst values against Phocas by random steps from eight starts."""
     starts, trials = 8, kept.shape[1]
     kept = np.repeat(kept, starts, axis=1)
     spread = np.ptp(kept, axis=0)
@@ -81,7 +81,7 @@ def test_the_search_against_phocas_beats_hill_climbing(m: int, q: int, b: int) -
 
 @pytest.mark.parametrize("distribution", ["normal", "rare"])
 def test_replacing_neighbours_is_the_worst_choice_against_phocas(distribution: str) -> None:
-    """Every subset of seven values tried: neighbours give 0.999 of the mean squared error."""
+    """Over every subset of seven values, neighbours give 0.999 of the mean squared error."""
     columns = measure.DISTRIBUTIONS[distribution](np.random.default_rng(3), (7, 40))
 
     def search(rows: Array, *, after: bool) -> Array:
@@ -128,7 +128,7 @@ def test_trimmed_mean_stays_under_its_bound(
     assert found.error + 4 * found.spread < theory.delta_trimmed_mean(m, q, b)
     assert found.error - 4 * found.spread < theory.adaptive_trimmed_mean(m, q, b)
     clean = measure.DISTRIBUTIONS[distribution](np.random.default_rng(5), (m, 5000))
-    assert found.error > 1.05 * np.square(trimmed_mean(clean, b)).mean()  # the attack attacks
+    assert found.error > 1.05 * np.square(trimmed_mean(clean, b)).mean()  # the attack has an effect
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -156,20 +156,20 @@ def test_the_bounds_of_heraclius_hold(
     )
     assert found.error + 4 * found.spread < theory.delta_heraclius(m, q, b)
     assert found.error + 4 * found.spread < theory.adaptive_heraclius(m, q, b)
-    if distribution == "normal":  # what is within reach is what an attacker uses
+    if distribution == "normal":  # the attacker uses values within the cutoff
         near = measure.measure(
             "phocas", m, q, b, distribution=distribution, after=after, trials=64, seed=0
         )
         assert found.error > 1.1 * near.error
 
 
-def test_the_bound_of_heraclius_is_that_of_phocas_without_a_reach_and_grows_with_it() -> None:
+def test_heraclius_bound_is_that_of_phocas_without_cutoff_and_grows_with_it() -> None:
     for m, q, b in GRID:
         assert theory.delta_heraclius(m, q, b, 0) == theory.delta_phocas(m, q, b)
         for bound in (theory.delta_heraclius, theory.adaptive_heraclius):
-            values = [bound(m, q, b, reach) for reach in (1, 2, 4, 8, 16)]
+            values = [bound(m, q, b, cutoff) for cutoff in (1, 2, 4, 8, 16)]
             assert values == sorted(values)
-            assert len({bound(m, 0, b, reach) for reach in (4, 8, 16)}) == 1
+            assert len({bound(m, 0, b, cutoff) for cutoff in (4, 8, 16)}) == 1
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -188,7 +188,7 @@ def test_krum_in_ten_dimensions_stays_under_its_bound(*, after: bool) -> None:
     assert extremes.worst_krum(trials, 3, 3, after=after).mean() < theory.adaptive_krum(9, 3)
 
 
-def test_looking_first_helps_the_attacker() -> None:
+def test_choosing_after_seeing_helps_the_attacker() -> None:
     for rule in ("krum", "trimmed-mean", "phocas"):
         before, after = (
             measure.worst_of(rule, 9, 3, 3, after=after, trials=400).error
@@ -198,7 +198,7 @@ def test_looking_first_helps_the_attacker() -> None:
 
 
 def test_the_trimmed_mean_s_worst_case_is_below_that_of_phocas() -> None:
-    """The paper advises Phocas for the worst case; under the worst found it is the worse one."""
+    """The paper recommends Phocas for the worst case; under the worst attack found it is worse."""
     for m, q, b in [(5, 2, 2), (10, 3, 3), (20, 3, 3)]:
         trimmed, near = (
             measure.worst_of(rule, m, q, b, after=False, trials=400)
@@ -217,8 +217,8 @@ def test_exact_two_point_error_is_what_sampling_gives() -> None:
         assert abs(squares.mean() - measure.two_point_error(m, q, b, p)) < error
 
 
-def test_no_two_point_distribution_breaks_theorem_1_even_after_looking() -> None:
-    """Exact over two-point distributions: the proof leaves this attacker out, the bound holds."""
+def test_theorem_1_holds_for_two_point_distributions_and_adaptive_attackers() -> None:
+    """Exact for two-point distributions: the proof excludes this attacker, but the bound holds."""
     shares = np.geomspace(1e-6, 0.5, 60)
     largest = 0.0
     for m in range(3, 41):
@@ -232,14 +232,14 @@ def test_no_two_point_distribution_breaks_theorem_1_even_after_looking() -> None
     assert 0.7 < largest < 0.76
 
 
-def test_theorem_1_becomes_tight_after_looking() -> None:
-    """With b = q = 300 of 30000 the error is 0.955 of the bound: there is no room left in it."""
+def test_theorem_1_is_tight_for_adaptive_attackers() -> None:
+    """With b = q = 300 of 30000 the error is 0.955 of the bound, so the bound is nearly tight."""
     error = measure.two_point_error(30_000, 300, 300, 0.0196)
     assert 0.94 < error / theory.delta_trimmed_mean(30_000, 300, 300) < 1
 
 
 def test_theorems_1_and_2_as_printed_fail_for_b_below_q() -> None:
-    """Both ask for 2q < m only. m=3, q=1, b=0: one value of 1e6, bounds of 1 V and 10 V."""
+    """Both require 2q < m only. For m=3, q=1, b=0: one value of 1e6, bounds of 1 V and 10 V."""
     m, q, b = 3, 1, 0
     printed = 2 * (b + 1) * (m - q) / (m - b - q) ** 2
     columns = np.random.default_rng(10).normal(size=(m, 1000))
@@ -252,6 +252,6 @@ def test_theorems_1_and_2_as_printed_fail_for_b_below_q() -> None:
         theory.delta_phocas(m, q, b)
 
 
-def test_unknown_distributions_are_refused() -> None:
+def test_unknown_distributions_are_rejected() -> None:
     with pytest.raises(ValueError, match="unknown distribution 'norml'; did you mean 'normal'"):
         measure.measure("phocas", 3, 1, 1, distribution="norml", after=True, trials=1, seed=0)

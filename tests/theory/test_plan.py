@@ -1,4 +1,4 @@
-"""Survival probabilities: against exact fractions, against simulation, and on the screen."""
+"""Survival probabilities, compared with exact fractions and simulation, and their commands."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def exact_tail(m: int, b: int, rate: Fraction) -> Fraction:
     )
 
 
-@settings(deadline=None, derandomize=True)  # timings of a busy machine are no failures
+@settings(deadline=None, derandomize=True)  # slow runs on a busy machine are no failures
 @given(
     m=st.integers(1, 60),
     b=st.integers(0, 60),
     rate=st.one_of(st.floats(0, 1), st.floats(0, 1e-12), st.floats(1 - 1e-12, 1)),
 )
-def test_tail_is_exact_on_both_sides(m: int, b: int, rate: float) -> None:
+def test_binomial_tail_is_exact_on_both_sides(m: int, b: int, rate: float) -> None:
     chance = survival.at_most(m, b, survival.every(rate))
     exact = exact_tail(m, b, Fraction(rate))
     for mine, truth in ((chance.log_fails, exact), (chance.log_survives, 1 - exact)):
@@ -48,7 +48,7 @@ def test_tail_is_exact_on_both_sides(m: int, b: int, rate: float) -> None:
 
 
 @pytest.mark.parametrize(("rate", "times"), [(1e-300, 10**9), (1e-17, 10**6), (0.3, 7), (1.0, 3)])
-def test_repeating_keeps_tiny_chances(rate: float, times: int) -> None:
+def test_repeated_trials_keep_tiny_probabilities(rate: float, times: int) -> None:
     chance = survival.every(rate).repeated(times)
     union = survival.every(rate).union(times)
     assert chance.fails <= union <= min(1.0, rate * times * (1 + 1e-12))
@@ -58,8 +58,8 @@ def test_repeating_keeps_tiny_chances(rate: float, times: int) -> None:
         assert chance.fails == pytest.approx(1 - (1 - rate) ** times, rel=1e-12)
 
 
-def test_paper_s_gambler_by_hand() -> None:
-    """m=20, 118282 parameters on 20 servers, 500 rounds, 0.05%: b=3 is enough, Krum is lost."""
+def test_papers_gambler_matches_hand_computed_values() -> None:
+    """m=20, 118282 parameters on 20 servers, 500 rounds, 0.05%: b=3 suffices, Krum fails."""
     gambler = Exposure(20, 118282, 500, 0.0005, servers=20)
     assert gambler.columns == 5915
     found = gambler.survival("phocas:b=3")
@@ -78,7 +78,7 @@ def test_paper_s_gambler_by_hand() -> None:
     assert median.chance == gambler.survival("phocas:b=9").chance
 
 
-def test_more_b_more_rounds_more_servers() -> None:
+def test_survival_depends_on_b_rounds_and_servers() -> None:
     run = Exposure(11, 100, 50, 0.01)
     fails = [run.survival(phocas.TrimmedMean(b)).chance.log_fails for b in range(6)]
     assert fails == sorted(fails, reverse=True)
@@ -96,7 +96,7 @@ def test_more_b_more_rounds_more_servers() -> None:
 
 
 def hits(run: Exposure, repeats: int, seed: int) -> NDArray[np.bool_]:
-    """Draw which values go bad: repeats x rounds x workers x columns."""
+    """Draw which values are corrupted: repeats x rounds x workers x columns."""
     shape = (repeats, run.rounds, run.num_workers, run.columns)
     return np.random.default_rng(seed).random(shape) < run.rate
 
@@ -113,7 +113,7 @@ def hits(run: Exposure, repeats: int, seed: int) -> NDArray[np.bool_]:
         ("median", 3),
     ],
 )
-def test_plan_is_what_simulation_gives(rule: str, b: int, servers: int) -> None:
+def test_plan_matches_a_simulation(rule: str, b: int, servers: int) -> None:
     rate = {"mean": 0.0005, "krum": 0.01, "multi-krum": 0.005}.get(rule, 0.01 * 2.5**b)
     run = Exposure(num_workers=7, dims=12, rounds=6, rate=rate, servers=servers)
     repeats = 20_000
@@ -126,14 +126,14 @@ def test_plan_is_what_simulation_gives(rule: str, b: int, servers: int) -> None:
     share = counted.any(axis=1).mean()
     found = run.survival(rule if rule in ("mean", "median") else f"{rule}:b={b}")
     expected = found.chance.fails
-    assert 0.005 < expected < 0.995  # or the comparison would say nothing
+    assert 0.005 < expected < 0.995  # otherwise the comparison would be meaningless
     assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / repeats)
     assert found.union >= expected
 
 
 @pytest.mark.parametrize("rule", ["trimmed-mean:b=2", "phocas:b=2", "meamed:b=2", "median"])
-def test_plan_is_what_the_rules_show(rule: str) -> None:
-    """Values of 1 become -1e20: a run is lost exactly if one column of one round is."""
+def test_plan_matches_the_behaviour_of_rules(rule: str) -> None:
+    """Values of 1 become -1e20: a run fails exactly if one column of one round fails."""
     run = Exposure(num_workers=7, dims=12, rounds=6, rate=0.05 if rule != "median" else 0.1)
     values = np.where(hits(run, 4000, seed=9), -1e20, 1.0)
     results = phocas.aggregate(np.moveaxis(values, 2, 0).reshape(7, -1), rule)
@@ -142,8 +142,8 @@ def test_plan_is_what_the_rules_show(rule: str) -> None:
     assert abs(lost - expected) < 4 * math.sqrt(expected * (1 - expected) / 4000)
 
 
-def test_krum_is_luckier_than_its_plan() -> None:
-    """More than b touched rows void Krum's promise, but it fails only if it picks one of them."""
+def test_krum_survives_more_often_than_planned() -> None:
+    """More than b corrupted rows void Krum's guarantee; it fails only if it selects one."""
     run = Exposure(num_workers=7, dims=12, rounds=1, rate=0.03)
     values = np.where(hits(run, 4000, seed=10)[:, 0], -1e20, 1.0)
     values += np.random.default_rng(11).normal(size=values.shape) * 0.1
@@ -172,7 +172,7 @@ def test_krum_is_luckier_than_its_plan() -> None:
         (lambda: Exposure(20, 10, 5, 0.1).smallest("krum", 1.0), "between 0 and 1: got 1.0"),
     ],
 )
-def test_refusals(call: Any, message: str) -> None:
+def test_invalid_plans_are_rejected(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -191,10 +191,10 @@ def command(
     return int(stop.value.code or 0), shown.out, shown.err
 
 
-GAMBLER = "plan --workers 20 --dims 118282 --rounds 500 --rate 0.0005 --servers 20"
+GAMBLER = "theory plan --num-workers 20 --dims 118282 --rounds 500 --rate 0.0005 --servers 20"
 
 
-def test_plan_on_the_screen(
+def test_plan_command_prints_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, _ = command(GAMBLER, monkeypatch, capsys)
@@ -202,7 +202,7 @@ def test_plan_on_the_screen(
     assert "5915 of 118282 columns exposed (one of 20 servers)" in out
     lines = {line.split()[0]: line for line in out.splitlines() if line.split()}
     assert "none" in lines["krum,"]
-    assert "bad rows <= b <= 8" in lines["krum,"]
+    assert "rows <= b <= 8" in lines["krum,"]
     assert "yes" in lines["median"]
     assert "3" in lines["trimmed-mean,"]
     assert "99.91%" in lines["trimmed-mean,"]
@@ -210,7 +210,9 @@ def test_plan_on_the_screen(
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_plan_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_prints_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out, _ = command(GAMBLER + " --b 2..9 --json", monkeypatch, capsys)
     plan = json.loads(out)
     assert status == 0
@@ -224,10 +226,10 @@ def test_plan_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert ("phocas", 1) not in rows
 
 
-def test_bounds_on_the_screen_and_as_json(
+def test_bounds_command_prints_a_table_and_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = "bounds --workers 20 --byzantine 6 --b 6..9"
+    asked = "theory bounds --num-workers 20 --byzantine 6 --b 6..9"
     status, out, _ = command(asked, monkeypatch, capsys)
     assert status == 0
     cells = [line.split() for line in out.splitlines()]
@@ -255,10 +257,10 @@ def test_bounds_on_the_screen_and_as_json(
     assert rows["krum", 9]["feasible"] is False
 
 
-def test_bounds_measured(
+def test_bounds_command_measures_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = "bounds --workers 5 --byzantine 1 --measure"
+    asked = "theory bounds --num-workers 5 --byzantine 1 --measure"
     status, out, _ = command(asked + " --json", monkeypatch, capsys)
     assert status == 0
     rows = [row for row in json.loads(out)["bounds"] if "measured" in row]
@@ -274,16 +276,40 @@ def test_bounds_measured(
     ("arguments", "message"),
     [
         (GAMBLER + " --b 9..10", "2b < m: got b=10 with m=20 workers, the largest b is 9"),
-        ("bounds --workers 20 --byzantine 2 --b 10", "2b < m: got b=10 with m=20 workers"),
-        ("bounds --workers 20 --byzantine 10", "got q=10 with m=20 workers, the largest q is 9"),
-        ("bounds --workers 20 --byzantine 6 --b 9..6", "from low to high: got '9..6'"),
-        ("bounds --workers 20 --byzantine 6 --b six", "a count or a range such as 6..9: got 'six'"),
-        ("plan --workers 20 --dims 9 --rounds 5 --rate 2", "0 <= rate <= 1: got rate=2.0"),
-        ("plan --workers 20 --dims 0 --rounds 5 --rate 0.1", "dims >= 1: got dims=0"),
-        ("plan --workers 20 --rounds 5", "--dims and --rate, or --clients and --liars"),
-        ("plan --workers 20 --rounds 5 --clients 30", "--clients and --liars go together"),
-        ("plan --workers 20 --rounds 5 --clients 9 --liars 1", "workers <= clients: got"),
-        ("plan --workers 2 --rounds 5 --clients 9 --liars 10", "liars <= clients: got"),
+        (
+            "theory bounds --num-workers 20 --byzantine 2 --b 10",
+            "2b < m: got b=10 with m=20 workers",
+        ),
+        (
+            "theory bounds --num-workers 20 --byzantine 10",
+            "got q=10 with m=20 workers, the largest q is 9",
+        ),
+        ("theory bounds --num-workers 20 --byzantine 6 --b 9..6", "from low to high: got '9..6'"),
+        (
+            "theory bounds --num-workers 20 --byzantine 6 --b six",
+            "a count or a range such as 6..9: got 'six'",
+        ),
+        (
+            "theory plan --num-workers 20 --dims 9 --rounds 5 --rate 2",
+            "0 <= rate <= 1: got rate=2.0",
+        ),
+        ("theory plan --num-workers 20 --dims 0 --rounds 5 --rate 0.1", "dims >= 1: got dims=0"),
+        (
+            "theory plan --num-workers 20 --rounds 5",
+            "--dims and --rate, or --clients and --byzantine",
+        ),
+        (
+            "theory plan --num-workers 20 --rounds 5 --clients 30",
+            "--clients and --byzantine go together",
+        ),
+        (
+            "theory plan --num-workers 20 --rounds 5 --clients 9 --byzantine 1",
+            "workers <= clients: got",
+        ),
+        (
+            "theory plan --num-workers 2 --rounds 5 --clients 9 --byzantine 10",
+            "byzantine <= clients: got",
+        ),
     ],
 )
 def test_mistakes_end_with_one_line_and_status_2(
@@ -299,7 +325,7 @@ def test_mistakes_end_with_one_line_and_status_2(
     assert len(err.splitlines()) == 1
 
 
-def test_liars_among_participants_are_counted_exactly() -> None:
+def test_byzantine_participants_follow_the_hypergeometric_distribution() -> None:
     for clients, liars, m in ((10, 3, 4), (12, 12, 5), (9, 0, 4), (30, 11, 13), (8, 6, 5)):
         plan = Participation(clients, liars, m, rounds=1)
         ways = {k: math.comb(liars, k) * math.comb(clients - liars, m - k) for k in range(m + 1)}
@@ -311,7 +337,7 @@ def test_liars_among_participants_are_counted_exactly() -> None:
 
 
 def test_more_participants_need_a_smaller_share_of_b() -> None:
-    plan = Participation(clients=1000, liars=150, num_workers=50, rounds=300)
+    plan = Participation(clients=1000, byzantine=150, num_workers=50, rounds=300)
     found = [plan.with_workers(m).smallest("phocas") for m in (50, 100, 400)]
     shares = [each.b / m for each, m in zip(found, (50, 100, 400), strict=True) if each and each.b]
     assert shares == sorted(shares, reverse=True)
@@ -321,13 +347,13 @@ def test_more_participants_need_a_smaller_share_of_b() -> None:
     assert all_of_them.b == 150
 
 
-def test_a_plan_for_clients_on_the_screen_and_as_json(
+def test_plan_for_clients_prints_a_table_and_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "plan --clients 1000 --liars 100 --workers 50 --rounds 500"
+    words = "theory plan --clients 1000 --byzantine 100 --num-workers 50 --rounds 500"
     status, shown, _ = command(words, monkeypatch, capsys)
     assert status == 0
-    assert "50 of 1000 clients a round, 100 of whom lie" in shown
+    assert "1000 clients, 100 of them Byzantine; 50 take part in each" in shown
     assert max(map(len, shown.splitlines())) <= 80
     _, written, _ = command(f"{words} --json", monkeypatch, capsys)
     told = json.loads(written)

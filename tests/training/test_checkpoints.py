@@ -1,4 +1,4 @@
-"""Checkpoints: the same bits after going on, whole files or none, clear refusals."""
+"""Checkpoints: the same bits after resuming, complete files or none, clear errors."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_a_resumed_run_ends_with_the_same_bits(case: str, data: Dataset, tmp_pat
             found = resumed.model.state_dict()
     assert last.number == 9
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert whole.suspicion.evidence() == resumed.suspicion.evidence()
+    assert whole.detector.evidence() == resumed.detector.evidence()
 
 
 def test_checkpoint_of_version_0_2_resumes_to_the_same_bits(data: Dataset, tmp_path: Path) -> None:
-    """Format 4 had no code, no loss of the first round, no lost model and no size of values."""
+    """Format 4 has no code digests, no first loss, no lost model and no size of values."""
     path = tmp_path / "checkpoint.safetensors"
     with make(data) as whole:
         for done in whole.rounds(9):
@@ -105,7 +105,7 @@ def test_checkpoint_of_version_0_2_resumes_to_the_same_bits(data: Dataset, tmp_p
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_checkpoints_of_other_runs_are_refused(data: Dataset, tmp_path: Path) -> None:
+def test_checkpoints_of_other_runs_are_rejected(data: Dataset, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
     with make(data) as trainer:
         save_checkpoint(path, trainer, "me")
@@ -117,7 +117,7 @@ def test_checkpoints_of_other_runs_are_refused(data: Dataset, tmp_path: Path) ->
         load_checkpoint(path, other, "me")
 
 
-def test_checkpoints_of_trainers_with_other_settings_are_refused(
+def test_checkpoints_of_trainers_with_other_settings_are_rejected(
     data: Dataset, tmp_path: Path
 ) -> None:
     path = tmp_path / "checkpoint.safetensors"
@@ -128,7 +128,7 @@ def test_checkpoints_of_trainers_with_other_settings_are_refused(
 
 
 @pytest.mark.parametrize("size", [0, 10, 500])
-def test_truncated_checkpoints_are_refused(data: Dataset, tmp_path: Path, size: int) -> None:
+def test_truncated_checkpoints_are_rejected(data: Dataset, tmp_path: Path, size: int) -> None:
     path = tmp_path / "checkpoint.safetensors"
     with make(data) as trainer:
         save_checkpoint(path, trainer)
@@ -137,7 +137,7 @@ def test_truncated_checkpoints_are_refused(data: Dataset, tmp_path: Path, size: 
             load_checkpoint(path, trainer)
 
 
-def test_any_flipped_bit_is_noticed_and_changes_nothing(data: Dataset, tmp_path: Path) -> None:
+def test_checkpoint_with_flipped_bit_is_rejected(data: Dataset, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
     with make(data) as trainer:
         list(trainer.rounds(2))
@@ -157,14 +157,14 @@ def test_any_flipped_bit_is_noticed_and_changes_nothing(data: Dataset, tmp_path:
         load_checkpoint(path, trainer)
 
 
-def test_the_file_before_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_previous_checkpoint_is_kept_on_request(tmp_path: Path) -> None:
     path, keep = tmp_path / "file", tmp_path / "before"
     for content in (b"1", b"2", b"3"):
         write_atomically(path, content, keep=keep)
     assert (path.read_bytes(), keep.read_bytes()) == (b"3", b"2")
 
 
-def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+def test_unwritable_paths_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     for path in (tmp_path / "file", tmp_path / "new", tmp_path / "deep" / "new"):
         check_writable(path, "the model")
@@ -190,7 +190,7 @@ def test_a_failed_write_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+def test_writer_killed_at_any_moment_leaves_an_intact_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     code = """
 import sys
@@ -217,7 +217,7 @@ while True:
         assert len(set(content)) == 1
 
 
-def test_a_checkpoint_goes_with_what_a_killed_writer_left(tmp_path: Path) -> None:
+def test_discarding_a_checkpoint_removes_files_of_killed_writers(tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
     half = tmp_path / "run.safetensors.4711.tmp"
     other = tmp_path / "other.safetensors.4711.tmp"

@@ -1,4 +1,4 @@
-"""Training on a device, which nothing but batches, samples and small numbers leaves or enters."""
+"""Training on a device: only batches, samples and small numbers are transferred."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phocas.training.trainer import Round
 
 DATA = load("synthetic:train=400,test=100")
 M = 8
-BATCH = M * 4 * (784 * 4 + 8)  # four images of a worker, and their labels
+BATCH = M * 4 * (784 * 4 + 8)  # four images per worker, and their labels
 ROUNDS = 2
 
 
@@ -48,7 +48,7 @@ def trained(**settings: Any) -> tuple[list[Round], Any]:
     ],
     ids=str,
 )
-def test_rounds_are_those_of_the_processor_and_rows_stay_there(settings: dict[str, Any]) -> None:
+def test_rounds_on_a_device_match_the_cpu_and_rows_stay_there(settings: dict[str, Any]) -> None:
     here, judged = trained(**settings)
     with FakeDevice() as device, trainer(device="meta", **settings) as made:
         assert made.server.vector.device == made.server.rows.device == THERE
@@ -57,9 +57,9 @@ def test_rounds_are_those_of_the_processor_and_rows_stay_there(settings: dict[st
             device.sent.clear()
             device.fetched.clear()
             done = made.step()
-            # Batches come in. Out goes what is said of workers, and a sample of 1024 columns of
-            # each, with momentum also of the next round's columns, and of where the model is and
-            # was; no row does.
+            # Batches are sent to the device. Numbers about workers are received, and a sample of
+            # 1024 columns per worker; with momentum also of the next round's columns, and of the
+            # present and earlier parameters. No row is received.
             assert BATCH <= sum(device.sent) < BATCH + 4096
             sampled = M * (2 if "worker_momentum" in settings else 1) + 2
             samples = sampled * 1024 * 8
@@ -76,7 +76,7 @@ def test_rounds_are_those_of_the_processor_and_rows_stay_there(settings: dict[st
     assert found.top1 == judged.top1
 
 
-def test_lies_are_made_in_host_memory() -> None:
+def test_attacks_run_in_host_memory() -> None:
     here, _ = trained(attack="gaussian:q=2")
     with FakeDevice() as device, trainer(device="meta", attack="gaussian:q=2") as made:
         for wanted in here:
@@ -88,7 +88,7 @@ def test_lies_are_made_in_host_memory() -> None:
             np.testing.assert_allclose(done.gradient_norm, wanted.gradient_norm, rtol=1e-4)
 
 
-def test_a_model_is_trained_where_it_is() -> None:
+def test_model_is_trained_on_its_own_device() -> None:
     with FakeDevice():
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)).to(THERE)
         with trainer(model=model) as made:
@@ -96,8 +96,8 @@ def test_a_model_is_trained_where_it_is() -> None:
             assert np.isfinite(made.step().loss)
 
 
-def test_both_places_at_once_are_refused() -> None:
-    """The fake device would be no test if it let these pass."""
+def test_tensors_on_two_devices_are_rejected() -> None:
+    """Check that the fake device rejects mixed operations; otherwise it would test nothing."""
     with FakeDevice():
         there = torch.ones(3, device=THERE)
         with pytest.raises(RuntimeError, match="must be on one device"):
@@ -110,13 +110,13 @@ def test_both_places_at_once_are_refused() -> None:
         trainer(model=split, rule="median")
 
 
-def test_the_processor_is_named_or_not() -> None:
-    told = Task.make("softmax", data=DATA, rule="median", device="cpu")
-    assert told.identity() == Task.make("softmax", data=DATA, rule="median").identity()
+def test_cpu_may_be_named_or_omitted() -> None:
+    named = Task.make("softmax", data=DATA, rule="median", device="cpu")
+    assert named.identity() == Task.make("softmax", data=DATA, rule="median").identity()
 
 
 @pytest.mark.parametrize("name", ["nothing", "cuda:99", "meta", ""])
-def test_devices_that_are_not_here_are_refused(name: str) -> None:
+def test_missing_devices_are_rejected(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"Trainer needs a device that torch has here: got '{name}'"
     ):
@@ -136,7 +136,7 @@ def test_devices_that_are_not_here_are_refused(name: str) -> None:
         ),
     ],
 )
-def test_the_command_line_says_so_in_a_line(
+def test_command_line_reports_a_missing_device_in_one_line(
     options: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["phocas", "train", *options])
@@ -148,16 +148,18 @@ def test_the_command_line_says_so_in_a_line(
     assert said.getvalue().count("\n") == 1
 
 
-def test_the_ray_engine_has_no_device() -> None:
+def test_ray_engine_rejects_a_device() -> None:
     with FakeDevice():
-        with pytest.raises(ConfigError, match="device: the ray engine has none: got meta"):
+        with pytest.raises(
+            ConfigError, match=r"device: the ray engine computes on .*: got device=meta"
+        ):
             make_config({"engine": "ray", "device": "meta"})
         assert make_config({"device": "meta"}).identity() != make_config({}).identity()
         with pytest.raises(ValueError, match="ray engine computes on the processors of its hosts"):
             trainer(device="meta", engine="ray")
 
 
-def test_a_run_goes_on_from_a_checkpoint_there(tmp_path: Path) -> None:
+def test_run_on_a_device_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     settings = {"device": "meta", "optimizer": "Adam", "lr": 0.01, "worker_momentum": 0.5}
     file = tmp_path / "checkpoint"
     with FakeDevice():

@@ -1,4 +1,4 @@
-"""What is told of a model: accuracy where targets are classes, and nothing where they are not."""
+"""Evaluation: accuracy if targets are classes, and only a loss if they are not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from phocas.training.evaluation import Metrics, evaluate
-from phocas.training.lanes import Lanes
+from phocas.training.pool import DeterministicPool
 from phocas.training.samples import Samples
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -24,17 +24,17 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def judge(
     outputs: torch.Tensor, targets: torch.Tensor, loss: Loss, threads: int = 1, **options: Any
 ) -> Metrics:
-    """Judge a model that gives back its inputs."""
+    """Evaluate a model that returns its inputs."""
     model = nn.Identity().train()
-    with Lanes(threads) as lanes:
+    with DeterministicPool(threads) as pool:
         found = evaluate(
-            model, loss, Samples((outputs, targets), (outputs, targets)), lanes, **options
+            model, loss, Samples((outputs, targets), (outputs, targets)), pool, **options
         )
     assert model.training
     return found
 
 
-def test_classes_have_accuracies() -> None:
+def test_classification_has_accuracies() -> None:
     found = judge(SCORES, CLASSES, functional.cross_entropy)
     ranks = (SCORES.gather(1, CLASSES[:, None]) < SCORES).sum(1)
     assert found.loss == pytest.approx(float(functional.cross_entropy(SCORES, CLASSES)), rel=1e-5)
@@ -45,7 +45,7 @@ def test_classes_have_accuracies() -> None:
         assert (other.loss, other.top1, other.top3) == (found.loss, found.top1, found.top3)
 
 
-def test_two_classes_have_a_third_place_too() -> None:
+def test_top_3_accuracy_is_defined_for_two_classes() -> None:
     found = judge(SCORES[:, :2], CLASSES % 2, functional.cross_entropy)
     assert found.top3 == 1
 
@@ -69,7 +69,7 @@ def counts(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     ],
     ids=["regression", "one number", "tokens", "several labels", "counts"],
 )
-def test_what_is_no_class_has_a_loss_alone(
+def test_targets_other_than_classes_have_only_a_loss(
     outputs: torch.Tensor, targets: torch.Tensor, loss: Loss
 ) -> None:
     found = judge(outputs, targets, loss)
@@ -78,7 +78,7 @@ def test_what_is_no_class_has_a_loss_alone(
     assert found.top3 is None
 
 
-def test_many_targets_a_sample_are_judged_in_smaller_batches() -> None:
+def test_samples_with_many_targets_are_evaluated_in_smaller_batches() -> None:
     seen = []
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_many_targets_a_sample_are_judged_in_smaller_batches() -> None:
     assert seen == [1000, 1000, 500]
 
 
-def test_a_loss_that_is_not_finite_is_nan() -> None:
+def test_non_finite_loss_is_nan() -> None:
     bad = SCORES.clone()
     bad[7] = float("inf")
     found = judge(bad, CLASSES, functional.cross_entropy)

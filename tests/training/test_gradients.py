@@ -1,4 +1,4 @@
-"""Every way to compute the workers' gradients against plain autograd, one worker at a time."""
+"""Every path that computes the workers' gradients, compared with plain autograd per worker."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn import functional
 from phocas.training.dropout import worker_generator
 from phocas.training.gradients import Looped, Vectorised, worker_gradients
 from phocas.training.gradients.base import WorkerGradients
-from phocas.training.gradients.merged import Merged, is_dense
-from phocas.training.lanes import Lanes
+from phocas.training.gradients.merged import MergedBatchGradients, is_dense
 from phocas.training.models import CNN, MLP, Softmax, build_model
 from phocas.training.parameters import FlatParameters
+from phocas.training.pool import DeterministicPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ SEED, ROUND = 5, 17
 
 
 class Residual(nn.Module):
-    """Dense, but not a stack."""
+    """A dense model that is not a stack of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Residual(nn.Module):
 
 
 class Normed(nn.Module):
-    """Batch norm changes its buffers in each forward pass."""
+    """A model whose batch norm changes buffers in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Normed(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws from the generator of the process."""
+    """A model that draws from the generator of the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Noisy(nn.Module):
 
 
 class Unused(nn.Module):
-    """One parameter has no influence on the outputs."""
+    """A model with a parameter that has no influence on the outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,22 +98,26 @@ def tied_mlp() -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], type[WorkerGradients]]] = {
-    "softmax": (lambda: Softmax().layers((1, 3, 4), 4), (1, 3, 4), Merged),
-    "mlp": (lambda: MLP(hidden=(7, 5)).layers((1, 3, 4), 4), (1, 3, 4), Merged),
-    "mlp dropout": (lambda: MLP(hidden=(7, 5), dropout=0.4).layers((12,), 4), (12,), Merged),
+    "softmax": (lambda: Softmax().layers((1, 3, 4), 4), (1, 3, 4), MergedBatchGradients),
+    "mlp": (lambda: MLP(hidden=(7, 5)).layers((1, 3, 4), 4), (1, 3, 4), MergedBatchGradients),
+    "mlp dropout": (
+        lambda: MLP(hidden=(7, 5), dropout=0.4).layers((12,), 4),
+        (12,),
+        MergedBatchGradients,
+    ),
     "dropout first": (
         lambda: nn.Sequential(
             nn.Dropout(0.2), nn.Linear(12, 6, bias=False), nn.ReLU(), nn.Linear(6, 4)
         ),
         (12,),
-        Merged,
+        MergedBatchGradients,
     ),
     "nested": (
         lambda: nn.Sequential(
             nn.Flatten(), nn.Sequential(nn.Linear(12, 6), nn.ReLU()), nn.Linear(6, 4)
         ),
         (3, 4),
-        Merged,
+        MergedBatchGradients,
     ),
     "residual": (Residual, (3, 4), Vectorised),
     "unused": (Unused, (3, 4), Vectorised),
@@ -182,15 +186,15 @@ def compute(
 ) -> tuple[WorkerGradients, torch.Tensor, torch.Tensor]:
     flat = FlatParameters(model)
     loss = options.pop("loss", functional.cross_entropy)
-    with Lanes(threads) as lanes:
-        way = worker_gradients(model, loss, flat, lanes, sample=(inputs, targets), **options)  # type: ignore[arg-type]
+    with DeterministicPool(threads) as pool:
+        way = worker_gradients(model, loss, flat, pool, sample=(inputs, targets), **options)  # type: ignore[arg-type]
         out = torch.full((inputs.shape[0], flat.size), float("nan"))
         losses = way(inputs, targets, out, SEED, ROUND)
     return way, out, losses
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_model_takes_its_path_and_agrees_with_autograd(case: str) -> None:
+def test_each_model_uses_its_path_and_agrees_with_autograd(case: str) -> None:
     build, shape, path = CASES[case]
     model = build_model(lambda *_: build(), shape, 4, seed=1)
     inputs, targets = draw(shape, num_workers=7, batch_size=6)
@@ -264,7 +268,7 @@ def tokens_stack(**options: object) -> nn.Module:
 
 
 class Tagger(nn.Module):
-    """Scores (n, t, 4) for tokens (n, t)."""
+    """Return scores (n, t, 4) for tokens (n, t)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,13 +292,13 @@ def draw_tokens(shape: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize(
     ("build", "path"),
     [
-        (tokens_stack, Merged),
-        (lambda: tokens_stack(padding_idx=2), Merged),
+        (tokens_stack, MergedBatchGradients),
+        (lambda: tokens_stack(padding_idx=2), MergedBatchGradients),
         (lambda: tokens_stack(scale_grad_by_freq=True), Looped),
         (lambda: nn.Sequential(nn.EmbeddingBag(9, 6), nn.Tanh(), nn.Linear(6, 4)), None),
     ],
 )
-def test_tokens_take_their_path_and_agree_with_autograd(
+def test_token_models_use_their_path_and_agree_with_autograd(
     build: Callable[[], nn.Module], path: type[WorkerGradients] | None
 ) -> None:
     model = build_model(lambda *_: build(), (4,), 4, seed=1)
@@ -352,9 +356,9 @@ def test_paths_agree_in_bfloat16(path: str | None, kind: str) -> None:
     model = model.bfloat16()
     flat = FlatParameters(model)
     inputs = inputs.bfloat16() if kind == "images" else inputs
-    with Lanes(1) as lanes:
+    with DeterministicPool(1) as pool:
         way = worker_gradients(
-            model, functional.cross_entropy, flat, lanes, sample=(inputs, targets), path=path
+            model, functional.cross_entropy, flat, pool, sample=(inputs, targets), path=path
         )
         out = torch.empty(len(inputs), flat.size, dtype=torch.bfloat16)
         losses = way(inputs, targets, out, SEED, ROUND)
@@ -365,7 +369,7 @@ def test_paths_agree_in_bfloat16(path: str | None, kind: str) -> None:
 
 @pytest.fixture
 def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep oneDNN from AMX, which a processor may announce and a sandbox forbid: SIGILL."""
+    """Keep oneDNN from using AMX, which a CPU may announce and a sandbox forbid (SIGILL)."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
@@ -386,7 +390,7 @@ def test_dropout_differs_between_workers_rounds_and_seeds() -> None:
     assert len({tuple(mask.tolist()) for mask in masks}) == 4
 
 
-def test_a_block_of_workers_gets_the_rows_it_would_get_among_all() -> None:
+def test_block_of_workers_gets_the_rows_it_gets_among_all() -> None:
     model = build_model("mlp:hidden=9,dropout=0.3", (12,), 4, seed=2)
     inputs, targets = draw((12,), 6, 8)
     way, rows, _ = compute(model, inputs, targets)
@@ -398,7 +402,7 @@ def test_a_block_of_workers_gets_the_rows_it_would_get_among_all() -> None:
 def test_buffers_become_the_median_over_the_workers() -> None:
     model = build_model(lambda *_: Normed(), (3, 4), 4, seed=1)
     inputs, targets = draw((3, 4), 5, 6)
-    inputs[0] = 1e6  # one worker's lie about the mean of its inputs
+    inputs[0] = 1e6  # a Byzantine worker's mean of its inputs
     ranges = []
     for batch in inputs:
         twin = copy.deepcopy(model).train()
@@ -421,10 +425,10 @@ def test_nan_parameters_give_nan_rows_and_no_error() -> None:
     assert losses.isnan().all()
 
 
-def test_a_stack_that_would_be_misread_is_not_merged() -> None:
+def test_ambiguous_stack_of_layers_is_not_merged() -> None:
     assert is_dense(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), 3)
     assert is_dense(nn.Linear(4, 2), 1)
-    assert not is_dense(nn.Linear(4, 2), 2)  # would act on the last axis alone
+    assert not is_dense(nn.Linear(4, 2), 2)  # it would act on the last axis only
     assert not is_dense(nn.Sequential(nn.Flatten(2), nn.Linear(4, 2)), 3)
     assert not is_dense(nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.ReLU()), 3)
     assert not is_dense(nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), 3)
@@ -433,7 +437,7 @@ def test_a_stack_that_would_be_misread_is_not_merged() -> None:
     assert not is_dense(hooked, 1)
 
 
-def test_flat_parameters_refuse_what_cannot_be_one_vector() -> None:
+def test_flat_parameters_reject_unsupported_models() -> None:
     with pytest.raises(ValueError, match="at least one parameter"):
         FlatParameters(nn.Flatten())
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
@@ -444,7 +448,7 @@ def test_flat_parameters_refuse_what_cannot_be_one_vector() -> None:
         FlatParameters(half)
 
 
-def test_models_depend_on_the_seed_alone() -> None:
+def test_initial_weights_depend_only_on_the_seed() -> None:
     torch.manual_seed(99)
     state = torch.get_rng_state()
     first, again, other = (build_model("mlp", (1, 28, 28), 10, seed) for seed in (1, 1, 2))
@@ -453,7 +457,7 @@ def test_models_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first[1].weight, other[1].weight)  # type: ignore[index]
 
 
-def test_models_of_the_user_and_unknown_ones() -> None:
+def test_user_defined_models_are_built_and_unknown_ones_rejected() -> None:
     module = build_model("torch.nn:Identity", (3,), 4, seed=0)
     assert isinstance(module, nn.Identity)
     with pytest.raises(ValueError, match="did you mean 'mlp'"):
@@ -476,7 +480,7 @@ def test_models_of_the_user_and_unknown_ones() -> None:
         build_model("cnn:width=0", (3, 8, 8), 4, seed=0)
 
 
-def test_weights_begin_as_xaviers_or_as_torchs_own() -> None:
+def test_initial_weights_are_xavier_or_torchs_default() -> None:
     first = next(build_model("mlp", (784,), 10, seed=0).parameters())
     bound = (6 / (784 + 128)) ** 0.5
     assert 0.99 * bound < float(first.detach().abs().max()) <= bound

@@ -1,4 +1,4 @@
-"""Local steps: rows are changes, servers have an optimiser of their own, bits stay the same."""
+"""Local steps: rows are parameter changes, servers have an optimizer, bits stay the same."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from phocas.engines.local import LocalSettings
 from phocas.engines.ray import RaySettings
 from phocas.experiments.config import ConfigError, make_config
 from phocas.training import Task, Trainer, local_steps
-from phocas.training.lanes import Lanes, one_torch_thread
 from phocas.training.optimizers import ServerOptimizer, parse_server_optimizer
 from phocas.training.parameters import FlatParameters
+from phocas.training.pool import DeterministicPool, one_torch_thread
 
-M, N, LR = 6, 8, 0.07  # a rate that no power of two is, so that roundings would show
+M, N, LR = 6, 8, 0.07  # not a power of two, so that rounding differences would show
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def data() -> Dataset:
 
 
 class Normed(nn.Module):
-    """A model that keeps running means, and is no stack of linear layers."""
+    """A model with running means, which is no stack of linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_one_step_of_sgd_is_a_synchronous_round_to_the_bit(
 
 
 @pytest.mark.parametrize("model", ["dense", "normed"])
-def test_at_the_end_of_a_schedule_nothing_moves(data: Dataset, model: str) -> None:
+def test_zero_learning_rate_changes_no_parameter(data: Dataset, model: str) -> None:
     settings: dict[str, Any] = {"local_steps": 4, "schedule": "cosine:rounds=3"}
     with Trainer(
         models()[model], data=data, rule="phocas:b=2", num_workers=M, batch_size=N, **settings
@@ -90,7 +90,7 @@ def by_hand(
     outer: Any,
     rounds: int = 3,
 ) -> torch.Tensor:
-    """Do what the definition says: every worker alone, by autograd, with torch's optimisers."""
+    """Compute the definition: every worker alone, by autograd, with torch's optimizers."""
     model = models()["dense"]
     task = Task.make(
         copy.deepcopy(model),
@@ -122,7 +122,7 @@ def by_hand(
 
 
 class Clipped(torch.optim.Optimizer):
-    """An optimiser of one's own that looks at all that it is given, and wants it in order."""
+    """A user-defined optimizer that checks its inputs and their order."""
 
     def __init__(self, tensors: Any, lr: float) -> None:
         super().__init__(tensors, {"lr": lr})
@@ -170,7 +170,7 @@ OUTER = {
         *((inner, "sgd", "looped") for inner in INNER),
     ],
 )
-def test_workers_and_servers_step_as_in_a_plain_loop(
+def test_workers_and_servers_match_a_plain_loop(
     data: Dataset, inner: str, outer: str, path: str | None
 ) -> None:
     settings, make = INNER[inner]
@@ -205,11 +205,11 @@ def test_bits_depend_neither_on_threads_nor_on_servers(
 
 @pytest.mark.parametrize("model", ["dense", "dropout", "normed"])
 @pytest.mark.parametrize(("steps", "optimizer"), [(1, "sgd"), (3, "sgd"), (3, "adam")])
-@pytest.mark.parametrize("batch_size", [7, 32, 120])  # of the last three workers are a block
-def test_some_of_the_workers_alone_come_to_the_bits_of_all_at_once(
+@pytest.mark.parametrize("batch_size", [7, 32, 120])  # the last three workers are one block
+def test_some_workers_alone_get_the_bits_of_all_at_once(
     data: Dataset, model: str, steps: int, optimizer: str, batch_size: int
 ) -> None:
-    """As in worker processes, of which each has some of them."""
+    """Compute some of the workers, as a worker process does."""
     settings: dict[str, Any] = {"clients": 9, "attack": "label-flip:q=4", "optimizer": optimizer}
 
     def walk(first: int, last: int) -> list[torch.Tensor]:
@@ -222,8 +222,8 @@ def test_some_of_the_workers_alone_come_to_the_bits_of_all_at_once(
             local_steps=steps,
             **settings,
         )
-        with Lanes(1) as lanes:
-            gradients = task.differentiate(FlatParameters(task.model), lanes)
+        with DeterministicPool(1) as pool:
+            gradients = task.differentiate(FlatParameters(task.model), pool)
             assert task.local is not None
             walking = local_steps.local_steps(gradients, task.local)
             rows = gradients.flat.rows(last - first)
@@ -247,7 +247,7 @@ def test_some_of_the_workers_alone_come_to_the_bits_of_all_at_once(
         assert all(map(torch.equal, joined, whole))
 
 
-def test_the_two_ways_to_step_agree_on_dropout(data: Dataset) -> None:
+def test_both_implementations_of_steps_agree_on_dropout(data: Dataset) -> None:
     settings: dict[str, Any] = {"local_steps": 5, "rounds": 1}
     fast, slow = (
         train(data, "dropout", gradient_path=path, **settings) for path in (None, "looped")
@@ -256,7 +256,7 @@ def test_the_two_ways_to_step_agree_on_dropout(data: Dataset) -> None:
     assert torch.allclose(fast[1], slow[1], atol=1e-6)
 
 
-def test_a_run_goes_on_to_the_same_bits(data: Dataset, tmp_path: Path) -> None:
+def test_resumed_run_ends_with_the_same_bits(data: Dataset, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "rule": "phocas:b=2",
         "num_workers": M,
@@ -277,7 +277,7 @@ def test_a_run_goes_on_to_the_same_bits(data: Dataset, tmp_path: Path) -> None:
         trainer.close()
 
 
-def test_a_worker_that_goes_astray_is_survived(data: Dataset) -> None:
+def test_diverging_worker_is_survived(data: Dataset) -> None:
     settings: dict[str, Any] = {"local_steps": 10, "rounds": 15, "lr": 0.3}
     honest, _ = train(data, **settings)
     robust, _ = train(data, attack="constant:q=2,value=inf", **settings)
@@ -291,7 +291,7 @@ def test_a_worker_that_goes_astray_is_survived(data: Dataset) -> None:
         attack="gaussian:q=2",
         local_steps=3,
     ) as trainer:
-        assert [done.suspects for done in trainer.rounds(15)][-1] == (0, 1)
+        assert [done.flagged for done in trainer.rounds(15)][-1] == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -306,14 +306,16 @@ def test_a_worker_that_goes_astray_is_survived(data: Dataset) -> None:
         ({"local_steps": 2, "server_optimizer": "adam:betas=x"}, "betas must be a number"),
     ],
 )
-def test_what_cannot_be_is_refused(data: Dataset, options: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_rejected(
+    data: Dataset, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         train(data, **options)
     with pytest.raises(ConfigError, match=message.replace("needs", ".*needs")):
         make_config(options)
 
 
-def test_an_optimiser_of_the_server_is_read_back_from_what_it_prints() -> None:
+def test_server_optimizer_spec_round_trips() -> None:
     for text in ("sgd", "nesterov:lr=0.7,momentum=0.9", "adam:betas=0.9/0.99,amsgrad=true"):
         assert str(parse_server_optimizer(text)) == text
     assert parse_server_optimizer(" SGD:lr=1 ") == ServerOptimizer()
@@ -328,12 +330,13 @@ def test_a_run_without_local_steps_keeps_the_identity_that_it_had() -> None:
 
 @pytest.mark.parametrize("engine", ["local", "ray"])
 @pytest.mark.parametrize("setting", ["local_steps", "clients"])
-def test_where_nobody_waits_workers_send_gradients(
+def test_asynchronous_training_excludes_local_steps_and_clients(
     data: Dataset, engine: str, setting: str
 ) -> None:
     asked: dict[str, Any] = {setting: 30}
-    with pytest.raises(ConfigError, match=f"{setting}: where nobody waits, all workers send"):
+    message = f"sends the gradients of all workers: leave {setting} or asynchronous out"
+    with pytest.raises(ConfigError, match=f"{setting}: asynchronous training {message}"):
         make_config({**asked, "engine": engine, "asynchronous": "mean", "rule": "mean"})
     settings = (LocalSettings if engine == "local" else RaySettings)(asynchronous="mean")
-    with pytest.raises(ValueError, match="leave local_steps and clients out"):
+    with pytest.raises(ValueError, match=message):
         Trainer("softmax", data=data, rule="mean", num_workers=M, engine=settings, **asked)

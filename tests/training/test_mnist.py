@@ -1,4 +1,4 @@
-"""The paper's experiment on real MNIST: 500 rounds, the four attacks; 30 s on two cores."""
+"""The paper's experiment on real MNIST: 500 rounds and the four attacks; 30 s on two cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = {
 }
 
 
-def test_who_flips_signs_is_named_though_gradients_are_mostly_noise() -> None:
+def test_sign_flipping_worker_is_flagged_despite_noisy_gradients() -> None:
     try:
         data = load("mnist")
     except DataError as error:
@@ -31,7 +31,7 @@ def test_who_flips_signs_is_named_though_gradients_are_mostly_noise() -> None:
     with Trainer("mlp", data=data, rule="phocas:b=6", attack="sign-flip:q=6") as trainer:
         for _ in range(28):
             trainer.step(detailed=False)
-        assert trainer.suspicion.suspects() == (0, 1, 2, 3, 4, 5)
+        assert trainer.detector.flagged() == (0, 1, 2, 3, 4, 5)
 
 
 def test_the_papers_settings_reach_the_papers_accuracy(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_the_papers_settings_reach_the_papers_accuracy(tmp_path: Path) -> None:
         assert record.final_accuracy is not None
         assert record.final_accuracy >= least, case
         assert record.skipped_rounds == 0
-        liars = (0, 1, 2, 3, 4, 5) if "q=6" in case[1] else ()
-        assert record.suspects == liars, case
+        byzantine = (0, 1, 2, 3, 4, 5) if "q=6" in case[1] else ()
+        assert record.suspects == byzantine, case
 
 
 WAITLESS = {
@@ -63,7 +63,7 @@ WAITLESS = {
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_slow_workers_and_liars_are_survived(tmp_path: Path) -> None:
+def test_asynchronous_training_survives_slow_and_byzantine_workers(tmp_path: Path) -> None:
     try:
         load("mnist")
     except DataError as error:

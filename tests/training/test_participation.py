@@ -1,4 +1,4 @@
-"""Partial participation: m of N clients a round, liars among the N, blame by client."""
+"""Partial participation: m of N clients per round, Byzantine clients, blame by client."""
 
 from __future__ import annotations
 
@@ -32,42 +32,43 @@ def make(data: Dataset, **settings: Any) -> Trainer:
     return Trainer("softmax", data=data, **{**given, **settings})
 
 
-def test_all_take_part_about_equally_often_and_see_their_own_samples(data: Dataset) -> None:
+def test_clients_participate_equally_often_with_their_own_samples(data: Dataset) -> None:
     task = Task.make(
         "softmax", data=data, rule="median", num_workers=M, clients=N, split="partition", seed=5
     )
     seen = np.zeros(N)
     for round_ in range(400):
-        who = task.participants(round_)
-        assert who is not None
-        assert len(set(who.tolist())) == M
-        assert (np.diff(who) > 0).all()
-        seen[who] += 1
-    # Binomial(400, 1/4) has a deviation of 8.7; six of them are beyond chance for 40 clients.
+        participants = task.participants(round_)
+        assert participants is not None
+        assert len(set(participants.tolist())) == M
+        assert (np.diff(participants) > 0).all()
+        seen[participants] += 1
+    # Binomial(400, 1/4) has a standard deviation of 8.7; six of them are beyond chance for 40
+    # clients.
     assert abs(seen - 100).max() < 6 * 8.7
-    who = task.participants(3)
-    assert who is not None
-    labels = data.train_labels[batch_indices(task.assignment, N, 32, 5, 3)[who]]
+    participants = task.participants(3)
+    assert participants is not None
+    labels = data.train_labels[batch_indices(task.assignment, N, 32, 5, 3)[participants]]
     assert (task.batches(3)[1].numpy() == labels).all()
 
 
-def test_liars_have_the_first_rows_if_they_take_part(data: Dataset) -> None:
+def test_participating_byzantine_clients_have_the_first_rows(data: Dataset) -> None:
     with make(data, attack="constant:q=16,value=1000", rule="median") as trainer:
         for done in trainer.rounds(20):
-            who = done.participants
-            assert who is not None
-            liars = int((who < 16).sum())
+            participants = done.participants
+            assert participants is not None
+            byzantine = int((participants < 16).sum())
             rows = trainer.server.rows
-            assert (rows[:liars] == 1000).all()
-            assert (rows[liars:].abs() < 1000).all()
-            assert done.touched == liars * rows.shape[1]
+            assert (rows[:byzantine] == 1000).all()
+            assert (rows[byzantine:].abs() < 1000).all()
+            assert done.touched == byzantine * rows.shape[1]
 
 
-def test_resampled_liars_are_as_many_as_chance_has_it() -> None:
+def test_resampled_byzantine_clients_are_hypergeometric() -> None:
     attack = parse_attack("gaussian:q=16,who=resampled")
-    who = np.arange(20, 30)
+    participants = np.arange(20, 30)
     rng = np.random.default_rng(2)
-    numbers = [among(attack, who, N, rng).q for _ in range(2000)]  # type: ignore[attr-defined]
+    numbers = [among(attack, participants, N, rng).q for _ in range(2000)]  # type: ignore[attr-defined]
     assert np.mean(numbers) == pytest.approx(4, abs=0.15)
     assert max(numbers) > 6
     whole = parse_attack("a-little-is-enough:q=39")
@@ -75,12 +76,12 @@ def test_resampled_liars_are_as_many_as_chance_has_it() -> None:
     assert left.q == M - 1  # type: ignore[attr-defined]  # one is left to be lied about
 
 
-def test_clients_are_blamed_for_the_rounds_in_which_they_took_part(data: Dataset) -> None:
+def test_clients_are_judged_only_by_rounds_they_participated_in(data: Dataset) -> None:
     with make(data, attack="gaussian:q=4") as trainer:
         rounds = list(trainer.rounds(60))
-        shares = trainer.attendance.shares()
+        shares = trainer.participation.shares()
     assert {share.client for share in shares[:4]} == set(range(4))
-    assert all(done.suspects == () for done in rounds)
+    assert all(done.flagged == () for done in rounds)
     by_hand: dict[int, list[float]] = {}
     for done in rounds:
         assert done.participants is not None
@@ -93,7 +94,7 @@ def test_clients_are_blamed_for_the_rounds_in_which_they_took_part(data: Dataset
     assert rounds[-1].loss < rounds[0].loss
 
 
-def test_all_clients_at_once_are_the_plain_run(data: Dataset) -> None:
+def test_full_participation_equals_a_plain_run(data: Dataset) -> None:
     settings: dict[str, Any] = {"attack": "gaussian:q=3", "local_steps": 2, "num_workers": N}
     vectors = []
     for clients in (None, N):
@@ -103,9 +104,7 @@ def test_all_clients_at_once_are_the_plain_run(data: Dataset) -> None:
     assert torch.equal(*vectors)
 
 
-def test_a_run_goes_on_to_the_same_bits_and_keeps_what_was_left_out(
-    tmp_path: Path, data: Dataset
-) -> None:
+def test_resumed_run_keeps_its_bits_and_dropped_shares(tmp_path: Path, data: Dataset) -> None:
     values = {
         "dataset": "synthetic:train=400,test=60,side=8,noise=20",
         "model": "softmax",
@@ -139,13 +138,15 @@ def test_a_run_goes_on_to_the_same_bits_and_keeps_what_was_left_out(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clients": M - 1}, "at least 10|clients >= num_workers"),
+        ({"clients": M - 1}, "clients must be at least (num_)?workers, .*: got 9 clients for 10"),
         ({"clients": N, "worker_momentum": 0.9}, "take part in every round"),
         ({"clients": N, "attack": "gaussian:q=41"}, "q <= m: got q=41 with m=40"),
         ({"clients": N, "rule": "phocas:b=5"}, "2b < m: got b=5 with m=10"),
     ],
 )
-def test_what_cannot_be_is_refused(data: Dataset, options: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_rejected(
+    data: Dataset, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make(data, **options)
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Data as users have it: every kind gives the same batches, and what cannot be drawn is refused."""
+"""Users' data: every kind gives the same batches, and unsupported data is rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INDICES = np.array([[3, 59, 4, 3], [0, 10, 20, 30]])
 
 
 class Squares(torch_data.Dataset[Any]):
-    """A data set without lists of its targets, which counts how often it is read."""
+    """A data set without a list of targets, which counts how often it is read."""
 
     def __init__(self, size: int = 60, noise: float = 0.0) -> None:
         self.size = size
@@ -44,7 +44,7 @@ class Squares(torch_data.Dataset[Any]):
 
 
 class Listed(Squares):
-    """The same with its targets, as torchvision has them."""
+    """The same data set with its targets, as in torchvision."""
 
     targets = TARGETS.tolist()
 
@@ -89,7 +89,7 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_gives_the_same_batches(kind: str) -> None:
+def test_every_kind_of_data_gives_the_same_batches(kind: str) -> None:
     samples = Samples(KINDS[kind](), None if kind == "mapping" else KINDS[kind]())
     inputs, targets = samples.draw(INDICES)
     assert torch.equal(inputs, torch.from_numpy(INPUTS[INDICES]))
@@ -115,7 +115,7 @@ def test_tensors_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "uint16", "int32", "int64", "uint32"])
-def test_whole_numbers_stay_whole(kind: str) -> None:
+def test_integers_stay_integers(kind: str) -> None:
     tokens = np.arange(12).reshape(4, 3).astype(kind)
     samples = Samples((tokens, np.zeros(4)), dtype=torch.float64)
     inputs, targets = samples.draw(np.array([[1, 2]]))
@@ -126,7 +126,7 @@ def test_whole_numbers_stay_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_floats_get_the_type_of_the_model(dtype: torch.dtype) -> None:
+def test_floats_get_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     values = torch.linspace(0, 1, 12)
     for kind in (torch.float16, torch.bfloat16, torch.float64, torch.bool):
         inputs, targets = Samples((values.to(kind)[:, None], values), dtype=dtype).draw(
@@ -138,7 +138,7 @@ def test_floats_get_the_type_of_the_model(dtype: torch.dtype) -> None:
         )
 
 
-def test_bytes_of_image_data_sets_are_scaled_also_one_a_worker() -> None:
+def test_bytes_of_images_are_scaled_with_one_data_set_per_worker_too() -> None:
     sets: list[Dataset] = [load(f"synthetic:train=20,test=5,side=8,seed={k}") for k in range(3)]
     samples = Samples(sets, sets[0])
     inputs, _ = samples.draw(np.array([[0, 19], [20, 21], [40, 59]]))
@@ -152,7 +152,7 @@ def test_bytes_of_image_data_sets_are_scaled_also_one_a_worker() -> None:
     )
 
 
-def test_one_data_set_a_worker_is_the_split() -> None:
+def test_one_data_set_per_worker_is_the_split() -> None:
     data = [(INPUTS[:20], TARGETS[:20]), (INPUTS[20:25], TARGETS[20:25])]
     samples = Samples(data)
     rng = np.random.default_rng(0)
@@ -184,7 +184,7 @@ def test_targets_are_read_only_for_splits_that_need_them() -> None:
         Samples((INPUTS, INPUTS)).assign(parse_split("by-label"), 3, np.random.default_rng(0))
 
 
-def test_random_transforms_depend_on_the_batch_alone() -> None:
+def test_random_transforms_depend_only_on_the_batch() -> None:
     samples = Samples(Squares(noise=1.0))
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -192,7 +192,7 @@ def test_random_transforms_depend_on_the_batch_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
     assert torch.equal(samples.draw(INDICES)[0], first)
-    assert torch.equal(samples.draw(INDICES[1:])[0][0], first[1])  # as a worker elsewhere draws it
+    assert torch.equal(samples.draw(INDICES[1:])[0][0], first[1])  # as a remote worker draws it
     assert not torch.equal(first[0, 0], first[0, 3])  # the same sample twice
     assert not torch.equal(first[0], samples.draw(INDICES[:, ::-1])[0][0].flip(0))
 
@@ -234,12 +234,12 @@ def test_random_transforms_depend_on_the_batch_alone() -> None:
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(data: Any, error: type[Exception], message: str) -> None:
+def test_unsupported_data_is_rejected(data: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Samples(data)
 
 
-def test_items_that_are_no_pairs_are_refused_when_they_are_read() -> None:
+def test_items_other_than_pairs_are_rejected_when_read() -> None:
     singles = torch_data.TensorDataset(torch.ones(4, 2))
     with pytest.raises(TypeError, match=r"must be a pair \(input, target\)"):
         Samples(singles).draw(np.array([[0, 1]]))
@@ -256,7 +256,7 @@ def test_items_that_are_no_pairs_are_refused_when_they_are_read() -> None:
 
 
 @pytest.mark.parametrize("kind", ["items", "one a worker", "loader"])
-def test_a_trainer_gets_the_bits_of_arrays_from_every_kind(kind: str) -> None:
+def test_trainer_gives_the_same_bits_for_every_kind_of_data(kind: str) -> None:
     vectors = []
     for data in (KINDS[kind](), KINDS[kind]() if kind == "one a worker" else KINDS["arrays"]()):
         torch.manual_seed(0)
@@ -278,12 +278,12 @@ def test_a_trainer_gets_the_bits_of_arrays_from_every_kind(kind: str) -> None:
 
 @pytest.fixture
 def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep oneDNN from AMX, which a processor may announce and a sandbox forbid: SIGILL."""
+    """Keep oneDNN from using AMX, which a CPU may announce and a sandbox forbid (SIGILL)."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 class LanguageModel(nn.Module):
-    """Guess the next token from the one before."""
+    """A model that predicts the next token from the previous one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,16 +334,18 @@ def test_a_bfloat16_model_trains_under_attack() -> None:
     assert all(each.action == "applied" for each in done)
     assert found.top1 is not None
     assert found.top1 > 0.75
-    assert done[-1].suspects == (0, 1, 2)
+    assert done[-1].flagged == (0, 1, 2)
 
 
-def test_a_model_that_takes_no_whole_numbers_is_refused_in_words() -> None:
+def test_model_that_takes_no_integers_is_rejected_with_a_reason() -> None:
     pictures = np.zeros((20, 4), np.uint8)
     with pytest.raises(TypeError, match="if these are quantities, give them as floats"):
         Trainer(nn.Linear(4, 2), data=(pictures, TARGETS[:20] % 2), num_workers=3, rule="median")
 
 
-def test_data_of_the_users_own_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_defined_data_is_loaded_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_data.py").write_text(
         "import numpy as np, torch\n"
         "def pair(size, classes=2):\n"

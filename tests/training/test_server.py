@@ -1,4 +1,4 @@
-"""Parameter servers: columns cut into ranges, missing workers, steps that are not finite."""
+"""Parameter servers: ranges of columns, missing workers, non-finite steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = [
     "trimmed-mean:b=3",
     "phocas:b=3",
     "heraclius:b=3",
-    "watch:rule=heraclius:b=3",
+    "monitor:rule=heraclius:b=3",
     "krum:b=3",
     "multi-krum:b=3",
     "nnm:b=3|phocas:b=3",
@@ -36,12 +36,12 @@ def make(num_servers: int, rule: str, **options: object) -> ParameterServer:
 
 
 def rows(seed: int) -> torch.Tensor:
-    """Draw honest rows with up to three lies in each column."""
+    """Draw honest rows with up to three Byzantine values in each column."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((11, 159)).astype(np.float32)
     for column in range(159):
-        liars = rng.choice(11, rng.integers(0, 4), replace=False)
-        values[liars, column] = rng.choice(HOSTILE, len(liars))
+        byzantine = rng.choice(11, rng.integers(0, 4), replace=False)
+        values[byzantine, column] = rng.choice(HOSTILE, len(byzantine))
     return torch.from_numpy(values)
 
 
@@ -72,7 +72,7 @@ def test_shares_by_server_add_up_to_the_whole(rule: str) -> None:
     np.testing.assert_allclose(widths @ detailed.by_server / 159, quick.dropped, atol=1e-12)
 
 
-def test_shares_by_server_tell_where_a_worker_was_dropped() -> None:
+def test_shares_by_server_show_where_a_worker_was_dropped() -> None:
     server = make(3, "phocas:b=3")
     server.rows.copy_(torch.from_numpy(np.random.default_rng(0).standard_normal((11, 159))))
     server.rows[5, server.bounds[1]] = 1e20
@@ -91,12 +91,12 @@ def test_a_missing_worker_is_survived() -> None:
     torch.testing.assert_close(server.vector, before - 0.2)
     assert aggregate.dropped[:9].tolist() == [0.0] * 9
     assert aggregate.dropped[9:].tolist() == [1.0, 1.0]
-    for worker in range(11):  # both are back for the next round, and nothing of the last is left
+    for worker in range(11):  # both are back in the next round, and nothing of the last remains
         server.push(worker, torch.ones(159))
     assert server.step().dropped.tolist() == [0.0] * 11
 
 
-def test_pushes_of_the_wrong_kind_are_refused() -> None:
+def test_pushes_of_unknown_workers_or_wrong_size_are_rejected() -> None:
     server = make(1, "median")
     with pytest.raises(ValueError, match="workers are 0 to 10: got worker 11"):
         server.push(11, torch.zeros(159))
@@ -104,7 +104,7 @@ def test_pushes_of_the_wrong_kind_are_refused() -> None:
         server.push(0, torch.zeros(158))
 
 
-def test_servers_without_columns_and_impossible_rules_are_refused() -> None:
+def test_servers_without_columns_and_impossible_rules_are_rejected() -> None:
     with pytest.raises(ValueError, match="160 servers for d=159"):
         make(160, "mean")
     with pytest.raises(ValueError, match="b=6"):
@@ -114,7 +114,7 @@ def test_servers_without_columns_and_impossible_rules_are_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip", "stop", "apply"])
-def test_a_result_that_is_not_finite_follows_the_policy(policy: str) -> None:
+def test_non_finite_result_follows_the_policy(policy: str) -> None:
     server = make(4, "phocas:b=3", on_nonfinite=policy)
     server.rows.copy_(rows(1))
     server.rows[:6, 7] = float("nan")
@@ -141,7 +141,7 @@ def test_a_result_that_is_not_finite_follows_the_policy(policy: str) -> None:
         (torch.optim.RMSprop, {}),
     ],
 )
-def test_any_optimiser_steps_as_it_does_alone(
+def test_any_optimizer_gives_the_same_steps_as_alone(
     optimizer: type[torch.optim.Optimizer], options: dict[str, float]
 ) -> None:
     server = make(4, "mean", optimizer=optimizer, lr=0.05, optimizer_options=options)
@@ -167,7 +167,7 @@ def test_any_optimiser_steps_as_it_does_alone(
 def test_a_plain_step_over_all_columns_has_the_bits_of_one_over_each_parameter(
     dtype: torch.dtype,
 ) -> None:
-    """Parameters of odd sizes begin anywhere in a vector register, where bits could differ."""
+    """Parameters of odd sizes start anywhere in a vector register, where bits could differ."""
     torch.manual_seed(0)
     shapes = [(1,), (7, 3), (1, 5), (2, 2, 2), (33,), (3, 17), (1,)]
     twin = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
@@ -187,7 +187,7 @@ def test_a_plain_step_over_all_columns_has_the_bits_of_one_over_each_parameter(
     assert server.vector.view(torch.uint8).equal(wanted.view(torch.uint8))
 
 
-def test_large_values_are_finite_though_their_length_is_not() -> None:
+def test_large_values_with_overflowing_norm_are_finite() -> None:
     nobody = np.zeros(1)
     for values, norm, finite in (
         ([3.0, -4.0], 5.0, True),

@@ -1,4 +1,4 @@
-"""Tasks: text or value alike, checked once, cut into what workers and servers are told."""
+"""Tasks: specs or values, checked once, divided into what workers and servers receive."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from phocas.data import Dataset, Dirichlet, load
 from phocas.engines.local import LocalSettings
 from phocas.specs import imported_callable
 from phocas.training import Task, TaskSettings, Trainer
-from phocas.training.lanes import kernel_threads
 from phocas.training.models import build_model
+from phocas.training.pool import kernel_threads
 from phocas.training.schedules import Step
 
 DATA = "synthetic:train=300,test=60,side=8,noise=20"
@@ -36,7 +36,7 @@ def make(data: Any, **options: Any) -> Task:
     return Task.make("mlp:hidden=8", data=data, **{**settings, **options})
 
 
-def test_text_and_values_make_the_same_run(data: Dataset) -> None:
+def test_specs_and_values_give_the_same_run(data: Dataset) -> None:
     text: dict[str, Any] = {
         "rule": "phocas:b=2",
         "attack": "gaussian:q=2",
@@ -62,7 +62,7 @@ def test_text_and_values_make_the_same_run(data: Dataset) -> None:
     assert len(set(found[0][0])) == 4
 
 
-def test_the_gambler_sits_among_the_servers_of_the_task_unless_it_says_otherwise(
+def test_gambler_gets_the_tasks_servers_unless_its_spec_sets_them(
     data: Dataset,
 ) -> None:
     assert make(data, attack="gambler").attack == Gambler(servers=1)
@@ -95,14 +95,14 @@ def test_the_gambler_sits_among_the_servers_of_the_task_unless_it_says_otherwise
         ({"optimizer": "torch.optim:Adm"}, ValueError, "did you mean 'Adam'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(
+def test_impossible_tasks_are_rejected_with_a_reason(
     data: Dataset, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         make(data, **options)
 
 
-def test_what_is_missing_is_asked_for() -> None:
+def test_missing_and_invalid_arguments_are_rejected() -> None:
     with pytest.raises(TypeError, match=r"data must be a phocas Dataset, .*: got None"):
         Trainer("mlp", rule="mean")
     with pytest.raises(TypeError, match="needs a rule"):
@@ -120,7 +120,7 @@ def test_none_is_the_default_of_every_setting(data: Dataset) -> None:
     assert make(data, **dict.fromkeys(names)).identity() == make(data).identity()
 
 
-def test_a_task_is_frozen_and_an_engine_makes_a_cluster_of_it(data: Dataset) -> None:
+def test_task_is_frozen_and_engines_create_clusters_from_it(data: Dataset) -> None:
     task = make(data)
     with pytest.raises(FrozenInstanceError):
         task.seed = 7  # type: ignore[misc]
@@ -130,7 +130,7 @@ def test_a_task_is_frozen_and_an_engine_makes_a_cluster_of_it(data: Dataset) -> 
         assert trainer.step().loss == first
 
 
-def test_servers_are_told_no_data_and_workers_no_test_samples(data: Dataset) -> None:
+def test_servers_receive_no_data_and_workers_no_test_samples(data: Dataset) -> None:
     task = make(data, schedule=lambda t: 1 / (1 + t), threads=2)
     server = task.for_server()
     assert len(pickle.dumps(server)) < 2000
@@ -144,7 +144,7 @@ def test_servers_are_told_no_data_and_workers_no_test_samples(data: Dataset) -> 
 
 
 @pytest.mark.parametrize("attack", [None, "label-flip:q=2", "label-flip:q=2,who=resampled"])
-def test_a_part_of_the_workers_sees_what_it_sees_among_all(
+def test_part_of_the_workers_sees_the_same_batches_as_among_all(
     data: Dataset, attack: str | None
 ) -> None:
     task = make(data, attack=attack, batch_size=4)
@@ -157,7 +157,7 @@ def test_a_part_of_the_workers_sees_what_it_sees_among_all(
     assert torch.equal(plain, targets) == (attack is None)
 
 
-def test_the_threads_of_a_trainer_are_those_of_its_kernels_and_of_nobody_else(
+def test_threads_of_a_trainer_apply_only_to_its_own_kernels(
     data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = phocas.get_num_threads()
@@ -181,7 +181,7 @@ def test_the_threads_of_a_trainer_are_those_of_its_kernels_and_of_nobody_else(
         assert phocas.get_num_threads() == before
 
 
-def test_a_trainer_saves_and_goes_on_to_the_same_bits(data: Dataset, tmp_path: Path) -> None:
+def test_saved_trainer_continues_to_the_same_bits(data: Dataset, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "rule": "phocas:b=2",
         "num_workers": 6,
@@ -206,7 +206,7 @@ def test_a_trainer_saves_and_goes_on_to_the_same_bits(data: Dataset, tmp_path: P
         assert other.rounds_done == 0
 
 
-def test_the_identity_is_of_what_the_result_depends_on(data: Dataset) -> None:
+def test_identity_covers_what_the_result_depends_on(data: Dataset) -> None:
     task = make(data)
     assert task.identity() == make(DATA, threads=2).identity()
     others = [

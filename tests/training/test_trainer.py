@@ -1,4 +1,4 @@
-"""The loop over rounds: what it learns, what it does not depend on, and what it refuses."""
+"""The training loop: what it learns, what it does not depend on, and what it rejects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def top1(trainer: Trainer) -> float:
 
 
 def slow_twin(data: Dataset, rounds: int, lr: float, *, momentum: float = 0.0) -> torch.Tensor:
-    """SGD by the book: a loop over workers, autograd, and the mean of the gradients."""
+    """Compute plain SGD: a loop over workers, autograd, and the mean of the gradients."""
     model = build_model("mlp:hidden=16", data.shape, 10, seed=3)
     velocity = [[torch.zeros_like(p) for p in model.parameters()] for _ in range(10)]
     everything = parse_split("iid").assign(data.train_labels, 10, np.random.default_rng(0))
@@ -72,7 +72,7 @@ def slow_twin(data: Dataset, rounds: int, lr: float, *, momentum: float = 0.0) -
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_rounds_are_sgd_by_the_book(data: Dataset, momentum: float) -> None:
+def test_rounds_match_plain_sgd(data: Dataset, momentum: float) -> None:
     with make(data, rule="mean", worker_momentum=momentum) as trainer:
         for _ in trainer.rounds(12):
             pass
@@ -89,7 +89,7 @@ def test_the_number_of_servers_and_threads_changes_no_bit(data: Dataset) -> None
 
 
 @pytest.mark.parametrize("num_servers", [1, 4, 20])
-def test_convolutions_with_dropout_do_not_depend_on_threads_either(
+def test_bits_of_convolutions_with_dropout_do_not_depend_on_threads(
     data: Dataset, num_servers: int
 ) -> None:
     torch_threads = torch.get_num_threads()
@@ -114,7 +114,7 @@ def test_phocas_learns_under_attack_and_the_mean_does_not(data: Dataset, attack:
         done = list(trainer.rounds(60))
         assert top1(trainer) > 0.75
         assert all(round_.action == "applied" for round_ in done)
-        assert done[-1].suspects == (0, 1, 2)
+        assert done[-1].flagged == (0, 1, 2)
     with make(data, attack=attack, rule="mean") as trainer:
         for _ in trainer.rounds(60):
             pass
@@ -122,62 +122,62 @@ def test_phocas_learns_under_attack_and_the_mean_does_not(data: Dataset, attack:
 
 
 @pytest.mark.parametrize("rule", ["phocas:b=3", "median", "krum:b=3", "trimmed-mean:b=3"])
-def test_honest_workers_are_not_suspected(data: Dataset, rule: str) -> None:
+def test_honest_workers_are_not_flagged(data: Dataset, rule: str) -> None:
     with make(data, rule=rule) as trainer:
-        assert all(not round_.suspects for round_ in trainer.rounds(150))
+        assert all(not round_.flagged for round_ in trainer.rounds(150))
 
 
 @pytest.mark.parametrize(("attack", "named"), [(None, ()), ("gaussian:q=3", (0, 1, 2))])
-def test_momentum_neither_incriminates_nor_hides(
+def test_momentum_causes_no_false_alarm_and_hides_no_attack(
     data: Dataset, attack: str | None, named: tuple[int, ...]
 ) -> None:
-    """A row with momentum is far for as long as it remembers: only what is new in it counts."""
+    """A row with momentum stays distant for many rounds: only its new part is evidence."""
     with make(data, worker_momentum=0.95, attack=attack, lr=0.2) as trainer:
-        assert [*trainer.rounds(120)][-1].suspects == named
+        assert [*trainer.rounds(120)][-1].flagged == named
 
 
-def test_the_gamblers_server_is_named_and_no_worker(data: Dataset) -> None:
+def test_gamblers_server_is_flagged_and_no_worker(data: Dataset) -> None:
     attack = "gambler:servers=5,server=3,probability=0.01"
     with make(data, attack=attack, num_servers=5) as trainer:
         last = [*trainer.rounds(60)][-1]
-    assert (last.suspect_servers, last.suspects) == ((3,), ())
+    assert (last.flagged_servers, last.flagged) == ((3,), ())
 
 
 def test_no_server_is_flagged_where_workers_have_learned_their_own_labels(data: Dataset) -> None:
-    """What most workers add to their momentum vanishes; what another adds is honest even so."""
+    """Most workers add nearly nothing to their momentum; one that adds more may be honest."""
     options: dict[str, Any] = {"num_workers": 20, "num_servers": 20, "rule": "heraclius:b=6"}
     options |= {"split": "by-label", "worker_momentum": 0.9, "lr": 2.0, "model": "mlp:hidden=32"}
     with make(load("synthetic:train=600,test=100"), **options) as trainer:
-        assert {each.suspect_servers for each in trainer.rounds(60)} == {()}
+        assert {each.flagged_servers for each in trainer.rounds(60)} == {()}
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "apply"])
-def test_evidence_ends_where_the_model_is_lost(
+def test_evidence_stops_when_the_model_is_lost(
     data: Dataset, tmp_path: Path, on_nonfinite: str
 ) -> None:
-    """After a step of 1e17 honest gradients of the last layer are absurd: they prove nothing."""
+    """After a step of 1e17 honest gradients of the last layer are absurd and prove nothing."""
     attack = "gambler:servers=5,server=0,probability=0.01"
     options = {"rule": "mean", "attack": attack, "num_servers": 5, "on_nonfinite": on_nonfinite}
     with make(data, **options) as trainer:
         done = [*trainer.rounds(3)]
         assert [each.lost for each in done] == [None, 1, 1]
-        known = trainer.suspicion.state()
+        known = trainer.detector.state()
         before = {name: array.copy() for name, array in known.items()}
         trainer.save(tmp_path / "lost")
         with make(data, **options) as other:
             other.load(tmp_path / "lost")
             last = [*other.rounds(40)][-1]
-            assert (last.lost, last.suspects, last.suspect_servers) == (1, (), (0,))
-            assert (last.census, last.unusual) == ((), ())
-            for name, array in other.suspicion.state().items():
+            assert (last.lost, last.flagged, last.flagged_servers) == (1, (), (0,))
+            assert (last.outlier_counts, last.unusual) == ((), ())
+            for name, array in other.detector.state().items():
                 np.testing.assert_array_equal(array, before[name], err_msg=name)
     with make(data, rule="phocas:b=3", attack=attack, num_servers=5) as trainer:
         last = [*trainer.rounds(40)][-1]
-        assert (last.lost, last.suspect_servers) == (None, (0,))
+        assert (last.lost, last.flagged_servers) == (None, (0,))
 
 
 def test_byzantine_losses_do_not_end_the_evidence(data: Dataset) -> None:
-    """Workers whose data are absurd have absurd losses; the model of the others is whole."""
+    """Workers with absurd data have absurd losses; the model of the others is intact."""
     images = [data.train_images[i::10].astype(np.float32) / 255 for i in range(10)]
     for i in range(3):
         images[i] = images[i] * np.float32(1e30)
@@ -188,11 +188,11 @@ def test_byzantine_losses_do_not_end_the_evidence(data: Dataset) -> None:
     model = build_model("mlp:hidden=16", data.shape, 10, seed=3)
     with Trainer(model, data=pairs, rule="phocas:b=3", num_workers=10, batch_size=16) as trainer:
         last = [*trainer.rounds(30)][-1]
-    assert (last.lost, last.suspects) == (None, (0, 1, 2))
+    assert (last.lost, last.flagged) == (None, (0, 1, 2))
 
 
-def test_losses_of_few_workers_do_not_say_that_the_model_is_lost(data: Dataset) -> None:
-    """Where each row is a step, a round has the loss of the one worker that sent it."""
+def test_losses_of_few_workers_do_not_mark_the_model_as_lost(data: Dataset) -> None:
+    """If each row is a step, a round has the loss of the one worker that sent it."""
     with make(data) as trainer:
         few = np.full(trainer.task.num_workers // 2, np.nan)
         trainer._judge_model(few)
@@ -201,17 +201,17 @@ def test_losses_of_few_workers_do_not_say_that_the_model_is_lost(data: Dataset) 
         assert trainer.lost == 0
 
 
-def test_who_is_suspected_does_not_depend_on_servers_and_threads(data: Dataset) -> None:
+def test_flagged_workers_do_not_depend_on_servers_and_threads(data: Dataset) -> None:
     found = []
     for servers, threads in ((1, 1), (3, 2)):
         with make(data, attack="sign-flip:q=2", num_servers=servers, threads=threads) as trainer:
             for _ in trainer.rounds(20):
                 pass
-            found.append([(one.odds, one.since) for one in trainer.suspicion.evidence()])
+            found.append([(one.e_value, one.flagged) for one in trainer.detector.evidence()])
     assert found[0] == found[1]
 
 
-def test_a_round_says_what_happened(data: Dataset) -> None:
+def test_round_reports_what_happened(data: Dataset) -> None:
     with make(data, attack="gaussian:q=2", num_servers=4) as trainer:
         done = next(trainer.rounds(1))
     assert done.number == 1
@@ -227,7 +227,7 @@ def test_a_round_says_what_happened(data: Dataset) -> None:
     assert set(done.seconds) == {"data", "gradients", "attack", "aggregate", "update", "metrics"}
 
 
-def test_the_distance_to_the_honest_mean_is_that(data: Dataset) -> None:
+def test_distance_to_the_honest_mean_is_correct(data: Dataset) -> None:
     with make(data, rule="mean") as trainer:
         assert next(trainer.rounds(1)).honest_distance == pytest.approx(0, abs=1e-6)
 
@@ -240,14 +240,14 @@ def test_label_flips_reach_the_gradients(data: Dataset) -> None:
         assert same.tolist() == [False] * 3 + [True] * 7
 
 
-def test_a_schedule_is_a_function_of_the_round(data: Dataset) -> None:
+def test_learning_rate_follows_the_schedule(data: Dataset) -> None:
     with make(data, schedule=Step(every=2, factor=0.5), lr=0.4) as trainer:
         assert [round_.lr for round_ in trainer.rounds(5)] == [0.4, 0.4, 0.2, 0.2, 0.1]
     assert Cosine(rounds=10)(20) == 0
 
 
 @pytest.mark.parametrize("policy", ["skip", "stop", "apply"])
-def test_rounds_that_are_not_finite_follow_the_policy(data: Dataset, policy: str) -> None:
+def test_non_finite_rounds_follow_the_policy(data: Dataset, policy: str) -> None:
     with make(data, rule="mean", attack="crash:worker=0", on_nonfinite=policy) as trainer:
         before = trainer.server.pull()
         done = list(trainer.rounds(3))
@@ -262,7 +262,7 @@ def test_rounds_that_are_not_finite_follow_the_policy(data: Dataset, policy: str
             assert [round_.action for round_ in done] == expected
 
 
-def test_arrays_of_the_user_and_regression() -> None:
+def test_user_arrays_and_regression_are_trained() -> None:
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((300, 4)).astype(np.float32)
     targets = (inputs @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
@@ -282,7 +282,7 @@ def test_arrays_of_the_user_and_regression() -> None:
     assert model.weight.detach().flatten().tolist() == pytest.approx([1, -2, 0.5, 3], abs=0.1)
 
 
-def test_double_precision_stays_double(data: Dataset) -> None:
+def test_double_precision_is_kept(data: Dataset) -> None:
     model = build_model("softmax", data.shape, 10, seed=0).double()
     with Trainer(model, data=data, num_workers=5, rule="median") as trainer:
         next(trainer.rounds(1))
@@ -290,7 +290,7 @@ def test_double_precision_stays_double(data: Dataset) -> None:
         assert trainer.server.vector.dtype == torch.float64
 
 
-def test_splits_decide_who_sees_what(data: Dataset) -> None:
+def test_splits_determine_the_samples_of_each_worker(data: Dataset) -> None:
     with make(data, split=parse_split("by-label")) as trainer:
         assert trainer.task.assignment.sizes.tolist() == [40] * 10
         for part in trainer.task.assignment:
@@ -327,7 +327,7 @@ def test_evaluation_is_top_1_and_top_3_of_the_test_samples(data: Dataset) -> Non
         ({"rule": "phoca:b=3"}, "did you mean 'phocas'"),
     ],
 )
-def test_impossible_settings_are_refused(
+def test_impossible_settings_are_rejected(
     data: Dataset, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -344,9 +344,7 @@ def test_names_are_exported_lazily() -> None:
 
 
 @pytest.mark.parametrize("standardise", [False, True])
-def test_batches_have_the_bits_of_the_data_sets_own_floats(
-    data: Dataset, standardise: bool
-) -> None:
+def test_batches_have_the_bits_of_dataset_floats(data: Dataset, standardise: bool) -> None:
     samples = Samples(data, standardise=standardise)
     indices = np.array([[3, 1, 4], [1, 5, 9]])
     inputs, targets = samples.draw(indices)
@@ -358,7 +356,7 @@ def test_batches_have_the_bits_of_the_data_sets_own_floats(
 
 
 @pytest.mark.parametrize("model", ["mlp:hidden=16", "cnn:width=2"])
-def test_an_evaluation_is_that_of_the_model_on_all_test_samples(data: Dataset, model: str) -> None:
+def test_evaluation_covers_all_test_samples(data: Dataset, model: str) -> None:
     with make(data, model=model, rule="mean", lr=0.1) as trainer:
         trainer.step()
         found = trainer.evaluate()
@@ -374,7 +372,7 @@ def test_an_evaluation_is_that_of_the_model_on_all_test_samples(data: Dataset, m
 
 
 class Viewing(nn.Module):
-    """A convolution and a view, which takes no channels-last values."""
+    """A convolution and a view, which does not accept channels-last values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +384,7 @@ class Viewing(nn.Module):
         return torch.as_tensor(self.last(found.view(found.size(0), -1)))
 
 
-def test_a_convolution_followed_by_a_view_is_trained_and_judged(data: Dataset) -> None:
+def test_convolution_followed_by_a_view_is_trained_and_evaluated(data: Dataset) -> None:
     model = Viewing()
     weight = model.first.weight
     weight.data = weight.data.clone(memory_format=torch.channels_last)

@@ -1,5 +1,6 @@
-"""The documentation site: pages that are made from the code when it is built.
+"""Generate pages of the documentation site from the code.
 
-``hook`` is what mkdocs calls. ``public`` lists the public names, ``catalogue`` writes the pages of
-rules, attacks and commands, ``pictures`` draws, ``sources`` brings in pages that lie elsewhere.
+``hook`` has the functions that mkdocs calls. ``public`` lists the public names. ``catalogue``
+writes the pages of rules, attacks and commands. ``pictures`` draws the SVG pictures. ``sources``
+adds pages whose files are outside of ``docs``.
 """

@@ -1,4 +1,4 @@
-"""The pages of rules, attacks, commands and public names, from the tables of the code."""
+"""Write the pages of rules, attacks, commands and public names from the tables of the code."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from phocas import PRE_AGGREGATORS, RULES, Mean, PreAggregator, Rule, parse_rule
 from phocas.attacks import ATTACKS, Attack, parse_attack
 from phocas.cli import application, train
 from phocas.report.rules_table import entries
-from phocas.rules.algebra import Distances, Norms, Plausible
+from phocas.rules.algebra import Distances, Norms, OutlierShares
+from phocas.rules.base import plan_of
+from phocas.rules.execution import Execution
 from phocas.specs import Spec
 from tools.site import pictures
 from tools.site.public import MODULES, public_names
 
 WORKERS = 20
 
-# What each is shown with: nine workers, two of whom lie, in the plane.
+# Parameters of the rules in the pictures: nine workers in the plane, two of them Byzantine.
 RULE_EXAMPLES = {
     "bulyan": "bulyan:b=1",
     "centered-clipping": "centered-clipping:radius=80",
-    "watch": "watch:rule=(phocas:b=2)",
+    "monitor": "monitor:rule=(phocas:b=2)",
     "bucketing": "bucketing:size=3",
     "clipping": "clipping:radius=70",
 }
@@ -45,7 +47,7 @@ ATTACK_EXAMPLES = {
 
 @dataclass(frozen=True)
 class Words:
-    """A docstring in its parts: the line, the paragraphs, and those with a heading of their own."""
+    """A docstring in parts: first line, paragraphs, and sections with a heading."""
 
     line: str
     body: tuple[str, ...]
@@ -53,12 +55,12 @@ class Words:
 
     @property
     def formulas(self) -> tuple[str, ...]:
-        """Return the paragraphs that are indented: formulas."""
+        """Return the formulas: the indented paragraphs."""
         return tuple(each for each in self.body if each.startswith("    "))
 
 
 def words(cls: type) -> Words:
-    """Read a docstring; examples and arguments are for the reference, and are left out.
+    """Split a docstring into its parts; examples are left out: the reference page has them.
 
     >>> class Rule:
     ...     '''Do something.
@@ -87,58 +89,44 @@ def _docstring(cls: type) -> str:
     return f"{first}\n{textwrap.dedent(rest)}"
 
 
-@dataclass
-class Asking:
-    """A matrix that gives any answer and remembers what it was asked."""
-
-    m: int
-    d: int
-    asked: list[str]
-
-    def measure(self, request: Any) -> Any:
-        """Note the question, and answer with the numbers of rows that are alike."""
-        rows = self.m if getattr(request, "weights", None) is None else len(request.weights)
-        if isinstance(request, Plausible):
-            self.asked.append("marks")
-            return np.zeros(self.m)
-        if isinstance(request, Norms):
-            self.asked.append("norms")
-            return np.arange(1.0, rows + 1)
-        assert isinstance(request, Distances)
-        self.asked.append("distances")
-        return np.square(np.subtract.outer(np.arange(rows), np.arange(rows)))
-
-    def apply(self, decision: Any, counts: Any) -> Any:
-        """Compute nothing."""
-        del decision, counts
-
-
 def passes(rule: Rule) -> str:
-    """Say what a rule asks of the matrix before it reduces the columns, which is one more pass.
+    """Describe the measurements of a rule before the last pass, and its order of cost.
 
     >>> passes(parse_rule("phocas:b=2")), passes(parse_rule("nnm:b=2|krum:b=2"))
     ('one pass: O(m d)', 'distances, then one pass: O(m² d)')
     """
-    matrix = Asking(9, 2, [])
-    rule.decide(matrix)
-    asked = " and ".join(dict.fromkeys(matrix.asked))
-    order = "m²" if "distances" in matrix.asked else "m"
+    execution = Execution(plan_of(rule, 9), 9)
+    found: list[str] = []
+    while execution.request is not None:
+        request = execution.request
+        weights = None if isinstance(request, OutlierShares) else request.weights
+        rows = np.arange(9 if weights is None else len(weights))
+        if isinstance(request, Distances):
+            found.append("distances")
+            execution.reply(np.square(np.subtract.outer(rows, rows), dtype=np.float64))
+        else:
+            found.append("norms" if isinstance(request, Norms) else "marks")
+            execution.reply(rows + 1.0 if isinstance(request, Norms) else np.zeros(9))
+    asked = " and ".join(dict.fromkeys(found))
+    order = "m²" if "distances" in found else "m"
     return f"{asked}, then one pass: O({order} d)" if asked else f"one pass: O({order} d)"
 
 
 def rules_page() -> str:
-    """Write the page of rules."""
+    """Return the page of rules."""
     introduction = (
-        "Made from the table of rules in the code, when this page was built. m workers, b is what a"
-        " rule is told to survive. In the pictures, nine workers send two numbers each and the two"
-        " at the right lie; dots fade with what is dropped of them.\n"
+        "Look up what a rule computes, what it tolerates and what it costs. This page is generated"
+        " from the table of rules in the code. There are m workers; b is the number of Byzantine"
+        " workers, or of wrong values per column, that a rule tolerates. In the pictures nine"
+        " workers send two numbers each. The two at the right are Byzantine. Dots fade with the"
+        " share of values that was dropped.\n"
     )
     parts = [
         "# Rules\n",
         introduction,
-        _legend("honest worker", "liar", "plain mean", "result of the rule"),
-        "## What each survives and costs\n",
-        f"| rule | survives among {WORKERS}, at most | cost |\n|---|---|---|",
+        _legend("honest worker", "Byzantine worker", "plain mean", "result of the rule"),
+        "## What each rule tolerates and costs\n",
+        f"| rule | tolerates among {WORKERS}, at most | cost |\n|---|---|---|",
     ]
     survival = {entry["name"]: _survives(entry["survives"]) for entry in entries(WORKERS)}
     for name, cls in RULES.items():
@@ -158,12 +146,12 @@ def rules_page() -> str:
 
 
 def attacks_page() -> str:
-    """Write the page of attacks."""
+    """Return the page of attacks."""
     introduction = (
-        "Made from the table of attacks in the code, when this page was built. The pictures show a"
-        " round of eight workers and twenty columns after the attack: what it touched is framed,"
-        " colours are signs, and NaN is grey. How attacks are used is in"
-        " [the guide](../attacks.md).\n"
+        "Look up what an attack does and which parameters it has. This page is generated from the"
+        " table of attacks in the code. The pictures show a round of eight workers and twenty"
+        " columns after the attack: changed cells are framed, colours are signs, and NaN is grey."
+        " [The guide](../attacks.md) shows how to use attacks.\n"
     )
     parts = ["# Attacks and faults\n", introduction]
     for name, cls in ATTACKS.items():
@@ -173,7 +161,7 @@ def attacks_page() -> str:
 
 
 def _legend(*names: str) -> str:
-    kinds = ("honest", "liar", "mean", "result")
+    kinds = ("honest", "byzantine", "mean", "result")
     keys = [f'<span class="{kind}">{name}</span>' for kind, name in zip(kinds, names, strict=True)]
     return f'<p class="legend">{" ".join(keys)}</p>\n'
 
@@ -188,7 +176,7 @@ def _example(cls: type[Spec], examples: dict[str, str]) -> str:
 
 def _survives(known: dict[str, int] | None) -> str:
     if known is None:
-        return "what it is told decides"
+        return "depends on its parameters"
     if known["values"]:
         return f"{known['values']} wrong values in every column"
     return f"{known['rows']} wrong rows" if known["rows"] else "nothing"
@@ -226,14 +214,18 @@ def _capital(text: str) -> str:
 
 
 def commands_page() -> str:
-    """Write the page of commands, from what ``--help`` knows."""
+    """Return the page of commands, from the texts of ``--help``."""
     group: Any = typer.main.get_command(application())
-    commands = {**group.commands, "train": train.complete()}
+    commands: dict[str, Any] = {}
+    for name in group.list_commands(None):
+        command = train.complete() if name == "train" else group.commands[name]
+        inner = getattr(command, "commands", {})
+        commands |= {f"{name} {each}": inner[each] for each in inner} or {name: command}
     introduction = (
-        "What `phocas COMMAND --help` says, in one page. `phocas --version` says which it is, and"
-        " `python -m phocas` does the same as `phocas`.\n"
+        "What `phocas COMMAND --help` prints, on one page. `phocas --version` prints the version,"
+        " and `python -m phocas` does the same as `phocas`.\n"
     )
-    described = ["\n".join(_command(name, commands[name])) for name in sorted(commands)]
+    described = ["\n".join(_command(name, commands[name])) for name in commands]
     return "\n".join(["# Commands\n", introduction, *described])
 
 
@@ -260,7 +252,7 @@ def _cell(text: str) -> str:
 
 
 def reference_pages() -> dict[str, str]:
-    """Write one page a public module, which mkdocstrings fills from the docstrings."""
+    """Return one page for each public module, which mkdocstrings fills from the docstrings."""
     pages = {}
     for module, title in MODULES.items():
         parts = [f"# {title}: `{module}`\n"]
@@ -272,6 +264,6 @@ def reference_pages() -> dict[str, str]:
                 parts.append(f"::: {name.path}\n")
         if constants:
             listed = ", ".join(f"`{each}`" for each in constants)
-            parts.insert(1, f"Besides what is below: {listed}.\n")
+            parts.insert(1, f"Also in this module: {listed}.\n")
         pages[f"reference/{module}.md"] = "\n".join(parts)
     return pages

@@ -1,7 +1,6 @@
-"""Docstrings as Markdown: examples are code, and roles are links.
+"""Convert docstrings to Markdown: examples become code blocks, roles become inline code.
 
-mkdocstrings reads docstrings as Markdown, in which ``>>>`` is a quotation in a quotation in a
-quotation.
+mkdocstrings reads docstrings as Markdown, in which ``>>>`` would start nested quotations.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _ROLE = re.compile(r":(?:class|meth|func|mod|data):`([^`]+)`")
 
 
 def as_markdown(text: str) -> str:
-    r"""Fence the examples and take the roles off.
+    r"""Fence the examples and remove the roles.
 
     >>> as_markdown("See :class:`Rule`.")
     'See `Rule`.'
@@ -28,9 +27,9 @@ def as_markdown(text: str) -> str:
 
 
 class Markdown(griffe.Extension):  # type: ignore[misc]  # griffe is not there where types are checked
-    """Rewrite every docstring before it is parsed."""
+    """A griffe extension that converts every docstring before it is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite that of one object."""
+        """Convert the docstring of one object."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)

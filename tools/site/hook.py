@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site."""
+"""Functions that mkdocs calls while it builds the site."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PICTURE = re.compile(r"<!-- picture: (\w+) -->")
 
 
 def on_pre_build(**_: Any) -> None:
-    """Refuse to build if a public name has no docstring, or a public module no page."""
+    """Raise if a public name has no docstring, or a public module has no page."""
     missing = [
         name.path
         for module in public.MODULES
@@ -31,7 +31,7 @@ def on_pre_build(**_: Any) -> None:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made, and those that lie elsewhere."""
+    """Add the generated pages, and the pages whose files are outside of ``docs``."""
     made = {
         "reference/rules.md": catalogue.rules_page(),
         "reference/attacks.md": catalogue.attacks_page(),
@@ -46,7 +46,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put pictures where pages ask for them, and turn links that leave ``docs``."""
+    """Insert pictures at their markers, and rewrite links that leave ``docs``."""
     uri = page.file.src_uri
     if page.file.generated_by is None:
         markdown = sources.turned(markdown, f"docs/{uri}", uri)

@@ -1,32 +1,39 @@
-"""Small drawings as SVG, of what rules and attacks really do to real numbers.
+"""Small SVG diagrams for the documentation, computed by the rules and attacks themselves.
 
-They are put into pages as they are, and their colours are classes of ``docs/site.css``, which has
-them for light and dark pages.
+They are inline SVG without colours: ``docs/site.css`` has the colours of its classes, those of
+``phocas.report.palette``, for light and dark pages. Curves are drawn by ``phocas.report.figures``.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas import NNM, Cleaning, Heraclius, Mean, Phocas, PreAggregator, Rule, TrimmedMean
+from phocas import (
+    NNM,
+    CellFilter,
+    FunctionRule,
+    Heraclius,
+    Mean,
+    Phocas,
+    PreAggregator,
+    Rule,
+    TrimmedMean,
+)
 from phocas.attacks import Attack, attack_rng
-from phocas.rules.algebra import Mix
-from phocas.rules.inputs import open_rows
 
 Floats = NDArray[np.float64]
 
-LIARS = 2
+BYZANTINE = 2
 CELL = 13
 
 
 def svg(parts: Iterable[str], width: float, height: float, title: str) -> str:
-    """Join shapes to one picture on one line, as Markdown wants it."""
+    """Return shapes as one picture on one line, because Markdown ends HTML at an empty line."""
     body = "".join(parts)
     return (
         f'<svg class="picture" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
@@ -36,50 +43,46 @@ def svg(parts: Iterable[str], width: float, height: float, title: str) -> str:
 
 
 def cloud() -> Floats:
-    """Return nine workers in the plane, of whom the first two lie."""
+    """Return the rows of nine workers in the plane, of which the first two are Byzantine."""
     rows = np.random.default_rng(11).normal((52.0, 116.0), (14.0, 11.0), size=(9, 2))
-    rows[:LIARS] = [(212.0, 12.0), (226.0, 26.0)]
+    rows[:BYZANTINE] = [(212.0, 12.0), (226.0, 26.0)]
     return rows
 
 
 def of_rule(rule: Rule) -> str:
-    """Draw the workers, fainter the more was dropped of them, the mean, and the rule's result."""
+    """Draw the workers, fainter the more of them was dropped, the mean, and the rule's result."""
     rows = cloud()
     why = rule.explain(rows)
-    shapes = [_mark(rows.mean(axis=0), "mean")]
-    for place, (row, dropped) in enumerate(zip(rows, why.dropped, strict=True)):
-        kind = "liar" if place < LIARS else "honest"
-        shapes.append(_dot(row, kind, strength=1 - 0.85 * float(dropped)))
-    shapes.append(_mark(why.value, "result"))
-    return svg(shapes, 240, 150, f"Nine workers, two of them wrong, and what {rule} makes of them")
+    dots = _dots(rows, 1 - 0.85 * why.dropped)
+    shapes = [_mark(rows.mean(axis=0), "mean"), *dots, _mark(why.value, "result")]
+    return svg(shapes, 240, 150, f"Nine workers, two of them Byzantine, and the result of {rule}")
 
 
 def of_stage(stage: PreAggregator) -> str:
-    """Draw where each row goes before a rule sees it."""
+    """Draw the rows before and after a stage."""
     rows = cloud()
     after = rows_after(stage, rows)
-    shapes = []
-    for place, row in enumerate(rows):
-        kind = "liar" if place < LIARS else "honest"
-        shapes.append(_dot(row, kind, strength=0.25))
+    shapes = _dots(rows, np.full(len(rows), 0.25))
     if len(after) == len(rows):
         shapes += [_line(old, new) for old, new in zip(rows, after, strict=True)]
     shapes += [_dot(row, "moved") for row in after if np.isfinite(row).all()]
-    return svg(shapes, 240, 150, f"Nine rows, two of them wrong, before and after {stage}")
+    return svg(shapes, 240, 150, f"Nine rows, two of them Byzantine, before and after {stage}")
 
 
 def rows_after(stage: PreAggregator, rows: Floats) -> Floats:
-    """Return the rows that a stage gives to what follows."""
-    matrix = open_rows(rows)
-    decision = (stage | Mean()).decide(matrix)
-    weights = np.eye(len(rows)) if decision.mix.weights is None else decision.mix.weights
-    return np.array(
-        [matrix.apply(replace(decision, mix=Mix(each[None])), None) for each in weights]
-    )
+    """Return the rows that a stage passes on."""
+    seen: list[Floats] = []
+
+    def keep(after: Floats) -> Floats:
+        seen.append(after.copy())
+        return np.asarray(after[0])
+
+    (stage | FunctionRule(keep))(rows)
+    return seen[0]
 
 
 def of_attack(attack: Attack, m: int = 8, d: int = 20) -> str:
-    """Draw the matrix of a round after an attack, with what it touched."""
+    """Draw the matrix of a round after an attack, with the changed cells framed."""
     if attack.acts_on_data:
         labels = np.random.default_rng(3).integers(10, size=(m, d))
         touched = attack.corrupt_labels(labels, 10, rng=attack_rng(1, 1), round=1)
@@ -89,23 +92,31 @@ def of_attack(attack: Attack, m: int = 8, d: int = 20) -> str:
         touched = attack.corrupt(rows, rng=attack_rng(1, 1), round=1, previous=before)
         with np.errstate(invalid="ignore"):  # some attacks leave NaN behind
             shown = rows.astype(float)
-    title = f"{m} workers' rows after {attack}: what it touched is framed"
+    title = f"{m} workers' rows after {attack}: changed cells are framed"
     return svg(_cells(shown, touched.mask()), d * CELL + 2, m * CELL + 2, title)
 
 
-def _cells(values: Floats, framed: NDArray[np.bool_], left: float = 1, top: float = 1) -> list[str]:
-    """Draw a matrix: two colours for signs, stronger for larger values, black for no number."""
+def _cells(
+    values: Floats, framed: NDArray[np.bool_] | None = None, left: float = 1, top: float = 1
+) -> list[str]:
+    """Draw a matrix: a colour for each sign, stronger for larger values, and grey for NaN."""
     shapes = []
     for (row, column), value in np.ndenumerate(values):
         sign = "none" if np.isnan(value) else "minus" if value < 0 else "plus"
         size = 1.0 if np.isnan(value) else min(1.0, 0.12 + 0.3 * abs(value))
-        frame = " framed" if framed[row, column] else ""
+        frame = "" if framed is None or not framed[row, column] else " framed"
         shapes.append(
             f'<rect class="cell {sign}{frame}" x="{left + column * CELL:g}" '
             f'y="{top + row * CELL:g}" width="{CELL - 1}" height="{CELL - 1}" '
             f'fill-opacity="{size:.2f}"/>'
         )
     return shapes
+
+
+def _dots(rows: Floats, strengths: Floats) -> list[str]:
+    """Draw the rows of ``cloud``."""
+    kinds = ["byzantine" if place < BYZANTINE else "honest" for place in range(len(rows))]
+    return [_dot(*each) for each in zip(rows, kinds, strengths, strict=True)]
 
 
 def _dot(place: Floats, kind: str, strength: float = 1.0) -> str:
@@ -143,10 +154,7 @@ _TIP = (
 
 
 def _example(m: int = 7, d: int = 24) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return a matrix with a lying row, wrong cells and a row that never came, and what is wrong.
-
-    At most two values are wrong in a column.
-    """
+    """Return a matrix with a Byzantine row and wrong cells, and the mask of its wrong values."""
     rows = np.random.default_rng(5).normal(0.4, 0.9, size=(m, d))
     wrong = np.zeros((m, d), bool)
     wrong[1] = True
@@ -157,7 +165,7 @@ def _example(m: int = 7, d: int = 24) -> tuple[Floats, NDArray[np.bool_]]:
 
 
 def matrix() -> str:
-    """Draw a round: rows of workers, columns of servers, wrong cells, and the result."""
+    """Draw a round as a matrix: rows of workers, columns of servers, and the result."""
     rows, wrong = _example()
     shards = [(0, 8), (8, 16), (16, 24)]
     left, top = 92.0, 20.0
@@ -168,7 +176,7 @@ def matrix() -> str:
     ]
     result = Phocas(b=2)(rows)
     below = top + len(rows) * CELL + 26
-    shapes += _cells(result[None], np.zeros((1, len(result)), bool), left, below)
+    shapes += _cells(result[None], None, left, below)
     shapes.append(_text(left - 8, below + 10, "Phocas(b=2)", anchor="end"))
     for place, (start, stop) in enumerate(shards):
         middle = left + (start + stop) / 2 * CELL
@@ -181,13 +189,13 @@ def matrix() -> str:
 
 
 def window() -> str:
-    """Draw one column under four rules: what each keeps, and what it returns."""
+    """Draw one column under four rules: the values that each keeps, and its result."""
     values = np.array([2.1, 2.7, 3.0, 3.3, 3.8, 4.2, 4.6, 5.4, 9.2])
     rules: list[tuple[str, Rule]] = [
         ("Mean()", Mean()),
         ("TrimmedMean(b=2)", TrimmedMean(b=2)),
         ("Phocas(b=2)", Phocas(b=2)),
-        ("Heraclius(b=2, reach=1.5)", Heraclius(b=2, reach=1.5)),
+        ("Heraclius(b=2, cutoff=1.5)", Heraclius(b=2, cutoff=1.5)),
     ]
     left, height = 190.0, 34.0
     shapes = []
@@ -197,74 +205,73 @@ def window() -> str:
         shapes.append(_text(left - 10, y + 4, name, kind="code", anchor="end"))
         shapes.append(f'<path class="axis" d="M{left:g} {y:g}h300"/>')
         for place, (value, dropped) in enumerate(zip(values, why.dropped, strict=True)):
-            kind = "liar" if place == len(values) - 1 else "honest"
+            kind = "byzantine" if place == len(values) - 1 else "honest"
             at: Any = np.array([left + (value - 2) * 40, y])
             shapes.append(_dot(at, kind, strength=1 - 0.85 * float(dropped)))
         shapes.append(_mark([left + (float(why.value[0]) - 2) * 40, y], "result"))
     return svg(shapes, left + 310, 18 + len(rules) * height, "One column under four rules")
 
 
+def _steps(
+    matrices: Sequence[tuple[str, Floats, NDArray[np.bool_] | None]],
+    arrows: Sequence[tuple[str, str]],
+    title: str,
+) -> str:
+    """Draw matrices from left to right, with an arrow and its two labels between two of them."""
+    top, step = 26.0, 10 * CELL + 85.0
+    middle = top + 3 * CELL
+    shapes = [_TIP]
+    for place, (label, values, framed) in enumerate(matrices):
+        left = 1 + place * step
+        shapes += _cells(values, framed, left, middle - len(values) / 2 * CELL)
+        shapes.append(_text(left, top - 10, label))
+    for place, (above, below) in enumerate(arrows):
+        end = (place + 1) * step
+        shapes.append(_arrow(end - 78, middle, end - 8, middle))
+        shapes.append(_text(end - 43, middle - 8, above, anchor="middle"))
+        shapes.append(_text(end - 43, middle + 16, below, anchor="middle", kind="small"))
+    return svg(shapes, len(matrices) * step - 25, top + 6 * CELL + 8, title)
+
+
 def mix() -> str:
     """Draw both steps: rows are mixed by weights from distances, then each column is reduced."""
     rows = np.random.default_rng(5).normal(0.4, 0.9, size=(6, 10))
     rows[1] = -9.0
-    mixed = rows_after(NNM(b=2), rows)
-    nothing = np.zeros(rows.shape, bool)
-    wrong = nothing.copy()
-    wrong[1] = True
     result = (NNM(b=2) | Phocas(b=1))(rows)
-    top, wide = 26.0, 10.0 * CELL
-    second, third = wide + 90, 2 * wide + 170
-    shapes = [_TIP, *_cells(rows, wrong, 1, top), *_cells(mixed, nothing, second, top)]
-    shapes += _cells(result[None], nothing[:1], third, top + 2.5 * CELL)
-    shapes += [
-        _arrow(wide + 8, top + 3 * CELL, second - 8, top + 3 * CELL),
-        _arrow(second + wide + 6, top + 3 * CELL, third - 8, top + 3 * CELL),
-        _text(wide + 45, top + 3 * CELL - 8, "mix", anchor="middle"),
-        _text(wide + 45, top + 3 * CELL + 16, "W from |xᵢ - xⱼ|²", anchor="middle", kind="small"),
-        _text(second + wide + 40, top + 3 * CELL - 8, "window", anchor="middle"),
-        _text(1, top - 10, "G, the rows"),
-        _text(second, top - 10, "W G"),
-        _text(third, top - 10, "one vector"),
+    matrices = [
+        ("G, the rows", rows, rows == -9.0),
+        ("W G", rows_after(NNM(b=2), rows), None),
+        ("one vector", result[None], None),
     ]
-    title = "NNM mixes the rows, then Phocas reduces each column"
-    return svg(shapes, third + wide + 6, top + 6 * CELL + 8, title)
+    arrows = [("mix", "W from |xᵢ - xⱼ|²"), ("window", "")]
+    return _steps(matrices, arrows, "NNM mixes the rows, then Phocas reduces each column")
 
 
 def clean() -> str:
-    """Draw wrong cells that are replaced by the centre of their column before rows are mixed."""
+    """Draw a cell filter: outlying cells are replaced by the centre of their column."""
     rows = np.random.default_rng(5).normal(0.4, 0.9, size=(6, 10))
-    wrong = np.zeros(rows.shape, bool)
-    for row, column in ((0, 2), (1, 5), (2, 8), (3, 1), (4, 6), (5, 4)):
-        wrong[row, column] = True
-    rows[wrong] = -9e3
-    cleaned = rows_after(Cleaning(b=1), rows)
-    top, wide = 26.0, 10.0 * CELL
-    second = wide + 90
-    replaced = cleaned != rows
-    shapes = [_TIP, *_cells(rows, wrong, 1, top), *_cells(cleaned, replaced, second, top)]
-    shapes += [
-        _arrow(wide + 8, top + 3 * CELL, second - 8, top + 3 * CELL),
-        _text(wide + 45, top + 3 * CELL - 8, "clean", anchor="middle"),
-        _text(1, top - 10, "a wrong cell in every row"),
-        _text(second, top - 10, "their columns' centre instead"),
+    rows[range(6), [2, 5, 8, 1, 6, 4]] = -9e3
+    cleaned = rows_after(CellFilter(b=1), rows)
+    matrices = [
+        ("a wrong cell in every row", rows, rows == -9e3),
+        ("the columns' centres instead", cleaned, cleaned != rows),
     ]
-    title = "Cleaning replaces implausible cells, so that no row is lost"
-    return svg(shapes, second + wide + 60, top + 6 * CELL + 8, title)
+    title = "The cell filter replaces outlying cells, so that no row is lost"
+    return _steps(matrices, [("filter", "")], title)
 
 
 def shards() -> str:
-    """Draw three servers that measure their columns, add up, and reduce their columns alone."""
+    """Draw three servers, which add up distances and reduce their own columns."""
     shapes = [_TIP]
     for place in range(3):
         x = 1.0 + place * 150
         rows = np.random.default_rng(place).normal(0.3, 0.9, size=(5, 8))
         middle = x + 4 * CELL
-        shapes += _cells(rows, np.zeros(rows.shape, bool), x, 24)
+        shapes += _cells(rows, None, x, 24)
         shapes.append(_text(middle, 14, f"server {place + 1}", anchor="middle"))
         shapes.append(_arrow(middle, 24 + 5 * CELL + 4, 202 + (place - 1) * 40, 132))
         shapes.append(_arrow(202 + (place - 1) * 40, 156, middle, 184))
-        shapes += _cells(Phocas(b=1)(rows)[None], np.zeros((1, 8), bool), x, 188)
+        shapes += _cells(Phocas(b=1)(rows)[None], None, x, 188)
     shapes.append('<rect class="box" x="122" y="134" width="160" height="22" rx="4"/>')
     shapes.append(_text(202, 149, "sums of distances", anchor="middle", kind="small"))
     title = "Servers add up their parts of the distances, and reduce their own columns"

@@ -1,7 +1,7 @@
-"""The public names, read from the source without importing it: some of it needs more than is here.
+"""List the public names, from the source without importing it: some modules need extra packages.
 
-A name is public if it is in the ``__all__`` of a module below, or, if that has none, defined there
-without an underscore.
+A name is public if it is in the ``__all__`` of a module below. In a module without ``__all__``
+every definition without a leading underscore is public.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ MODULES = {
     "phocas.attacks": "Attacks",
     "phocas.attacks.audit": "Audit",
     "phocas.theory": "Theory",
+    "phocas.detection": "Detection",
     "phocas.data": "Data",
     "phocas.training": "Training",
     "phocas.engines": "Engines",
     "phocas.engines.local": "The local engine",
     "phocas.engines.ray": "The Ray engine",
-    "phocas.engines.asynchronous": "Without rounds",
+    "phocas.engines.asynchronous": "Asynchronous training",
     "phocas.integrations.parallel": "DDP or FSDP2",
     "phocas.integrations.ddp": "DDP",
     "phocas.integrations.fsdp": "FSDP2",
@@ -39,14 +40,14 @@ INSIDE = {
     "phocas.kernels": "arrays and machine code, for the rules alone",
     "phocas.rules": "what users need of it is in phocas",
 }
-"""Modules with an ``__all__`` for other rooms of the package, and why they are not public."""
+"""Modules with an ``__all__`` for other parts of the package, and why they are not public."""
 
 Definition = ast.ClassDef | ast.FunctionDef
 
 
 @dataclass(frozen=True)
 class Name:
-    """A public name, and what defines it: None for a constant, a type or a module."""
+    """A public name and its definition, which is None for a constant, a type or a module."""
 
     module: str
     name: str
@@ -55,17 +56,17 @@ class Name:
 
     @property
     def path(self) -> str:
-        """Return where users find it."""
+        """Return the name with its public module."""
         return f"{self.module}.{self.name}"
 
     @property
     def docstring(self) -> str:
-        """Return its docstring, or nothing."""
+        """Return the docstring, or an empty string."""
         return "" if self.definition is None else ast.get_docstring(self.definition) or ""
 
 
 def public_names(module: str) -> list[Name]:
-    """Return the public names of one module, in the order of its ``__all__`` or its source."""
+    """Return the public names of a module, in the order of its ``__all__`` or its source."""
     tree = _tree(module)
     names = _listed(tree)
     if names is None:
@@ -87,7 +88,7 @@ def modules_with_lists() -> Iterator[str]:
 
 
 def defines(tree: ast.Module, name: str) -> ast.stmt | None:
-    """Return the statement that makes a name in a module, if one does."""
+    """Return the statement of a module that binds a name, or None."""
     for node in _statements(tree):
         if isinstance(node, Definition) and node.name == name:
             return node
@@ -102,7 +103,7 @@ def defines(tree: ast.Module, name: str) -> ast.stmt | None:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield a module's statements, and those that only type checkers run."""
+    """Yield the statements of a module, and those inside its ``if`` blocks (TYPE_CHECKING)."""
     for node in tree.body:
         yield node
         if isinstance(node, ast.If):
@@ -110,7 +111,7 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def _found(module: str, name: str) -> Name:
-    """Follow a name through imports to where it is defined."""
+    """Follow a name through imports to its definition."""
     home, sought = module, name
     while True:
         node = defines(_tree(home), sought)

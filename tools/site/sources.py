@@ -1,4 +1,4 @@
-"""Pages of the site that lie elsewhere in the repository, and links between all of them."""
+"""Add pages whose files are outside of ``docs``, and rewrite the links between pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ELSEWHERE = {
     "examples/fsdp_language_model.py": "examples/fsdp_language_model.md",
     "examples/flower/app.py": "examples/flower.md",
 }
-"""Files outside of ``docs``, and the pages that show them."""
+"""Files outside of ``docs``, and the page of each."""
 
 _SCRIPT = re.compile(r"^(docs/tutorials/\w+)\.py$")
 _CODE = re.compile(r"`[^`\n]+`")
@@ -28,7 +28,7 @@ _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
 def pages_from_elsewhere() -> dict[str, str]:
-    """Return the pages of files that are not in ``docs``, with their links turned."""
+    """Return the pages of files outside of ``docs``, with rewritten links."""
     pages = {}
     for file, page in ELSEWHERE.items():
         text = (ROOT / file).read_text()
@@ -39,7 +39,7 @@ def pages_from_elsewhere() -> dict[str, str]:
 
 
 def turned(text: str, file: str, page: str) -> str:
-    """Turn a file's links, which hold in the repository, into links that hold in the site.
+    """Rewrite the links of a file from paths in the repository to paths in the site.
 
     >>> turned("[choosing](docs/choosing.md#few)", "ARCHITECTURE.md", "architecture.md")
     '[choosing](choosing.md#few)'
@@ -59,7 +59,7 @@ def turned(text: str, file: str, page: str) -> str:
 
 
 def bare_bars(text: str) -> str:
-    r"""Write ``|`` in the code of tables as the site reads it: code hosts want it escaped there.
+    r"""Replace ``\|`` by ``|`` in inline code: only code hosts need the escape in tables.
 
     >>> print(bare_bars(r"| adversaries | `nnm:b=6\|phocas:b=6` |"))
     | adversaries | `nnm:b=6|phocas:b=6` |
@@ -68,7 +68,7 @@ def bare_bars(text: str) -> str:
 
 
 def tutorials() -> dict[str, str]:
-    """Return the page of every tutorial: a script, with what it prints, which a test compares."""
+    """Return the page of every tutorial: a script and its output, which a test compares."""
     return {
         f"tutorials/{script.stem}.md": tutorial(script.read_text(), printed(script).read_text())
         for script in sorted((ROOT / "docs/tutorials").glob("*.py"))
@@ -76,12 +76,12 @@ def tutorials() -> dict[str, str]:
 
 
 def printed(script: Path) -> Path:
-    """Return the file that has what a tutorial prints."""
+    """Return the file with the output of a tutorial."""
     return script.with_suffix(".txt")
 
 
 def tutorial(script: str, output: str) -> str:
-    r"""Turn a script into a page: its comments at the margin are text, all else is code.
+    r"""Convert a script to a page: comments without indentation become text, the rest is code.
 
     >>> print(tutorial('"A title."\n\n# Add.\nprint(1 + 1)\n', "2\n"))
     # A title

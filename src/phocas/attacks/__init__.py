@@ -1,4 +1,4 @@
-"""The failure model: every way the matrix of a round goes wrong, as values.
+"""The failure model: attacks and faults that corrupt the gradient matrix of a round.
 
 >>> import numpy as np
 >>> rows = np.ones((4, 6), np.float32)

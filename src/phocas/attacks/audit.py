@@ -1,20 +1,20 @@
-"""Run every attack against a rule, and say whether the rule keeps what it promises.
+"""Audit a rule: run every attack against it and check its guarantees.
 
-The yardstick is the honest spread, sqrt(V). V is the sum over columns of the variance of the honest
-values, the paper's E|G - g|^2, so one spread is how far an honest worker's own row lies from the
-honest mean, in the root mean square. An honest value is a cell that the attack did not touch.
+Errors are measured in honest standard deviations. One standard deviation is sqrt(V), where V is the
+sum over columns of the variance of the honest values, the paper's E|G - g|^2. It is the root mean
+square distance of an honest worker's row from the honest mean. An honest value is a cell that the
+attack did not touch.
 
-A rule *promises* to survive an attack if it touches no more rows, or values a column, than
-``rule.tolerates`` says. It *holds* against it if the root mean square distance of its result from
-the honest mean, over the rounds, is within the paper's bound sqrt(Delta) where there is one, and
-within the ``rule.spreads`` that it declares where there is none. An attack that does more than is
-promised is tried and shown, and the rule holds within ``LIMIT`` spreads, but whatever comes of it
-breaks no promise. Beyond the yardstick, or if a result is not finite, the rule *breaks*.
+A rule *guarantees* to survive an attack that touches no more rows, or no more values per column,
+than ``rule.tolerates`` returns. It *holds* if the root mean square distance of its result from the
+honest mean, over the rounds, is within a limit. The limit is the paper's bound sqrt(Delta) if there
+is one, and ``rule.error_bound`` otherwise. An attack beyond the guarantee is also tried, with
+``LIMIT`` as the limit. Failing it breaks no guarantee. A rule *breaks* if its distance exceeds the
+limit or its result is not finite.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,28 +35,24 @@ from phocas.rules import RULES, Rule
 from phocas.specs import count, positive
 
 LIMIT = 2.0
-"""Honest spreads within which a rule holds against an attack that it does not promise to."""
+"""Limit, in honest standard deviations, for attacks that the rule does not guarantee to survive."""
 
 Source = Literal["paper", "rule", "none"]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one attack did to a rule; distances are in honest spreads.
-
-    ``limit`` is the yardstick, and ``source`` says whose it is: the paper's, the rule's own, or
-    LIMIT, which is nobody's promise.
+    """The result of one attack on a rule; distances are in honest standard deviations.
 
     Attributes:
-        attack: what was tried, as text.
-        rows: how many rows it touched.
-        per_column: how many values it touched in the worst column.
-        distance: how far the result was from the honest mean.
-        inner_product: that of the result with the honest mean.
-        limit: how far is held to be near.
-        source: whose limit that is.
-        promised: whether the rule promises to survive it.
-        tried: whether it was; attacks on data are not.
+        attack: the attack's spec text.
+        rows: largest number of rows that the attack touched in a round.
+        per_column: largest number of values that the attack touched in one column.
+        distance: root mean square distance of the rule's result from the honest mean.
+        inner_product: mean inner product of the rule's result with the honest mean.
+        limit: largest ``distance`` with which the rule holds.
+        source: origin of the limit: ``"paper"``, ``"rule"``, or ``"none"`` for ``LIMIT``.
+        promised: whether the rule guarantees to survive the attack.
 
     >>> from phocas.attacks.audit import audit
     >>> (trial,) = audit("mean", byzantine=1, dims=50, attacks=["constant:q=1,value=inf"])
@@ -72,26 +68,23 @@ class Trial:
     limit: float
     source: Source
     promised: bool
-    tried: bool = True
 
     @property
     def holds(self) -> bool:
-        """Whether the result stayed within the limit."""
-        return self.tried and self.distance <= self.limit
+        """Return whether the rule's result stayed within the limit."""
+        return self.distance <= self.limit
 
     @property
     def broken_promise(self) -> bool:
-        """Whether the rule broke under an attack that it promises to survive."""
+        """Return whether the rule broke under an attack that it guarantees to survive."""
         return self.promised and not self.holds
 
     @property
     def verdict(self) -> str:
-        """Put it into words."""
-        if not self.tried:
-            return "not tried: it acts on data"
+        """Return the result in words."""
         if self.holds:
             return "holds"
-        return "BROKEN PROMISE" if self.promised else "breaks"
+        return "GUARANTEE BROKEN" if self.promised else "breaks"
 
 
 def audit(
@@ -106,18 +99,18 @@ def audit(
     signal: float = 1.0,
     seed: int = 0,
 ) -> list[Trial]:
-    """Try attacks by ``byzantine`` workers against a rule; all of them unless some are given.
+    """Run attacks by ``byzantine`` workers against a rule and return one trial per attack.
 
     Args:
-        rule: the rule to be tried, or its text.
-        rows: an (m, d) matrix of honest gradients; drawn for each round if there is none.
+        rule: the rule, or its spec text.
+        rows: an (m, d) matrix of honest gradients; None draws a matrix for each round.
         num_workers: m, if the matrix is drawn.
-        byzantine: q, the number of workers (or of values a column) that go wrong.
+        byzantine: q, the number of Byzantine workers, or of Byzantine values per column.
         dims: d, if the matrix is drawn.
-        attacks: what to try, as values or as text.
-        rounds: how many rounds to average over.
-        signal: the length of the true gradient in honest spreads, if the matrix is drawn.
-        seed: of the matrices and of the attacks.
+        attacks: attacks to run, as values or spec texts; None runs all of ``suite``.
+        rounds: number of rounds to average over.
+        signal: length of the true gradient in honest standard deviations, if the matrix is drawn.
+        seed: seed of the drawn matrices and of the attacks.
 
     >>> trials = audit("phocas:b=2", num_workers=7, byzantine=2, dims=50, rounds=1)
     >>> len(trials) > 20, [trial.attack for trial in trials if trial.broken_promise]
@@ -140,23 +133,28 @@ def audit(
         else [ATTACKS.of(attack, "audit") for attack in attacks]
     )
     for attack in chosen:
+        if attack.acts_on_data:
+            raise ValueError(
+                f"{attack} acts on data, not on rows, so that an audit cannot try it: use it in"
+                " training"
+            )
         attack.check(m, d, matrices.dtype)
     return [_try(rule, attack, matrices, rounds, seed) for attack in chosen]
 
 
 def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
-    """List every attack on a matrix, fitted to its size and dtype.
+    """Return every attack on a matrix, with parameters that fit its size and dtype.
 
-    Where d is small, the gambler's server is given a larger share and his probability is raised,
-    so that about five values of each worker are hit, as in the paper's networks. LabelFlip is not
-    among them: it acts on data, before there is a matrix.
+    If d is small, the gambler attack gets fewer servers and a higher probability, so that it hits
+    about five values of each worker, as in the paper's networks. LabelFlip is omitted because it
+    acts on data, before there is a matrix.
 
     Args:
-        rule: the rule, for the worst cases against it.
-        m: how many workers there are.
-        d: how many columns there are.
-        q: how many workers go wrong.
-        dtype: of the values.
+        rule: the rule under audit, for the worst-case attacks against it.
+        m: number of workers.
+        d: number of columns.
+        q: number of Byzantine workers.
+        dtype: dtype of the values.
 
     >>> from phocas import Median
     >>> attacks = suite(Median(), 7, 50, 2, np.float32)
@@ -197,12 +195,16 @@ def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
 
 
 def yardstick(rule: Rule, m: int, touched: Touched) -> tuple[float, Source] | None:
-    """Return the distance that a rule promises to stay within, and whose it is, if it promises.
+    """Return the guaranteed limit of the rule's error, and the source of the guarantee.
+
+    The error is the distance of the result from the honest mean, in standard deviations of the
+    honest rows. The source is ``paper`` (a theorem) or ``rule`` (``rule.error_bound``). Return
+    None if the rule has no guarantee for so many touched cells.
 
     Args:
         rule: the rule.
-        m: how many workers there are.
-        touched: what an attack did.
+        m: number of workers.
+        touched: the cells that an attack touched.
 
     >>> from phocas import Median
     >>> touched = Touched((5, 2), whole_rows=np.array([0]))
@@ -216,14 +218,14 @@ def yardstick(rule: Rule, m: int, touched: Touched) -> tuple[float, Source] | No
         q = len(touched.rows)
         if q > tolerance.rows:
             return None
-    delta, spreads = rule.bound(m, q), rule.spreads(m, q)
+    delta, error_bound = rule.bound(m, q), rule.error_bound(m, q)
     if delta is not None:
         return math.sqrt(delta), "paper"
-    return None if spreads is None else (spreads, "rule")
+    return None if error_bound is None else (error_bound, "rule")
 
 
 class _Matrices:
-    """The honest matrix of each round: the saved one, or a fresh draw around one gradient."""
+    """The honest matrix of each round: the given matrix, or a new draw around one gradient."""
 
     def __init__(self, rows: Any, m: int, d: int, signal: float, seed: int) -> None:
         self.rows = rows
@@ -246,14 +248,14 @@ class _Matrices:
                 raise ValueError("audit needs honest rows, all finite: got NaN or inf among them")
 
     def honest(self, t: int) -> Any:
-        """Return a fresh copy of the rows of round t."""
+        """Return a new copy of the honest rows of round t."""
         if self.rows is None:
             noise = np.random.default_rng([self.seed, 2, t]).normal(size=self.shape)
             return (self.gradient + noise).astype(np.float32)
         return self.rows.clone() if is_tensor(self.rows) else self.rows.copy()
 
     def previous(self, t: int) -> Any:
-        """Return the rows of the round before; for a saved matrix those of the worker next door."""
+        """Return the rows of the previous round; a given matrix is shifted by one worker."""
         if self.rows is None:
             return self.honest(t - 1)
         order = [*range(1, self.shape[0]), 0]
@@ -261,9 +263,6 @@ class _Matrices:
 
 
 def _try(rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int) -> Trial:
-    if attack.acts_on_data:
-        nothing = Trial(str(attack), 0, 0, math.nan, math.nan, LIMIT, "none", promised=False)
-        return dataclasses.replace(nothing, tried=False)
     squares, inner, most_rows, most_per_column = [], [], 0, 0
     limits: list[tuple[float, Source] | None] = []
     m = matrices.shape[0]
@@ -280,10 +279,10 @@ def _try(rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int
         limits.append(yardstick(rule, m, touched))
         most_rows = max(most_rows, len(touched.rows))
         most_per_column = max(most_per_column, touched.most_per_column)
-    promised = [limit for limit in limits if limit is not None]
-    kept = len(promised) == rounds
-    nobody: tuple[float, Source] = (LIMIT, "none")
-    limit, source = max(promised) if kept else nobody
+    guaranteed = [limit for limit in limits if limit is not None]
+    all_guaranteed = len(guaranteed) == rounds
+    no_guarantee: tuple[float, Source] = (LIMIT, "none")
+    limit, source = max(guaranteed) if all_guaranteed else no_guarantee
     return Trial(
         attack=str(attack),
         rows=most_rows,
@@ -292,7 +291,7 @@ def _try(rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int
         inner_product=float(np.mean(inner)),
         limit=limit,
         source=source,
-        promised=kept,
+        promised=all_guaranteed,
     )
 
 
@@ -305,13 +304,14 @@ def _ratio(square: float, variance: float) -> float:
 
 
 def honest_statistics(rows: np.ndarray, touched: Touched) -> tuple[np.ndarray, float]:
-    """Return the mean of the untouched cells of each column, and V, the sum of their variances.
+    """Return the honest mean of each column, and V, the sum of the columns' variances.
 
-    A column without an untouched cell counts with all its values as they were before.
+    Only untouched cells are honest. A column without any counts with all its values from before the
+    attack.
 
     Args:
         rows: the matrix before the attack.
-        touched: what the attack did.
+        touched: the cells that the attack touched.
 
     >>> rows = np.array([[9.0], [1.0], [3.0]])
     >>> honest_statistics(rows, Touched((3, 1), whole_rows=np.array([0])))

@@ -1,10 +1,9 @@
-"""What every attack is: a frozen value that corrupts a matrix in place and says what it touched.
+"""Base classes of attacks: frozen values that corrupt a matrix in place and return what changed.
 
-Randomness comes from the generator that is passed in, and from nothing else. An engine passes
-``attack_rng(seed, round)``, so that the same seed, round and attack give the same corruption
-wherever the round runs. A server that holds some of the columns passes the same generator, its
-slice of the matrix, and where the slice lies: the cells come out as if the whole matrix had been
-corrupted at once.
+All randomness comes from the generator that the caller passes. An engine passes ``attack_rng(seed,
+round)``, so the same seed, round and attack give the same corruption wherever the round runs. A
+server that holds a slice of the columns passes the same generator, its slice, and the position of
+the slice. The corrupted cells are then the same as if the whole matrix had been corrupted at once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Who = Literal["fixed", "resampled"]
 
 
 def attack_rng(seed: int, round: int) -> np.random.Generator:
-    """Return the generator of one round: a function of the seed and the round alone.
+    """Return the generator of one round, which depends only on the seed and the round.
 
     Args:
         seed: the seed of the run.
@@ -41,13 +40,13 @@ def attack_rng(seed: int, round: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of the place of an attack: m workers, and perhaps columns, format, servers.
+    """The size of the system that an attack runs in; None where it is not known yet.
 
     Args:
-        m: how many workers there are.
-        d: how many columns, if that is known.
-        kind: the format of the values, if that is known.
-        servers: how many servers, if that is known.
+        m: number of workers.
+        d: number of columns, if known.
+        kind: float format of the values, if known.
+        servers: number of servers, if known.
 
     >>> from phocas.attacks import Crash, Setting
     >>> list(Crash(worker=9).problems(Setting(m=4)))
@@ -62,16 +61,16 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """What an attacker sees of a round: some or all columns, and what came the round before.
+    """The input of an attack in one round: some or all columns, and the previous round's rows.
 
     Attributes:
-        rows: the rows as they were given.
-        matrix: the same, to read and to write.
-        rng: the randomness of the round.
-        round: its number.
-        previous: the rows of the round before, if there are any.
-        start: the first column that is here.
-        d: how many columns there are in all.
+        rows: the rows as the caller passed them.
+        matrix: the same rows, readable and writable.
+        rng: the generator of the round.
+        round: the number of the round, from 0.
+        previous: the rows of the previous round, if given.
+        start: index of the first column of ``matrix`` in the whole matrix.
+        d: number of columns of the whole matrix.
 
     >>> import numpy as np
     >>> from phocas.attacks.memory import WritableMatrix
@@ -91,15 +90,15 @@ class Scene:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the shape of what is seen here."""
+        """Return the shape (m, columns) of the slice."""
         return self.matrix.m, self.matrix.d
 
     def touched(self, rows: np.ndarray) -> Touched:
-        """Say that whole rows were touched."""
+        """Return a ``Touched`` for whole rows."""
         return Touched(self.shape, whole_rows=rows)
 
     def cells_here(self, rows: np.ndarray, columns: np.ndarray) -> Touched:
-        """Keep those cells of the whole matrix that lie here, as touched."""
+        """Return a ``Touched`` for those of these cells that lie in this slice of the matrix."""
         if self.matrix.d < self.d:
             here = (columns >= self.start) & (columns < self.start + self.matrix.d)
             rows, columns = rows[here], columns[here] - self.start
@@ -107,7 +106,7 @@ class Scene:
 
 
 class Attack(Spec):
-    """One way in which the matrix of a round goes wrong.
+    """A corruption of the gradient matrix of a round.
 
     >>> from phocas.attacks import Crash, Gambler, parse_attack
     >>> parse_attack("gambler:scale=-10"), str(Crash(worker=3))
@@ -115,13 +114,13 @@ class Attack(Spec):
     """
 
     needs_previous: ClassVar[bool] = False
-    """Whether ``corrupt`` wants the rows of the round before, as the workers computed them."""
+    """Whether ``corrupt`` needs the uncorrupted rows of the previous round."""
     acts_on_data: ClassVar[bool] = False
-    """Whether it changes the data of a round, through ``corrupt_labels``, and not the matrix."""
+    """Whether the attack changes a round's data, by ``corrupt_labels``, instead of the matrix."""
 
     @property
     def sharded(self) -> bool:
-        """Whether a server can corrupt its own columns without seeing the others'."""
+        """Return whether a server can corrupt its own columns without the other columns."""
         return True
 
     def byzantine(self) -> tuple[int, ...] | None:
@@ -140,9 +139,15 @@ class Attack(Spec):
         dtype: Any = None,
         servers: int | None = None,
     ) -> None:
-        """Raise if this attack is impossible on m workers, d columns, a dtype, that many servers.
+        """Raise ValueError if this attack is impossible on a system of that size.
 
-        What is not known yet is left out, and is checked when the attack runs.
+        A size that is None is not checked here. ``corrupt`` checks it when the attack runs.
+
+        Args:
+            m: number of workers.
+            d: number of columns.
+            dtype: dtype of the values.
+            servers: number of servers.
         """
         count(self.name, "m", m, 1)
         if d is not None:
@@ -154,7 +159,7 @@ class Attack(Spec):
             raise ValueError(f"{self.name} needs {problem}")
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Yield what must hold there for this attack to be possible and does not, and what does."""
+        """Yield a message for each requirement of this attack that the setting violates."""
         del setting
         yield from ()
 
@@ -197,7 +202,7 @@ class Attack(Spec):
                 f" {before.words.shape} with {matrix.words.shape}"
             )
         number = count(self.name, "round", round)
-        with np.errstate(all="ignore"):  # inf and NaN are an attacker's daily bread
+        with np.errstate(all="ignore"):  # attacks produce inf and NaN on purpose
             return self._corrupt(Scene(rows, matrix, rng, number, before, start, whole))
 
     def corrupt_labels(
@@ -208,7 +213,10 @@ class Attack(Spec):
         rng: np.random.Generator,
         round: int = 0,
     ) -> Touched:
-        """Corrupt the (m, n) labels of a round in place, before the gradients; most do not."""
+        """Corrupt the (m, n) labels of a round in place, before gradients are computed.
+
+        Most attacks change no labels.
+        """
         del num_classes, rng, round
         return Touched(tuple(labels.shape))
 
@@ -217,14 +225,12 @@ class Attack(Spec):
 
 
 class RowAttack(Attack):
-    """An attack by q workers, who own their whole rows.
-
-    ``who="fixed"``: workers 0 to q - 1, every round. ``who="resampled"``: q workers drawn anew from
-    the round's generator, before anything else is drawn.
+    """An attack by q workers that control their whole rows.
 
     Args:
-        q: how many workers lie.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn from the round's generator, before anything else is drawn.
 
     >>> from phocas.attacks import SignFlip, attack_rng
     >>> SignFlip(q=2).chosen(5, attack_rng(7, 0)).tolist()
@@ -242,7 +248,7 @@ class RowAttack(Attack):
         one_of(self.name, "who", self.who, get_args(Who))
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Ask for q <= m, and for q < m where the lie is made from honest rows."""
+        """Yield a message if q > m, or if q = m and the attack needs honest rows."""
         yield from super().problems(setting)
         limit = setting.m - 1 if self.needs_honest else setting.m
         if self.q > limit:
@@ -250,7 +256,7 @@ class RowAttack(Attack):
             yield (f"{sign}: got q={self.q} with m={setting.m} workers, the largest q is {limit}")
 
     def byzantine(self) -> tuple[int, ...] | None:
-        """Return workers 0 to q - 1, unless others are drawn in every round."""
+        """Return workers 0 to q - 1 if they are fixed, or None if they are drawn each round."""
         return tuple(range(self.q)) if self.who == "fixed" else None
 
     def chosen(self, m: int, rng: np.random.Generator) -> np.ndarray:
@@ -261,7 +267,7 @@ class RowAttack(Attack):
 
     @abstractmethod
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Write the lies of these workers, at least one, into their rows."""
+        """Write the Byzantine rows; ``rows`` holds at least one worker."""
 
     def _corrupt(self, scene: Scene) -> Touched:
         rows = self.chosen(scene.matrix.m, scene.rng)
@@ -271,11 +277,11 @@ class RowAttack(Attack):
 
 
 class HonestRows:
-    """The rows that are left honest, read a block of columns at a time.
+    """The honest rows of a round, read a block of columns at a time.
 
     Args:
         matrix: the matrix of the round.
-        bad: who lies, in ascending order.
+        bad: the Byzantine workers, in ascending order.
 
     >>> import numpy as np
     >>> from phocas.attacks.memory import WritableMatrix
@@ -294,7 +300,7 @@ class HonestRows:
         self.rows: Any = slice(q, None) if fixed else self.workers  # a slice is read without a copy
 
     def read(self, columns: slice = slice(None)) -> np.ndarray:
-        """Return the (honest, columns) block to compute with; not to be written to."""
+        """Return the honest values of these columns, perhaps as a view: do not write to it."""
         return self.matrix.read(self.rows, columns)
 
     def mean(self) -> np.ndarray:
@@ -304,7 +310,7 @@ class HonestRows:
 
 
 class ColumnLie(RowAttack):
-    """All q rows become one vector, each value made from the honest values of its column.
+    """An attack in which all q rows are one vector, computed column by column from honest values.
 
     >>> import numpy as np
     >>> from phocas.attacks import InnerProduct
@@ -316,10 +322,10 @@ class ColumnLie(RowAttack):
 
     @abstractmethod
     def lie(self, honest: np.ndarray, m: int) -> np.ndarray:
-        """Return the lie for a block of columns from the honest rows of that block."""
+        """Return the Byzantine values of a block of columns, given its honest rows."""
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Write the lie, a block of columns at a time."""
+        """Write the Byzantine values, one block of columns at a time."""
         matrix = scene.matrix
         honest = HonestRows(matrix, rows)
 

@@ -1,4 +1,4 @@
-"""Work through the columns in blocks that fit a cache, on several threads."""
+"""Computation over columns in blocks that fit a cache, on several threads."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ BLOCK = 1 << 18
 
 
 def column_blocks(d: int) -> list[slice]:
-    """Cut d columns into slices of one width, the last one shorter."""
+    """Return slices of equal width that cover d columns; the last may be shorter."""
     return [slice(start, min(start + BLOCK, d)) for start in range(0, d, BLOCK)]
 
 
 def sum_rows(block: np.ndarray) -> np.ndarray:
-    """Add rows up one after another: the same bits for any strides and any cut into columns.
+    """Return the sum of the rows, added one after another.
 
-    ``np.sum`` along the rows changes its order of additions with the shape and the strides.
+    The bits are the same for any strides and any split into columns. ``np.sum`` changes its order
+    of additions with shape and strides.
     """
     total: np.ndarray = block[0].copy()
     for row in block[1:]:
@@ -36,7 +37,7 @@ def sum_rows(block: np.ndarray) -> np.ndarray:
 
 
 def deviations(block: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of each column around its mean, a row at a time."""
+    """Return the standard deviation of each column around its mean, computed row by row."""
     total, part = np.zeros_like(mean), np.empty_like(mean)
     for row in block:
         np.subtract(row, mean, out=part)
@@ -50,12 +51,12 @@ def deviations(block: np.ndarray, mean: np.ndarray) -> np.ndarray:
 def run(work: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result]:
     """Call ``work`` on every task, on several threads, and return the results in order.
 
-    NumPy computes outside the interpreter's lock. Each result depends on its task alone, so the
-    number of threads changes nothing.
+    NumPy releases the interpreter's lock while it computes. Each result depends only on its task,
+    so the number of threads does not change any bit.
     """
 
     def quiet(task: Task) -> Result:
-        with np.errstate(all="ignore"):  # a thread's own setting: inf and NaN are expected here
+        with np.errstate(all="ignore"):  # set per thread; inf and NaN are expected here
             return work(task)
 
     listed = list(tasks)

@@ -1,4 +1,4 @@
-"""Drawing single cells, in time proportional to the cells drawn, and the bits within them."""
+"""Random draws of single cells, and masks of bits within them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from phocas.specs import count
 
 
 def bernoulli(rng: np.random.Generator, size: int, probability: float) -> np.ndarray:
-    """Return which of ``size`` independent trials succeed, in ascending order.
+    """Return the indices of the successes among ``size`` independent trials, in ascending order.
 
-    The gaps between successes are geometric, so the work is proportional to the successes alone.
+    The gaps between successes are drawn from the geometric distribution, so the time is
+    proportional to the number of successes, not of trials.
 
     >>> bernoulli(np.random.default_rng(0), 4, 1.0).tolist()
     [0, 1, 2, 3]
@@ -27,30 +28,32 @@ def bernoulli(rng: np.random.Generator, size: int, probability: float) -> np.nda
     found = []
     last = -1
     while last < size:
-        # A gap beyond the end is cut there, so that sums of gaps cannot overflow.
+        # Cap each gap just beyond the end, so that sums of gaps cannot overflow.
         gaps = np.minimum(rng.geometric(probability, batch), size + 1)
-        places = last + np.cumsum(gaps)
-        found.append(places)
-        last = int(places[-1])
-    places = found[0] if len(found) == 1 else np.concatenate(found)
-    return places[: np.searchsorted(places, size)]
+        indices = last + np.cumsum(gaps)
+        found.append(indices)
+        last = int(indices[-1])
+    indices = found[0] if len(found) == 1 else np.concatenate(found)
+    return indices[: np.searchsorted(indices, size)]
 
 
-def rows_and_columns(places: np.ndarray, m: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split ascending places in an (m, width) matrix; quicker than a division for each.
+def rows_and_columns(indices: np.ndarray, m: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split ascending flat indices of an (m, width) matrix into rows and columns.
+
+    A search is faster than one division per index.
 
     >>> rows_and_columns(np.array([0, 5, 6]), 3, 4)
     (array([0, 1, 1]), array([0, 1, 2]))
     """
-    ends = np.searchsorted(places, np.arange(m + 1) * width)
+    ends = np.searchsorted(indices, np.arange(m + 1) * width)
     rows = np.repeat(np.arange(m), np.diff(ends))
-    return rows, places - rows * width
+    return rows, indices - rows * width
 
 
 def distinct(rng: np.random.Generator, m: int, take: int, times: int) -> np.ndarray:
-    """Draw ``take`` different numbers below m, ``times`` times over, as a (take, times) array.
+    """Draw ``take`` different numbers below m, ``times`` times, as a (take, times) array.
 
-    Floyd's algorithm: each draw that repeats an earlier one takes the newest number instead.
+    Floyd's algorithm: a draw that repeats an earlier one is replaced by the largest number so far.
     """
     chosen = np.empty((take, times), np.int64)
     for step, newest in enumerate(range(m - take, m)):
@@ -61,7 +64,7 @@ def distinct(rng: np.random.Generator, m: int, take: int, times: int) -> np.ndar
 
 
 def read_bits(owner: str, bits: Iterable[int]) -> tuple[int, ...]:
-    """Return bit numbers as a tuple, refusing none, what no format has, and repetitions."""
+    """Return bit numbers as a tuple; raise if there are none, duplicates, or bits above 64."""
     numbers = tuple(count(owner, "bit", bit, 1) for bit in bits)
     if not numbers:
         raise ValueError(f"{owner} needs at least one bit: got none, which changes nothing")
@@ -73,14 +76,14 @@ def read_bits(owner: str, bits: Iterable[int]) -> tuple[int, ...]:
 
 
 def missing_bits(bits: tuple[int, ...], kind: Format | None) -> Iterator[str]:
-    """Yield what a format would have to have for these bits to be in it."""
+    """Yield a message if the format has fewer bits than the largest of these bit numbers."""
     if kind is not None and max(bits) > kind.bits:
         yield (
-            f"bits in 1..{kind.bits} for {kind.name}: got bits={bits}; those that play the paper's"
-            f" part there are {kind.paper_bits()}"
+            f"bits in 1..{kind.bits} for {kind.name}: got bits={bits}; the paper's"
+            f" bits correspond to {kind.paper_bits()}"
         )
 
 
 def bit_mask(bits: tuple[int, ...], kind: Format) -> Any:
-    """Return a word of that format with these bits set; bit 1 is the least significant."""
+    """Return a word of the format with these bits set; bit 1 is the least significant."""
     return kind.word.type(sum(1 << (bit - 1) for bit in bits))

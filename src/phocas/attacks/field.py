@@ -1,4 +1,4 @@
-"""The attacks that the field tests its rules with: liars who own their whole rows."""
+"""Attacks from the literature by q workers that control their whole rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from phocas.specs import count, normalise, number
 
 @dataclass(frozen=True)
 class SignFlip(RowAttack):
-    """q workers send their own gradient times - scale.
+    """q workers send their own gradient, multiplied by -scale.
 
     Args:
-        q: how many workers lie.
-        scale: how much longer the row becomes.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        scale: factor by which the row becomes longer.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import SignFlip, attack_rng
@@ -42,7 +43,7 @@ class SignFlip(RowAttack):
         normalise(self, scale=number(self.name, "scale", self.scale))
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Turn each row round."""
+        """Multiply each row by -scale."""
         matrix = scene.matrix
         factor = matrix.kind.work.type(-self.scale)
 
@@ -59,14 +60,15 @@ class SignFlip(RowAttack):
 
 @dataclass(frozen=True)
 class InnerProduct(ColumnLie):
-    """q rows of - epsilon times the honest mean: inner-product manipulation.
+    """q workers send -epsilon times the honest mean (inner-product manipulation).
 
     Xie, Koyejo, Gupta, "Fall of Empires", UAI 2019.
 
     Args:
-        q: how many workers lie.
-        epsilon: how long the lie is, in lengths of the honest mean.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        epsilon: length of the Byzantine row, relative to the honest mean.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import InnerProduct, attack_rng
@@ -96,12 +98,13 @@ class InnerProduct(ColumnLie):
 
 @dataclass(frozen=True)
 class ConstantRows(RowAttack):
-    """q rows of one value: zeros, NaN, inf or any number.
+    """q workers send rows of one constant: zero, NaN, inf or any number.
 
     Args:
-        q: how many workers lie.
-        value: what all of their values are.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        value: the constant.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import ConstantRows, attack_rng
@@ -119,23 +122,24 @@ class ConstantRows(RowAttack):
     def __post_init__(self) -> None:
         super().__post_init__()
         value = number(self.name, "value", self.value)
-        # One NaN object for all, so that two attacks that send NaN compare equal.
+        # One NaN object, so that two attacks with value=NaN compare equal.
         normalise(self, value=math.nan if math.isnan(value) else value)
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Write the value everywhere."""
+        """Write the constant into every cell of the rows."""
         scene.matrix.write(rows, np.array(self.value))
 
 
 @dataclass(frozen=True)
 class LabelFlip(RowAttack):
-    """q workers learn from labels turned round: y becomes num_classes - 1 - y.
+    """q workers train on flipped labels: label y becomes num_classes - 1 - y.
 
-    This attack acts on the data, through ``corrupt_labels``, and leaves the matrix alone.
+    This attack changes the data, by ``corrupt_labels``, and leaves the matrix unchanged.
 
     Args:
-        q: how many workers lie.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import LabelFlip, attack_rng
@@ -158,7 +162,7 @@ class LabelFlip(RowAttack):
         rng: np.random.Generator,
         round: int = 0,
     ) -> Touched:
-        """Turn the labels of q workers round, in place, in an (m, n) array or CPU tensor."""
+        """Flip the labels of q workers in place, in an (m, n) array or CPU tensor."""
         del round
         view = labels.detach().numpy() if is_tensor(labels) else labels
         if view.ndim != 2 or view.dtype.kind not in "iu":
@@ -178,7 +182,7 @@ class LabelFlip(RowAttack):
         return Touched(view.shape, whole_rows=rows)
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Leave the matrix alone."""
+        """Leave the matrix unchanged."""
 
     def _corrupt(self, scene: Scene) -> Touched:
         return Touched(scene.shape)

@@ -1,4 +1,4 @@
-"""Attacks that hide inside the cloud of honest rows, and the geometry they need of it."""
+"""Attacks that stay within the distances between honest rows, and the geometry they need."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ Direction = Literal["unit", "std", "sign"]
 
 @dataclass(frozen=True)
 class Cloud:
-    """The honest rows around their mean, and a direction to leave it by.
+    """The honest rows around their mean, and a direction away from the mean.
 
-    ``distances`` are squared, between honest rows; ``norms`` are the squared distances from the
-    mean; ``along`` holds the inner products of the centred rows with the direction, of which
-    ``length2`` is the squared length.
+    Attributes:
+        mean: the mean of the honest rows.
+        direction: the direction away from the mean.
+        distances: squared distances between honest rows.
+        norms: squared distances of the honest rows from the mean.
+        along: inner products of the centred honest rows with the direction.
+        length2: squared length of the direction.
     """
 
     mean: np.ndarray
@@ -36,16 +40,19 @@ class Cloud:
 
     @property
     def gram(self) -> np.ndarray:
-        """Return the inner products of the centred rows."""
+        """Return the matrix of inner products of the centred rows."""
         products: np.ndarray = (self.norms[:, None] + self.norms - self.distances) / 2
         return products
 
 
 def survey(honest: HonestRows, direction: Direction) -> Cloud:
-    """Measure the cloud in two passes: the mean and the direction, then all distances at once.
+    """Measure the honest rows: compute the mean and the direction, then all distances.
 
-    The direction is minus the mean, minus the standard deviations, or minus the signs of the mean;
-    its length does not matter.
+    Args:
+        honest: the honest rows.
+        direction: ``"unit"``: minus the mean; ``"std"``: minus the standard deviation of each
+            column; ``"sign"``: minus the signs of the mean. The length of the direction does not
+            matter.
     """
     matrix = honest.matrix
     mean, away = np.empty((2, matrix.d), matrix.kind.work)
@@ -62,8 +69,8 @@ def survey(honest: HonestRows, direction: Direction) -> Cloud:
 
     run(prepare, column_blocks(matrix.d))
     rows = [matrix.read(worker) for worker in honest.workers]
-    # With the mean and a point in the direction as two more rows, distances say all there is to
-    # know: |x - mean - p|^2 = |x - mean|^2 - 2 <x - mean, p> + |p|^2.
+    # With the mean and mean + direction as two more rows, the distances contain everything needed:
+    # |x - mean - p|^2 = |x - mean|^2 - 2 <x - mean, p> + |p|^2.
     squared = open_rows([*rows, mean, mean + away]).measure(Distances(wide=True))
     h = honest.count
     norms, length2 = squared[:h, h], float(squared[h, h + 1])
@@ -72,10 +79,10 @@ def survey(honest: HonestRows, direction: Direction) -> Cloud:
 
 
 class Hidden(RowAttack):
-    """q rows at the honest mean plus as much of a direction as distances to honest rows allow.
+    """An attack that moves q rows from the honest mean as far as distances to honest rows allow.
 
-    Shejwalkar, Houmansadr, "Manipulating the Byzantine", NDSS 2021. There the step is found by
-    bisection; the conditions are quadratic, so here it is solved for.
+    Shejwalkar, Houmansadr, "Manipulating the Byzantine", NDSS 2021. The paper finds the step by
+    bisection. The conditions are quadratic, so this code solves them.
     """
 
     direction: Direction
@@ -87,35 +94,38 @@ class Hidden(RowAttack):
 
     @property
     def sharded(self) -> bool:
-        """Distances are sums over all columns."""
+        """Return False, because distances are sums over all columns."""
         return False
 
     def step(self, cloud: Cloud) -> float:
-        """Return how far along the direction the lie may go."""
+        """Return the largest allowed step along the direction."""
         raise NotImplementedError
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Go that far from the mean."""
+        """Write mean + step * direction into the rows."""
         matrix = scene.matrix
         cloud = survey(HonestRows(matrix, rows), self.direction)
         step = matrix.kind.work.type(self.step(cloud) if cloud.length2 else 0)
 
         def work(columns: slice) -> None:
-            lie = cloud.mean[columns] + step * cloud.direction[columns]
-            matrix.write(rows, lie, columns)
+            values = cloud.mean[columns] + step * cloud.direction[columns]
+            matrix.write(rows, values, columns)
 
         run(work, column_blocks(matrix.d))
 
 
 @dataclass(frozen=True)
 class MinMax(Hidden):
-    """q rows as far out as keeps each distance to an honest row within the honest diameter.
+    """q workers send a row far from the mean, within the largest distance between honest rows.
+
+    Every distance from the Byzantine row to an honest row is at most that largest distance.
 
     Args:
-        q: how many workers lie.
-        direction: away from the honest mean by ``"std"``, the deviations, by ``"unit"``, the
-            mean itself, or by ``"sign"``, its signs.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        direction: direction away from the honest mean; ``"std"``: minus the standard deviations of
+            the columns; ``"unit"``: minus the mean; ``"sign"``: minus its signs.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import MinMax, attack_rng
@@ -139,13 +149,17 @@ class MinMax(Hidden):
 
 @dataclass(frozen=True)
 class MinSum(Hidden):
-    """q rows whose squared distances to honest rows sum to no more than an honest row's do.
+    """q workers send a row as far from the mean as its sum of squared distances allows.
+
+    The sum of its squared distances to all honest rows is at most the largest such sum of an honest
+    row.
 
     Args:
-        q: how many workers lie.
-        direction: away from the honest mean by ``"std"``, the deviations, by ``"unit"``, the
-            mean itself, or by ``"sign"``, its signs.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        direction: direction away from the honest mean; ``"std"``: minus the standard deviations of
+            the columns; ``"unit"``: minus the mean; ``"sign"``: minus its signs.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import MinSum, attack_rng
@@ -168,16 +182,16 @@ class MinSum(Hidden):
 
 @dataclass(frozen=True)
 class Mimic(RowAttack):
-    """q rows that copy one honest worker, to over-represent its data.
+    """q workers copy the row of one honest worker, so that its data count too much.
 
     Karimireddy, He, Jaggi, "Byzantine-robust learning on heterogeneous datasets", ICLR 2022.
-    Without a ``worker``, the honest row that lies farthest along the direction in which honest rows
-    vary most.
 
     Args:
-        q: how many workers lie.
-        worker: whom they copy.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        worker: the worker to copy; None selects the honest row that is farthest along the direction
+            in which honest rows vary most.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import Mimic, attack_rng
@@ -200,11 +214,11 @@ class Mimic(RowAttack):
 
     @property
     def sharded(self) -> bool:
-        """To find the worker takes the whole matrix."""
+        """Return whether ``worker`` is given; selecting it needs the whole matrix."""
         return self.worker is not None
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Ask for a worker to copy that exists and, among fixed attackers, is honest."""
+        """Yield a message if the worker to copy does not exist or is itself Byzantine."""
         yield from super().problems(setting)
         lowest = self.q if self.who == "fixed" else 0
         if self.worker is not None and not lowest <= self.worker < setting.m:
@@ -214,17 +228,17 @@ class Mimic(RowAttack):
             )
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Copy the bits of one row."""
+        """Copy the bits of one row into the Byzantine rows."""
         matrix, worker = scene.matrix, self.worker
         if worker is None:
             worker = self._farthest(HonestRows(matrix, rows))
-        copied = matrix.words[worker].copy()  # the worker may be one of the rows
+        copied = matrix.words[worker].copy()  # the worker may be one of the Byzantine rows
         matrix.copy_rows(rows, np.broadcast_to(copied, matrix.words.shape))
 
     def _farthest(self, honest: HonestRows) -> int:
         gram = survey(honest, "unit").gram
         if not np.isfinite(gram).all():
-            place = 0
+            index = 0
         else:
-            place = int(np.abs(np.linalg.eigh(gram).eigenvectors[:, -1]).argmax())
-        return int(honest.workers[place])
+            index = int(np.abs(np.linalg.eigh(gram).eigenvectors[:, -1]).argmax())
+        return int(honest.workers[index])

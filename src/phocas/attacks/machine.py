@@ -1,4 +1,4 @@
-"""The faults that operators meet: nobody lies, and the matrix is wrong all the same."""
+"""Faults of machines: crashes, stragglers and corrupted memory, without malice."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class OneWorker(Attack):
         normalise(self, worker=count(self.name, "worker", self.worker))
 
     def byzantine(self) -> tuple[int, ...]:
-        """Return the one worker."""
+        """Return the faulty worker."""
         return (self.worker,)
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Ask for a worker that exists."""
+        """Yield a message if the worker does not exist."""
         yield from super().problems(setting)
         if self.worker >= setting.m:
             yield (
@@ -40,11 +40,11 @@ class OneWorker(Attack):
 
 @dataclass(frozen=True)
 class Crash(OneWorker):
-    """A worker's row never comes, from a round on: NaN.
+    """A worker sends no row from a round on; its row is NaN.
 
     Args:
-        worker: the worker that has the fault.
-        round: from which round on.
+        worker: the faulty worker.
+        round: the first round without its row.
 
     >>> import numpy as np
     >>> from phocas.attacks import Crash, attack_rng
@@ -72,13 +72,14 @@ class Crash(OneWorker):
 
 @dataclass(frozen=True)
 class Straggler(RowAttack):
-    """q workers are a round late: their rows of the round before come again.
+    """q workers are one round late: they send their rows of the previous round again.
 
-    Before there is a round before, nothing has come: NaN.
+    In round 0 there is no previous round, so the rows are NaN.
 
     Args:
-        q: how many workers are late.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of late workers.
+        who: which workers are late; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q workers
+            drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import Straggler, attack_rng
@@ -95,7 +96,7 @@ class Straggler(RowAttack):
     who: Who = "fixed"
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Copy the bits of the rows of the round before."""
+        """Copy the bits of the previous round's rows."""
         if scene.previous is not None:
             if scene.previous.kind != scene.matrix.kind:
                 raise TypeError(
@@ -114,13 +115,13 @@ class Straggler(RowAttack):
 
 @dataclass(frozen=True)
 class Stuck(OneWorker):
-    """Bits (1 is the least significant) of one column of one worker are stuck at 1 or 0.
+    """Bits of one cell, in one column of one worker, are stuck at 1 or 0.
 
     Args:
-        worker: the worker that has the fault.
-        column: the column that it is in.
-        bits: which bits, from 1.
-        at: 1 or 0.
+        worker: the faulty worker.
+        column: the column of the cell.
+        bits: the stuck bits; 1 is the least significant.
+        at: the value of the stuck bits, 1 or 0.
 
     >>> import numpy as np
     >>> from phocas.attacks import Stuck, attack_rng
@@ -148,7 +149,7 @@ class Stuck(OneWorker):
             raise ValueError(f"{self.name} needs at = 0 or 1: got at={self.at}")
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Ask for a worker and a column that exist, and a format that has those bits."""
+        """Yield a message if the worker, the column or a bit of the format does not exist."""
         yield from super().problems(setting)
         if setting.d is not None and self.column >= setting.d:
             yield f"column < d: got column={self.column} with d={setting.d}"
@@ -167,10 +168,10 @@ class Stuck(OneWorker):
 
 @dataclass(frozen=True)
 class RandomCells(Attack):
-    """Each cell is, with a probability, overwritten with random bits, NaN and inf among them.
+    """Each cell is overwritten with random bits, NaN and inf included, with probability ``rate``.
 
     Args:
-        rate: the probability for each cell.
+        rate: the probability of each cell.
 
     >>> import numpy as np
     >>> from phocas.attacks import RandomCells, attack_rng
@@ -203,16 +204,16 @@ class RandomCells(Attack):
 class SilentCorruption(OneWorker):
     """A worker's device corrupts values at addresses of a fixed stride, from a round on.
 
-    As a study of faults in GPUs found (arXiv 2605.04213): the same addresses again and again, one
-    bit in fewer than 40% of the values and several in the others, and NaN in 1% only. The rest
-    stays finite, small or large, so that looking for NaN misses nearly all of it.
+    A study of GPU faults (arXiv 2605.04213) found this pattern: the same addresses fail again and
+    again, one bit flips in fewer than 40% of the values and several bits in the others, and only 1%
+    become NaN. The other values stay finite, so a search for NaN misses nearly all of them.
 
     Args:
-        worker: the worker that has the fault.
-        round: from which round on.
-        stride: how far apart the addresses are.
-        first: the first of them.
-        nan: the share of values that become NaN.
+        worker: the faulty worker.
+        round: the first round with the fault.
+        stride: distance between corrupted columns.
+        first: the first corrupted column.
+        nan: the share of corrupted values that become NaN.
 
     >>> import numpy as np
     >>> from phocas.attacks import SilentCorruption, attack_rng
@@ -240,7 +241,7 @@ class SilentCorruption(OneWorker):
         )
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Ask for a worker that exists, and an address to corrupt."""
+        """Yield a message if there is no such worker, or no column with the number ``first``."""
         yield from super().problems(setting)
         if setting.d and self.first >= setting.d:
             yield f"first < d: got first={self.first} with d={setting.d}"
@@ -273,7 +274,7 @@ _MOST_BITS = 8
 
 
 def _flips(rng: np.random.Generator, size: int, kind: Format) -> np.ndarray:
-    """Draw which bits flip: one in 38% of the words, two to eight in the others."""
+    """Draw words with the bits to flip: one bit in 38% of the words, two to eight in the others."""
     several = np.where(rng.random(size) < _ONE_BIT, 1, rng.integers(2, _MOST_BITS + 1, size=size))
     bits = rng.random((size, kind.bits)).argsort(axis=1) < several[:, None]
     weights = kind.word.type(1) << np.arange(kind.bits, dtype=kind.word)

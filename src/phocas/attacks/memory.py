@@ -1,4 +1,4 @@
-"""The matrix as an attacker sees it: numbers and their bits, in the caller's own memory."""
+"""Access to a matrix for attacks: its numbers and their bits, in the caller's own memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from phocas.floats import Format, format_of, from_bfloat16, to_bfloat16
 
 
 def kind_of(dtype: Any) -> Format:
-    """Return the format of the values that an attack changes."""
+    """Return the float format of a dtype, or raise if attacks do not support it."""
     return format_of(dtype, "an attack")
 
 
 class WritableMatrix:
-    """The m x d numbers of an array or a CPU tensor; what is written here is written there."""
+    """The m x d numbers of an array or CPU tensor; writes change the caller's memory."""
 
     def __init__(self, rows: Any) -> None:
         self.words = _words(rows)
@@ -27,41 +27,41 @@ class WritableMatrix:
         self._floats = None if name == "bfloat16" else self.words.view(name)
 
     def read(self, rows: Any, columns: slice = slice(None)) -> np.ndarray:
-        """Return rows (a slice, an index or an array of them) to compute with; perhaps a view."""
+        """Return rows (a slice, an index or an array of indices), perhaps as a view."""
         if self._floats is None:
             return from_bfloat16(self.words[rows, columns])
         floats: np.ndarray = self._floats[rows, columns]
         return floats.astype(self.kind.work, copy=False)
 
     def write(self, rows: Iterable[int], values: np.ndarray, columns: slice = slice(None)) -> None:
-        """Put the same values into each of these rows; what is too large becomes inf."""
+        """Write the same values into each of these rows; values that overflow become inf."""
         stored = self._stored(values)
         target = self.words if self._floats is None else self._floats
         for row in rows:
             target[row, columns] = stored
 
     def take(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return single cells to compute with."""
-        memory, places = self._cells(self._floats, rows, columns)
+        """Return the values of single cells for computation."""
+        memory, indices = self._cells(self._floats, rows, columns)
         if self._floats is None:
-            return from_bfloat16(memory[places])
-        floats: np.ndarray = memory[places]
+            return from_bfloat16(memory[indices])
+        floats: np.ndarray = memory[indices]
         return floats.astype(self.kind.work, copy=False)
 
     def put(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
-        """Put values into single cells; what is too large becomes inf."""
-        memory, places = self._cells(self._floats, rows, columns)
-        memory[places] = self._stored(values)
+        """Write values into single cells; values that overflow become inf."""
+        memory, indices = self._cells(self._floats, rows, columns)
+        memory[indices] = self._stored(values)
 
     def change_bits(
         self, rows: np.ndarray, columns: np.ndarray, change: Callable[[np.ndarray], np.ndarray]
     ) -> None:
-        """Replace the words of single cells by a function of them."""
-        memory, places = self._cells(self.words, rows, columns)
-        memory[places] = change(memory[places])
+        """Replace the words of single cells by ``change(words)``."""
+        memory, indices = self._cells(self.words, rows, columns)
+        memory[indices] = change(memory[indices])
 
     def copy_rows(self, rows: Iterable[int], source: np.ndarray) -> None:
-        """Put the bits of ``source[row]`` into each of these rows."""
+        """Copy the bits of ``source[row]`` into each of these rows."""
         for row in rows:
             self.words[row] = source[row]
 
@@ -70,7 +70,7 @@ class WritableMatrix:
     ) -> tuple[np.ndarray, Any]:
         """Return an array and an index into it for these cells.
 
-        One flat index is 2 to 4 times as fast as a pair, where the memory is in one piece.
+        In contiguous memory one flat index is 2 to 4 times as fast as a pair of indices.
         """
         whole = self.words if memory is None else memory
         if whole.flags.c_contiguous:
@@ -78,7 +78,7 @@ class WritableMatrix:
         return whole, (rows, columns)
 
     def in_place(self, row: int, columns: slice) -> np.ndarray | None:
-        """Return a part of a row that may be computed into directly, if there is such memory."""
+        """Return a part of a row that can be computed in place, or None if it must be converted."""
         if self._floats is None or self._floats.dtype != self.kind.work:
             return None
         part = self._floats[row, columns]
@@ -92,13 +92,13 @@ class WritableMatrix:
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell whether a value is a torch tensor, without importing torch."""
+    """Return whether a value is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def host_array(value: Any) -> np.ndarray:
-    """Return a vector or matrix of any kind as a float64 array of its own."""
+    """Return a vector or matrix of any kind as a new float64 array."""
     if is_tensor(value):
         value = value.detach().cpu().double().numpy()
     return np.array(value, np.float64)

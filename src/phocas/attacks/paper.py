@@ -1,4 +1,4 @@
-"""The four attacks of the paper's experiments, to the letter."""
+"""The four attacks of the paper's experiments, exactly as described there."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from phocas.specs import count, normalise, number, positive, probability
 
 @dataclass(frozen=True)
 class Gaussian(RowAttack):
-    """q rows of independent normal values with mean 0.
+    """q workers send independent normal values with mean 0.
 
-    A value depends on the round, its row and its column alone, so that threads and servers draw
-    them in any order.
+    A value depends only on the round, its row and its column, so threads and servers can draw
+    values in any order.
 
     Args:
-        q: how many workers lie.
-        std: the standard deviation of what they send.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        std: standard deviation of the values.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import Gaussian, attack_rng
@@ -54,7 +55,7 @@ class Gaussian(RowAttack):
         normalise(self, std=positive(self.name, "std", self.std))
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Draw each row."""
+        """Draw the values of each Byzantine row."""
         matrix = scene.matrix
         first, second = scene.rng.integers(1 << 63, size=2).tolist()
         for row in rows.tolist():
@@ -62,20 +63,21 @@ class Gaussian(RowAttack):
                 out = matrix.in_place(row, columns)
                 size = columns.stop - columns.start
                 drawn = np.empty(size, matrix.kind.work) if out is None else out
-                place = scene.start + columns.start
-                kernels.draw_normals(drawn, (first, second), row, place, self.std)
+                first_column = scene.start + columns.start
+                kernels.draw_normals(drawn, (first, second), row, first_column, self.std)
                 if out is None:
                     matrix.write([row], drawn, columns)
 
 
 @dataclass(frozen=True)
 class Omniscient(ColumnLie):
-    """q rows equal to minus the sum of all correct gradients, times the scale.
+    """q workers send minus the sum of all honest gradients, multiplied by the scale.
 
     Args:
-        q: how many workers lie.
-        scale: by what the sum is multiplied.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        scale: factor of the negative sum.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import Omniscient, attack_rng
@@ -104,14 +106,14 @@ class Omniscient(ColumnLie):
 
 @dataclass(frozen=True)
 class BitFlip(Attack):
-    """Flip bits (1 is the least significant) of some workers' values in the first columns.
+    """Flip bits of some workers' values in the first columns.
 
     In each of the first ``columns`` columns, ``per_column`` workers are drawn anew.
 
     Args:
-        columns: how many columns are hit, from the first on.
-        per_column: how many workers are hit in each of them.
-        bits: which bits are flipped, from 1.
+        columns: number of columns that are hit, from the first.
+        per_column: number of workers that are hit in each column.
+        bits: the bits to flip; 1 is the least significant.
 
     >>> import numpy as np
     >>> from phocas.attacks import BitFlip, attack_rng
@@ -135,7 +137,7 @@ class BitFlip(Attack):
         )
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Ask for per_column <= m, columns <= d, and a format that has those bits."""
+        """Yield a message if per_column > m, columns > d, or the format lacks one of the bits."""
         yield from super().problems(setting)
         if self.per_column > setting.m:
             yield (f"per_column <= m: got per_column={self.per_column} with m={setting.m} workers")
@@ -154,13 +156,13 @@ class BitFlip(Attack):
 
 @dataclass(frozen=True)
 class Gambler(Attack):
-    """Multiply each value that reaches one server by the scale, with a small probability.
+    """Multiply each value sent to one server by the scale, with a small probability.
 
     Args:
-        servers: how many servers share the columns.
-        server: whose columns are hit.
-        probability: with which each value there is.
-        scale: by what it is then multiplied.
+        servers: number of servers that share the columns.
+        server: the server whose columns are hit.
+        probability: the probability of each value.
+        scale: the factor.
 
     >>> import numpy as np
     >>> from phocas.attacks import Gambler, attack_rng
@@ -191,7 +193,7 @@ class Gambler(Attack):
             )
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Ask for as many servers as there are."""
+        """Yield a message if the system has a different number of servers."""
         yield from super().problems(setting)
         if setting.servers is not None and setting.servers != self.servers:
             yield (

@@ -1,4 +1,4 @@
-"""What an attack by q of N clients is in a round in which m of them take part."""
+"""Attacks by q of N clients in a round in which only m clients participate."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ def check_among(
     d: int | None = None,
     dtype: str | None = None,
 ) -> None:
-    """Raise if an attack is impossible where m of that many clients take part in a round."""
-    liars = clients if clients is not None and isinstance(attack, RowAttack) else m
-    attack.check(liars, d, dtype, servers)
+    """Raise ValueError if an attack is impossible when m of ``clients`` clients participate.
+
+    The q Byzantine workers of a row attack are q of all clients, so q is compared with ``clients``.
+    The settings of other attacks are compared with m, the number of rows in a round.
+    """
+    population = clients if clients is not None and isinstance(attack, RowAttack) else m
+    attack.check(population, d, dtype, servers)
 
 
 def among(
     attack: Attack, participants: npt.NDArray[np.int64], clients: int, rng: np.random.Generator
 ) -> Attack:
-    """Return the attack of those liars who take part; participants come in ascending order.
+    """Return the attack restricted to the Byzantine clients that participate in a round.
 
-    Fixed liars are clients 0 to q - 1, so that those who take part have the first rows. Where q are
-    resampled every round, so many of them as chance has it take part. Faults that touch cells of
-    any row are what they were.
+    Fixed Byzantine clients are clients 0 to q - 1. Participants are in ascending order, so the
+    Byzantine ones have the first rows. If Byzantine clients are resampled, their number in the
+    round is drawn from the hypergeometric distribution. Attacks on cells of any row are returned
+    unchanged.
 
     >>> from phocas.attacks import parse_attack
     >>> rng = np.random.default_rng(0)
@@ -47,7 +52,6 @@ def among(
         present = int(np.searchsorted(participants, attack.q))
     else:
         present = int(rng.hypergeometric(attack.q, clients - attack.q, m))
-    most = (
-        m - 1 if attack.needs_honest else m
-    )  # who lies by what others say leaves one to listen to
+    # An attack that is computed from honest rows needs at least one of them.
+    most = m - 1 if attack.needs_honest else m
     return dataclasses.replace(attack, q=min(present, most))  # type: ignore[type-var]

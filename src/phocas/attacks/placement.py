@@ -1,19 +1,23 @@
-"""Where q liars do most harm in one column, if the rule is known: the optimum, not a search.
+"""The most harmful values of q Byzantine workers in one column, for a known rule.
 
-Let the h = m - q honest values of a column be x_1 <= ... <= x_h, and let the liars push upwards
-(downwards is the same with all signs turned).
+The optimum is computed, not searched. Let the h = m - q honest values of a column be x_1 <= ... <=
+x_h, and let the Byzantine values push the result upwards. (Pushing downwards is the same with all
+signs reversed.)
 
-The mean, the median and the trimmed mean grow with each value, so all liars at infinity is optimal.
+The mean, the median and the trimmed mean grow with each value, so all Byzantine values at infinity
+are optimal.
 
 Phocas and MeaMed average the m - b values nearest to a centre c, which grows with each value. A
-liar who is dropped does most at infinity: c can only rise and the kept window only slide up. Liars
-who are kept do most at one common value: raising the others to the highest raises c, so that
-honest values below are dropped before the liars are. So the optimum is j liars at one value v and
-q - j at infinity, for some j, and the result grows with v as long as the j are kept.
+Byzantine value that is dropped does most harm at infinity: c and the window of kept values can only
+rise. Byzantine values that are kept do most harm at one common value: raising all of them to the
+highest raises c, so honest values below are dropped first. So the optimum is j Byzantine values at
+one value v and q - j at infinity, for some j. The result grows with v as long as the j values are
+kept.
 
-What remains is the highest such v. With a honest values above v, the j are kept as long as the
-(b - q + j - a)-th smallest honest value is farther from c than v is, and c is linear in v between
-two honest values. ``highest_kept`` solves that for every column at once.
+The remaining unknown is the highest v at which the j values are kept. Let n be the number of honest
+values above v. The j values are kept as long as the (b - q + j - n)-th smallest honest value is
+farther from c than v is. Between two honest values, c is linear in v. ``highest_kept`` solves this
+condition for every column at once.
 """
 
 from __future__ import annotations
@@ -23,17 +27,17 @@ import numpy as np
 from phocas.kernels import BLOCK_COLUMNS, Window
 
 
-def edge_of_reach(honest: np.ndarray, q: int, window: Window) -> np.ndarray:
-    """Return, for each column, the highest value at which q liars still count in full.
+def edge_of_cutoff(honest: np.ndarray, q: int, window: Window) -> np.ndarray:
+    """Return, for each column, the highest value at which q Byzantine values keep full weight.
 
-    The liars are outside of what a window with a reach keeps in any case, so that they move neither
-    its centre nor its radius: they push by their weight times their distance, which is most at the
-    edge of the reach. That is so if they do the same in all columns of a block.
+    A window with a cutoff always keeps some values. The Byzantine values lie outside of them, so
+    they move neither its centre nor its radius. Their effect is their weight times their distance,
+    which is largest at the cutoff. This holds if they do the same in all columns of a block.
 
     Args:
         honest: the honest values, sorted along axis 0, (h, d), from the first column of the matrix.
-        q: the liars, at most as many as the window survives.
-        window: a window that drops some values and has a reach.
+        q: number of Byzantine values, at most as many as the window survives.
+        window: a window that drops some values and has a cutoff.
     """
     h, d = honest.shape
     m = h + q
@@ -43,20 +47,20 @@ def edge_of_reach(honest: np.ndarray, q: int, window: Window) -> np.ndarray:
     starts = np.arange(0, d, BLOCK_COLUMNS)
     widths = np.diff(starts, append=d)
     block = np.sqrt(np.add.reduceat(radius**2, starts) / widths)
-    return np.asarray(centre + window.reach * np.maximum(radius, np.repeat(block, widths)))
+    return np.asarray(centre + window.cutoff * np.maximum(radius, np.repeat(block, widths)))
 
 
 def highest_kept(
     honest: np.ndarray, *, q: int, together: int, dropped: int, trimmed: int
 ) -> np.ndarray:
-    """Return, for each column, the highest value at which ``together`` liars are still kept.
+    """Return, for each column, the highest value at which ``together`` Byzantine values are kept.
 
     Args:
         honest: the honest values, sorted along axis 0, (h, d).
-        q: the liars; the others of them sit at infinity.
-        together: how many liars share the value, at least 1.
-        dropped: how many values the rule drops, b; at least q.
-        trimmed: how many values are trimmed on each side to find the centre; at least ``dropped``.
+        q: number of Byzantine values; those not ``together`` are at infinity.
+        together: number of Byzantine values that share the returned value, at least 1.
+        dropped: number of values that the rule drops, b; at least q.
+        trimmed: number of values trimmed on each side to find the centre; at least ``dropped``.
     """
     h, d = honest.shape
     m, j = h + q, together
@@ -73,13 +77,13 @@ def highest_kept(
         total = total + (below[max(last, first)] - below[first])
         low = honest[under - 1]
         high = honest[under] if above else np.full(d, np.inf)
-        rival = dropped - q + j - above
-        if rival < 1:
+        competitor = dropped - q + j - above
+        if competitor < 1:
             kept = high
         else:
-            # Kept while v - c(v) <= c(v) - rival, where c(v) = (total + in_window v) / window.
+            # Kept while v - c(v) <= c(v) - competitor, where c(v) = (total + in_window v) / window.
             slope = 1 - 2 * in_window / window
-            limit = 2 * total / window - honest[rival - 1]
+            limit = 2 * total / window - honest[competitor - 1]
             at_high = np.where(np.isinf(high), np.inf, slope * high)
             kept = np.where(at_high <= limit, high, -np.inf)
             if slope > 0:

@@ -1,4 +1,4 @@
-"""Searching for the lie that hurts a known rule most, within a number of tries."""
+"""Search for the Byzantine rows that harm a known rule most, within a number of trials."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Objective = Literal["distance", "descent"]
 
 
 class Search:
-    """Tries of a rule on the matrix as it stands, counted, and the worst of them remembered.
+    """A counted sequence of trials of a rule on a matrix, which remembers the worst rows.
 
-    The score of a try is the distance of the rule's result from the honest mean, or how far it
-    points against it, - <result, mean>. A result that is not finite scores infinity.
+    The score of a trial is the distance of the rule's result from the honest mean, or minus its
+    inner product with the honest mean. A result that is not finite scores infinity.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Search:
         self.left = budget
         self.seed = seed
         self.best = -np.inf
-        self._own = scene.matrix.words[rows]
-        self._lies = self._own
+        self._original = scene.matrix.words[rows]
+        self._worst = self._original
 
     def result(self) -> np.ndarray:
-        """Return what the rule makes of the matrix now, at the price of one try."""
+        """Return the rule's result on the current matrix; this costs one trial."""
         self.left -= 1
         return host_array(self.rule(self.scene.rows, rng=np.random.default_rng(self.seed)))
 
     def measure(self) -> float:
-        """Score what stands in the matrix now."""
+        """Return the score of the current matrix."""
         result = self.result()
         if not np.isfinite(result).all():
             return np.inf
@@ -58,53 +58,56 @@ class Search:
         return -float(np.multiply(result, self.mean).sum())
 
     def score(self) -> float:
-        """Score the rows that stand in the matrix now, and remember them if they are the worst."""
+        """Return the score of the current matrix.
+
+        If the score is the highest so far, keep the Byzantine rows of the matrix as the worst rows.
+        """
         score = self.measure()
         if score > self.best:
-            self.best, self._lies = score, self.scene.matrix.words[self.rows]
+            self.best, self._worst = score, self.scene.matrix.words[self.rows]
         return score
 
     def honest_again(self) -> None:
-        """Put the bad workers' own rows back."""
-        self.scene.matrix.words[self.rows] = self._own
+        """Restore the Byzantine workers' original rows."""
+        self.scene.matrix.words[self.rows] = self._original
 
     def commit(self) -> None:
-        """Put the worst lies that were found into the matrix."""
-        self.scene.matrix.words[self.rows] = self._lies
+        """Write the worst rows found into the matrix."""
+        self.scene.matrix.words[self.rows] = self._worst
 
     def worst_row(self) -> np.ndarray:
-        """Return the first of the worst rows, to start from; zeros where it is not finite."""
+        """Return the first of the worst rows, with zeros for values that are not finite."""
         self.commit()
         row = self.scene.matrix.read(self.rows[0]).astype(np.float64)
         return np.nan_to_num(row, nan=0.0, posinf=0.0, neginf=0.0)
 
     def along(self, direction: np.ndarray, first: float, tries: int) -> float:
-        """Search along mean + step * direction, all bad rows alike; return the worst step."""
+        """Search steps of mean + step * direction for all Byzantine rows; return the worst step."""
         work = self.scene.matrix.kind.work
 
         def at(step: float) -> float:
-            lie = self.mean + step * direction
-            self.scene.matrix.write(self.rows, lie.astype(work))
+            values = self.mean + step * direction
+            self.scene.matrix.write(self.rows, values.astype(work))
             return self.score()
 
         return climb(at, first, min(tries, self.left))
 
 
 def norm(vector: np.ndarray) -> float:
-    """Return the length of a vector.
+    """Return the Euclidean length of a vector.
 
-    ``np.linalg.norm`` wakes the threads of the BLAS, which then wait for those of the rule: 5 ms
-    at d = 20,000 against 0.03.
+    ``np.linalg.norm`` starts BLAS threads, which compete with the rule's threads: it takes 5 ms at
+    d = 20,000, this function 0.03 ms.
     """
     return float(np.sqrt(np.square(vector).sum()))
 
 
 def climb(value: Callable[[float], float], first: float, tries: int) -> float:
-    """Return a step > 0 with a large value, after at most that many tries.
+    """Return a step > 0 with a large value, after at most ``tries`` evaluations.
 
-    Half of the tries double the step from ``first`` / 4 on; the other half close in on the best
-    from both sides. The value may drop off a cliff, as when a rule stops selecting the liars: then
-    the bracket shrinks onto its edge.
+    The first half of the evaluations doubles the step, starting at ``first`` / 4. The second half
+    narrows the bracket around the best step from both sides. The value may drop suddenly, as when a
+    rule stops selecting the Byzantine rows; then the bracket shrinks to that edge.
     """
     steps: list[float] = []
     values: list[float] = []
@@ -113,10 +116,10 @@ def climb(value: Callable[[float], float], first: float, tries: int) -> float:
         values.append(value(steps[-1]))
     if not steps:
         return first
-    place = int(np.argmax(values))
-    best, most = steps[place], values[place]
-    low = steps[place - 1] if place else 0.0
-    high = steps[place + 1] if place + 1 < len(steps) else 4 * best
+    peak = int(np.argmax(values))
+    best, most = steps[peak], values[peak]
+    low = steps[peak - 1] if peak else 0.0
+    high = steps[peak + 1] if peak + 1 < len(steps) else 4 * best
     upper = True
     for _ in range(tries - len(steps)):
         step = (best + high) / 2 if upper else (low + best) / 2

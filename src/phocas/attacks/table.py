@@ -1,4 +1,4 @@
-"""The table of attacks, and attacks by name."""
+"""The table of attacks, and the parser of attack specs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ ATTACKS: Table[Attack] = Table(
 
 
 def parse_attack(text: str, servers: int | None = None) -> Attack:
-    """Read an attack from ``gambler:probability=0.0005,scale=-1e20``.
-
-    An attack that asks how many servers there are is told, unless its text says so itself.
+    """Parse an attack from a spec such as ``gambler:probability=0.0005,scale=-1e20``.
 
     Args:
-        text: the attack as on the command line.
-        servers: how many servers there are, for attacks that ask.
+        text: the attack's spec, as on the command line.
+        servers: number of servers, for attacks that have such a parameter and a spec that does not
+            set it.
 
     >>> parse_attack("gambler", servers=4).servers
     4

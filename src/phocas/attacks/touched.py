@@ -1,4 +1,4 @@
-"""Which cells of the matrix an attack touched, without a boolean for each of m x d."""
+"""The set of cells that an attack touched, stored without a boolean for each of m x d cells."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Touched:
-    """Whole rows, and single cells outside those rows; ``np.asarray`` gives the boolean mask.
+    """A set of whole rows and of single cells in other rows; ``np.asarray`` gives a boolean mask.
 
     Args:
-        shape: that of the matrix.
-        whole_rows: the rows of which every cell was touched.
-        cell_rows: the rows of single cells.
-        cell_columns: the columns of single cells.
+        shape: shape of the matrix.
+        whole_rows: rows of which every cell was touched.
+        cell_rows: rows of the single cells.
+        cell_columns: columns of the single cells.
 
     >>> touched = Touched((3, 4), whole_rows=np.array([1]))
     >>> touched.count, touched.rows.tolist(), touched.most_per_column
@@ -39,7 +39,7 @@ class Touched:
 
     @property
     def rows(self) -> np.ndarray:
-        """Return the workers of whom at least one cell was touched, in ascending order."""
+        """Return the workers with at least one touched cell, in ascending order."""
         whole = self.whole_rows if self.shape[1] else _none()
         return np.union1d(whole, self.cell_rows)
 
@@ -51,7 +51,7 @@ class Touched:
 
     @property
     def most_per_column(self) -> int:
-        """Return the largest number of touched cells in one column: the paper's q."""
+        """Return the largest number of touched cells in one column, the paper's q."""
         if not self.shape[1]:
             return 0
         cells = np.unique(self.cell_columns, return_counts=True)[1].max(initial=0)

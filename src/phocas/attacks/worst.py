@@ -1,4 +1,4 @@
-"""Attackers who know the rule: a little is enough, tuned or not, and the worst case."""
+"""Attacks that know the rule: ALIE, optionally tuned against a rule, and the worst case."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from phocas.attacks.blocks import deviations, sum_rows
 from phocas.attacks.field import ConstantRows, InnerProduct, SignFlip
 from phocas.attacks.geometry import Cloud, Mimic, MinMax, MinSum, survey
 from phocas.attacks.paper import Gaussian, Omniscient
-from phocas.attacks.placement import edge_of_reach, highest_kept
+from phocas.attacks.placement import edge_of_cutoff, highest_kept
 from phocas.attacks.search import Objective, Search, climb, norm
 from phocas.attacks.touched import Touched
 from phocas.kernels import Window
 from phocas.rules import RULES, Rule
-from phocas.rules.algebra import UNMIXED
-from phocas.rules.promise import survived
+from phocas.rules.base import plan_of
+from phocas.rules.guarantee import survived
 from phocas.specs import count, normalise, number, one_of
 
 TRIES = 24  # evaluations of the rule along one direction: 12 doublings, then 12 halvings
@@ -28,17 +28,18 @@ TRIES = 24  # evaluations of the rule along one direction: 12 doublings, then 12
 
 @dataclass(frozen=True)
 class ALittleIsEnough(ColumnLie):
-    """q rows at the honest mean minus z standard deviations, column by column.
+    """q workers send the honest mean minus z standard deviations in each column.
 
-    Baruch, Baruch, Goldberg, NeurIPS 2019. z is the given one, or the one that moves the result of
-    the rule ``against`` farthest from the honest mean, or the paper's: with s = floor(m/2 + 1) - q
-    workers to be won over, the largest z with Phi(z) < (m - q - s) / (m - q).
+    Baruch, Baruch, Goldberg, NeurIPS 2019. With neither ``z`` nor ``against``, z is the paper's:
+    the largest z with Phi(z) < (m - q - s) / (m - q), where s = floor(m/2 + 1) - q is the number of
+    honest workers that the Byzantine ones need for a majority.
 
     Args:
-        q: how many workers lie.
-        z: how many deviations; the paper's, if there is neither z nor a rule.
-        against: the rule for which z is the worst.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        q: number of Byzantine workers.
+        z: number of standard deviations.
+        against: a rule; z is then chosen to move its result farthest from the honest mean.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas.attacks import ALittleIsEnough, attack_rng
@@ -69,11 +70,11 @@ class ALittleIsEnough(ColumnLie):
 
     @property
     def sharded(self) -> bool:
-        """To try a rule takes the whole matrix."""
+        """Return False if a rule is attacked, because evaluating it needs the whole matrix."""
         return self.against is None
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Ask also for what the paper's z takes: a minority of liars among three."""
+        """Yield a message also if the paper's z does not exist: it needs 2q <= m and m >= 3."""
         yield from super().problems(setting)
         m = setting.m
         if self.against is not None:
@@ -85,7 +86,10 @@ class ALittleIsEnough(ColumnLie):
             )
 
     def given_z(self, m: int) -> float:
-        """Return z, or the paper's z for m workers.
+        """Return z, the distance of the Byzantine values from the honest mean.
+
+        The unit is the standard deviation of the honest values. z is the setting of the attack or,
+        if that is None, the value that the paper of the attack gives for m workers.
 
         >>> round(ALittleIsEnough(q=6).given_z(20), 3)
         0.366
@@ -99,13 +103,13 @@ class ALittleIsEnough(ColumnLie):
         """Return mean - z * standard deviation of the honest values."""
         mean = sum_rows(honest)
         mean /= mean.dtype.type(len(honest))
-        spread = deviations(honest, mean)
-        spread *= spread.dtype.type(self.given_z(m))
-        mean -= spread
+        deviation = deviations(honest, mean)
+        deviation *= deviation.dtype.type(self.given_z(m))
+        mean -= deviation
         return mean
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Write the lie, tuned against the rule if there is one."""
+        """Write the Byzantine rows, with z tuned against the rule if one is given."""
         if self.against is None:
             super().fill(scene, rows)
             return
@@ -120,30 +124,31 @@ class ALittleIsEnough(ColumnLie):
 
 @dataclass(frozen=True)
 class WorstCase(RowAttack):
-    """q rows made by one who knows the rule and the honest rows, and searches for the worst.
+    """q workers that know the rule and the honest rows send the most harmful rows found.
 
-    For a rule that is a window of each column (the mean, the median, the trimmed mean, Phocas and
-    MeaMed) the optimum of every column is computed (see ``phocas.attacks.placement``). If the
-    window has a reach, as that of Heraclius, liars at the edge of it are tried as well. For other
-    rules it is a search, within ``budget`` evaluations of the rule: all the row attacks of this
-    package first, then lines from the honest mean along their directions, along the directions in
-    which honest rows vary, and along random ones until the budget is spent.
+    For a rule that applies a window to each column (mean, median, trimmed mean, Phocas, MeaMed) the
+    optimum of every column is computed (see ``phocas.attacks.placement``). If the window has a
+    cutoff, as that of Heraclius, values at the cutoff are tried too. For other rules the attack
+    searches, within ``budget`` evaluations of the rule. It first tries all row attacks of this
+    package. It then tries lines from the honest mean along their directions, along the directions
+    in which honest rows vary, and along random directions.
 
-    ``objective="distance"`` moves the result farthest from the honest mean; ``"descent"`` makes its
-    inner product with the honest mean least. ``model="cells"`` is the paper's generalised model: at
-    most q values a column, but not in the same rows. It makes no difference to a rule that reduces
-    each column on its own; others also face one infinite value in every worker's row, and the worst
-    lie, nearer and farther, spread over all rows: q values of every column, in other rows from
+    ``model="cells"`` is the paper's generalised model: at most q Byzantine values per column, in
+    any rows. It makes no difference to a rule that reduces each column on its own. Against other
+    rules, the attack also tries one infinite value in every worker's row, and the worst row found,
+    scaled, with its values distributed over all rows: q values per column, in different rows from
     column to column.
 
     Args:
-        rule: the rule that they know.
-        q: how many workers lie.
-        budget: how often they may try the rule.
-        seed: of the search.
-        objective: ``"distance"``: far from the honest mean; ``"descent"``: against it.
-        model: ``"rows"``: they own rows; ``"cells"``: as many values a column, in any row.
-        who: ``"fixed"``: workers 0 to q - 1, every round; ``"resampled"``: others every round.
+        rule: the rule under attack.
+        q: number of Byzantine workers.
+        budget: largest number of evaluations of the rule.
+        seed: seed of the search.
+        objective: ``"distance"``: move the result far from the honest mean; ``"descent"``: minimise
+            its inner product with the honest mean.
+        model: ``"rows"``: q whole rows; ``"cells"``: q values per column, in any row.
+        who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
+            workers drawn in every round.
 
     >>> import numpy as np
     >>> from phocas import Phocas
@@ -178,19 +183,22 @@ class WorstCase(RowAttack):
 
     @property
     def sharded(self) -> bool:
-        """A column's optimum depends on that column alone, unless blocks have a spread."""
-        window = self._window(2 * self.q + 1)  # whether there is a reach does not depend on m
-        return window is not None and not window.reach
+        """Return whether each column's optimum depends on that column alone.
+
+        This is so for a window without a cutoff; a cutoff depends on a block of columns.
+        """
+        window = self._window(2 * self.q + 1)  # whether there is a cutoff does not depend on m
+        return window is not None and not window.cutoff
 
     def _window(self, m: int) -> Window | None:
-        """Return the window of each column that the rule is, if it is nothing else."""
+        """Return the rule's window if the rule only applies a window to each column, else None."""
         if not self.rule.columnwise:
             return None
-        decision = self.rule.decision(UNMIXED, m)
-        return decision.window if decision.function is None else None
+        plan = plan_of(self.rule, m)
+        return plan.window if plan.function is None else None
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Ask also for a rule that runs on m workers, and for cells enough to reach every row."""
+        """Yield a message also if the rule or the cells model cannot run with m workers."""
         yield from super().problems(setting)
         self.rule.check(setting.m)
         d, cells = setting.d, self.model == "cells"
@@ -198,7 +206,7 @@ class WorstCase(RowAttack):
             yield f"q * d >= m to put a value into every row: got q={self.q}, d={d}, m={setting.m}"
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
-        """Write the worst rows that are known or found."""
+        """Write the worst rows that are computed or found."""
         self._search(scene, rows)
 
     def _corrupt(self, scene: Scene) -> Touched:
@@ -209,7 +217,7 @@ class WorstCase(RowAttack):
         if self.model == "cells" and self._window(scene.matrix.m) is None:
             cells = self._one_in_every_row(search)
             if cells is None:
-                cells = self._spread(search)
+                cells = self._distribute(search)
             if cells is not None:
                 return cells
             search.commit()
@@ -232,35 +240,35 @@ class WorstCase(RowAttack):
         if window is not None:
             self._place(search, honest, window)
         elif cloud is not None:
-            self._restart(search, honest, cloud)
+            self._search_directions(search, honest, cloud)
             search.commit()
         return search
 
     def _one_in_every_row(self, search: Search) -> Touched | None:
-        """Put a huge value into one cell of every row, q to a column, if that is worse still."""
+        """Write a huge value into one cell of every row, q per column, if that is worse."""
         scene, matrix = search.scene, search.scene.matrix
         search.honest_again()
         workers, columns = np.arange(matrix.m), np.arange(matrix.m) // self.q
-        own = matrix.words[workers]
+        original = matrix.words[workers]
         for value in (np.inf, matrix.kind.large, -matrix.kind.large):
             matrix.put(workers, columns, np.full(matrix.m, value))
             if search.measure() > search.best:
                 return scene.cells_here(workers, columns)
-        matrix.words[workers] = own
+        matrix.words[workers] = original
         return None
 
-    def _spread(self, search: Search) -> Touched | None:
-        """Put the worst lie into q rows of every column, other rows each time, if that is worse."""
+    def _distribute(self, search: Search) -> Touched | None:
+        """Write the worst row's values into q rotating rows of every column, if that is worse."""
         scene, matrix = search.scene, search.scene.matrix
-        lie = search.worst_row() - search.mean
+        offset = search.worst_row() - search.mean
         search.honest_again()
         columns = np.repeat(np.arange(matrix.d), self.q)
         workers = np.arange(columns.size) % matrix.m
-        everybody = np.arange(matrix.m)
-        own = matrix.words[everybody]
+        all_workers = np.arange(matrix.m)
+        original = matrix.words[all_workers]
 
         def put(step: float) -> None:
-            values = (search.mean + step * lie).astype(matrix.kind.work)
+            values = (search.mean + step * offset).astype(matrix.kind.work)
             matrix.put(workers, columns, np.repeat(values, self.q))
 
         def measured(step: float) -> float:
@@ -270,22 +278,22 @@ class WorstCase(RowAttack):
         step = climb(measured, 1.0, TRIES)
         if measured(step) > search.best:
             return scene.cells_here(workers, columns)
-        matrix.words[everybody] = own
+        matrix.words[all_workers] = original
         return None
 
     def _place(self, search: Search, honest: HonestRows, window: Window) -> None:
-        """Try the few placements of which one is optimal, and keep the worst for each column."""
+        """Try the few placements that contain the optimum, and keep the worst for each column."""
         matrix, mean = search.scene.matrix, search.mean
         work = matrix.kind.work
         ordered = np.sort(honest.read().astype(np.float64), axis=0)
         worst = np.full(matrix.d, -np.inf)
-        lies = np.zeros((self.q, matrix.d), work)
+        worst_rows = np.zeros((self.q, matrix.d), work)
         for up in (True, False):
             sorted_up = ordered if up else -ordered[::-1]
             sign = 1.0 if up else -1.0
             candidates = self._candidates(sorted_up, matrix.kind.mantissa, window)
-            if window.reach and self.q <= survived(window):
-                candidates.append((self.q, edge_of_reach(sorted_up, self.q, window)))
+            if window.cutoff and self.q <= survived(window):
+                candidates.append((self.q, edge_of_cutoff(sorted_up, self.q, window)))
             for together, value in candidates:
                 if search.left <= 0:
                     break
@@ -298,28 +306,29 @@ class WorstCase(RowAttack):
                 score = np.where(np.isfinite(result), score, np.inf)
                 better = score > worst
                 worst[better] = score[better]
-                lies[:, better] = tried[:, better]
-        for row, values in zip(search.rows, lies, strict=True):
+                worst_rows[:, better] = tried[:, better]
+        for row, values in zip(search.rows, worst_rows, strict=True):
             matrix.write([row], values)
 
     def _candidates(
         self, honest: np.ndarray, mantissa: int, window: Window
     ) -> list[tuple[int, np.ndarray]]:
-        """List (liars together, their value in each column), pushing upwards; the rest at inf."""
+        """Return pairs (number of values, their common value per column); the others are at inf."""
         found = [(0, np.zeros(honest.shape[1]))]
         trim, drop = window.trim, window.drop
         if drop is not None and self.q <= survived(window):
-            # At the very edge rounding decides whether the liars are kept: try a little below too.
+            # Rounding decides whether a value at the very edge is kept, so try slightly lower
+            # values too.
             slack = 2.0 ** (3 - mantissa) * np.abs(honest).max(axis=0)
             for j in range(1, self.q + 1):
                 edge = highest_kept(honest, q=self.q, together=j, dropped=drop, trimmed=trim)
                 found += [(j, edge), (j, edge - slack), (j, edge - 8 * slack)]
         return found
 
-    def _restart(self, search: Search, honest: HonestRows, cloud: Cloud) -> None:
-        """Try the rivals, then lines along their directions, then along random ones."""
+    def _search_directions(self, search: Search, honest: HonestRows, cloud: Cloud) -> None:
+        """Try the known attacks, then lines along their directions and along random ones."""
         q, scene = self.q, search.scene
-        rivals: list[RowAttack] = [
+        known: list[RowAttack] = [
             ConstantRows(q, np.inf),
             ConstantRows(q, np.nan),
             Omniscient(q),
@@ -335,32 +344,32 @@ class WorstCase(RowAttack):
                 for direction in ("std", "unit", "sign")
             ),
         ]
-        for rival in rivals:
+        for attack in known:
             if search.left > 0 and search.best < np.inf:
                 search.honest_again()
-                rival.fill(scene, search.rows)
+                attack.fill(scene, search.rows)
                 search.score()
         for direction in (cloud.direction, -cloud.direction):
-            # As a tuned ALittleIsEnough goes, step for step: near its cliff, steps matter.
+            # Same steps as the tuned ALittleIsEnough: close to the edge of selection, steps matter.
             if search.left > 0 and search.best < np.inf:
                 search.along(direction, 1.0, TRIES)
         rng = np.random.default_rng(self.seed)
-        spread = np.sqrt(cloud.norms.mean())
+        deviation = np.sqrt(cloud.norms.mean())
         directions = self._directions(search, honest, cloud, rng)
         while search.left > 0 and search.best < np.inf:
             direction = next(directions)
             length = norm(direction)
             if length > 0:
-                search.along(direction * (spread / length), 1.0, TRIES)
+                search.along(direction * (deviation / length), 1.0, TRIES)
             else:
                 search.left -= 1
 
     def _directions(
         self, search: Search, honest: HonestRows, cloud: Cloud, rng: np.random.Generator
     ) -> Iterator[np.ndarray]:
-        """Yield directions from the mean: against it, along the spread, then within the cloud.
+        """Yield directions from the mean: against it, along the deviations, then within the rows.
 
-        The last ones go on for ever, random ones and changes to the worst in turns.
+        The last kind is endless: random directions and changes of the worst row alternate.
         """
         rows = honest.read().astype(np.float64) - cloud.mean
         mean = cloud.mean.astype(np.float64)

@@ -1,4 +1,4 @@
-"""``phocas advise``: what recorded runs say about b and reach."""
+"""``phocas advise``: which b and cutoff a recorded run needed."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, group: str) -> None:
     """Add the command."""
-    app.command("advise")(advise)
+    app.command("advise", rich_help_panel=group)(advise)
 
 
 def advise(
-    results: Annotated[Path, typer.Argument(help="A file that keeps results.")] = Path(
-        "phocas.sqlite"
-    ),
-    run: Annotated[int | None, typer.Option(help="This run; by default the last.")] = None,
+    results: Annotated[Path, typer.Argument(help="Results file.")] = Path("phocas.sqlite"),
+    run: Annotated[
+        int | None, typer.Option(help="Number of the run.", show_default="the last")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Tell which b a run would have needed, and what another b or reach would have cost.
+    """Show which b a run needed, and the error bounds of other choices.
 
-    It never chooses one: what hides is not seen, and too small a b has no bound.
+    Attacks that stay within the honest distribution are not counted: the
+    b of a rule remains the user's decision.
     """
     import json
     from dataclasses import asdict
 
-    from phocas.experiments.advice import advise as work_out
+    from phocas.experiments.advice import advise as compute
     from phocas.experiments.results import Results
     from phocas.report.advice import print_advice
 
@@ -35,7 +36,7 @@ def advise(
         records = file.runs() if run is None else [file.run(run)]
         if not records:
             raise ValueError(f"there is no run in {results}")
-        found = work_out(file, records[-1])
+        found = compute(file, records[-1])
     if json_:
         told = asdict(found)
         record = told.pop("record")

@@ -12,47 +12,52 @@ if TYPE_CHECKING:
     from phocas.integrations.merging import Merged
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, group: str) -> None:
     """Add the command."""
-    app.command("aggregate")(aggregate)
+    app.command("aggregate", rich_help_panel=group)(aggregate)
 
 
 def aggregate(
-    files: Annotated[list[Path], typer.Argument(help="One file for each worker or client.")],
-    rule: Annotated[str, typer.Option(help="For example phocas:b=2; see phocas rules.")],
+    files: Annotated[list[Path], typer.Argument(help="Files, one for each worker or client.")],
+    rule: Annotated[str, typer.Option(help="Rule, for example phocas:b=2; see phocas rules.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where the result goes, like the first file.")
+        Path, typer.Option("--output", "-o", help="File to write, in the first file's format.")
     ],
     base: Annotated[
         Path | None,
-        typer.Option(help="What all began from: the differences to it are aggregated."),
+        typer.Option(help="Common starting point; the differences to it are aggregated."),
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(help="A number for each file, in their order: 600,450,800."),
+        typer.Option(help="Weight of each file, in their order: 600,450,800."),
     ] = None,
     max_share: Annotated[
-        float | None, typer.Option(help="The share of all weight that no file is above.")
+        float | None, typer.Option(help="Largest share of the total weight that one file has.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="For rules that draw at random.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say who was thrown away.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed, for rules that draw random numbers.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print the share of dropped values of each file.")
+    ] = False,
     receipt: Annotated[
-        Path | None, typer.Option(help="Write digests here, for others to compare with.")
+        Path | None, typer.Option(help="JSON file to write, with the digests of all files.")
     ] = None,
     allow_nonfinite: Annotated[
         bool,
         typer.Option("--allow-nonfinite", help="Write the result even if it has NaN or inf."),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: who was thrown away, in each tensor.")
+        bool, typer.Option("--json", help="Print JSON: dropped shares by file and by tensor.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Merge files of tensors: .safetensors, .npz, .npy or .pt, by their content.
+    """Merge files of tensors by a rule.
 
-    Keys, shapes and types must be the same in all. Files are mapped and
-    merged in parts, so they may be larger than memory. Whole numbers become
-    what more than half of the files say.
+    The files may be .safetensors, .npz, .npy or .pt. Keys, shapes and types
+    must be the same in all of them. Files are mapped and merged in parts, so
+    they may be larger than memory. Integers become the value that more than
+    half of the files have.
     """
     from phocas.files import check_writable
     from phocas.integrations import merging

@@ -10,30 +10,32 @@ import typer
 RULES = ("mean", "krum:b=8", "multi-krum:b=8", "trimmed-mean:b=8", "phocas:b=8", "heraclius:b=8")
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, group: str) -> None:
     """Add the command."""
-    app.command("demo")(demo)
+    app.command("demo", rich_help_panel=group)(demo)
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="The folder for the results and the figure.")] = Path(
-        "phocas-demo"
-    ),
-    dataset: Annotated[str, typer.Option(help="mnist, fashion-mnist or synthetic.")] = "mnist",
-    rounds: Annotated[int, typer.Option(help="Rounds of each run.")] = 500,
-    seed: Annotated[int, typer.Option(help="Seed.")] = 0,
+    output: Annotated[
+        Path, typer.Option(help="Folder for the results, the figure and the HTML report.")
+    ] = Path("phocas-demo"),
+    dataset: Annotated[
+        str, typer.Option(help="Data set: mnist, fashion-mnist or synthetic.")
+    ] = "mnist",
+    rounds: Annotated[int, typer.Option(help="Number of rounds of each run.")] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     data_dir: Annotated[
         str | None,
         typer.Option(
-            help="Where data sets are kept.", envvar="PHOCAS_DATA", show_default="user cache"
+            help="Folder of the data sets.", envvar="PHOCAS_DATA", show_default="user cache"
         ),
     ] = None,
 ) -> None:
-    """Train six rules under the gambler attack, and the mean without one; a figure and a report.
+    """Compare six rules under the gambler attack, with a figure.
 
-    One of the twenty servers is hit: each value that reaches it is
-    multiplied by -1e20 with probability 0.05%. That is three values of each
-    worker, so that no worker can be trusted whole.
+    The attack hits one of 20 servers: each value that reaches it is
+    multiplied by -1e20 with probability 0.05%. That is about three values
+    of every worker. The mean without an attack is the baseline.
     """
     import time
 
@@ -43,7 +45,7 @@ def demo(
     from phocas.experiments.results import Results
     from phocas.experiments.sweep import sweep
     from phocas.files import check_writable
-    from phocas.report.figures import Curve, accuracy_figure
+    from phocas.report.figures import RunCurve, accuracy_figure
     from phocas.report.page.writing import write_report
     from phocas.report.palette import BASELINE, Palette
     from phocas.report.progress import SweepProgress, interruptible
@@ -63,14 +65,14 @@ def demo(
         for rule, attack in [("mean", "none"), *((rule, "gambler") for rule in RULES)]
     ]
     check_writable(results, "the results file")
-    load(dataset, data_dir)  # fetched once, before all runs want it
+    load(dataset, data_dir)  # once, before all runs need it
     with interruptible() as stop, SweepProgress(configs) as progress:
         records = sweep(configs, watch=progress.show, should_stop=stop.is_set)
     ended = [record for record in records if record is not None]
     if ended:
         print_runs(ended)
     if len(ended) < len(configs) or any(record.status != "complete" for record in ended):
-        typer.echo(f"not all runs are done; the same command goes on. Results in {results}")
+        typer.echo(f"not all runs are complete; the same command resumes. Results in {results}")
         raise typer.Exit(130 if stop.is_set() else 1)
     palette = Palette()
     with Results(results) as file:
@@ -79,7 +81,7 @@ def demo(
             points = file.table("evaluations", record.id)
             label = label_of(config)
             curves.append(
-                Curve(
+                RunCurve(
                     label if record.attack else f"{label}, no attack",
                     [point["round"] for point in points],
                     [point["top1"] for point in points],

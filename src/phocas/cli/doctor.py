@@ -1,4 +1,4 @@
-"""``phocas doctor``: which kernels are used here, and whether they can be trusted."""
+"""``phocas doctor``: the kernels of each device, checked against the definitions."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, group: str) -> None:
     """Add the command."""
-    app.command()(doctor)
+    app.command(rich_help_panel=group)(doctor)
 
 
 def doctor(
     device: Annotated[
-        str | None, typer.Option(help="A device of torch's, such as cuda:1. Default: all.")
+        str | None,
+        typer.Option(help="Device of torch, for example cuda:1.", show_default="all"),
     ] = None,
 ) -> None:
-    """Say which kernels each device takes, and compare them with the rules' definitions.
+    """Check the compiled rules of this machine against their definitions.
 
-    The status is 1 if a rule is not what its definition says.
+    The exit status is 1 if a rule differs from its definition.
     """
     from phocas.experiments import doctor as examine
     from phocas.training.devices import find_device
@@ -38,8 +39,8 @@ def doctor(
         passed = sum(check.passed for check in checks)
         same = sum(check.same_bits for check in checks)
         typer.echo(
-            f"  {passed} of {len(checks)} cases are what the definition says, among NaN, infinities"
-            f" and huge values; {same} have the processor's bits"
+            f"  {passed} of {len(checks)} cases agree with the definition, among them NaN, inf and"
+            f" huge values; {same} have the bits of the CPU"
         )
         failed += len(checks) - passed
     if failed:

@@ -8,64 +8,74 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phocas.cli import reject_unused
+
 if TYPE_CHECKING:
     from phocas.experiments.config import RunConfig
     from phocas.experiments.reproduction.tasks import Reproduction
     from phocas.experiments.sweep import Message
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, group: str) -> None:
     """Add the command."""
-    app.command("reproduce")(reproduce)
+    app.command("reproduce", rich_help_panel=group)(reproduce)
 
 
 def reproduce(
+    context: typer.Context,
     task: Annotated[
         str,
         typer.Argument(
-            help="mnist, cifar10, heraclius, choosing, choosing-cifar10, or a task's TOML file."
+            help="mnist, cifar10, heraclius, choosing, choosing-cifar10, or a TOML file."
         ),
     ],
     repeats: Annotated[
         int | None,
-        typer.Option(min=1, help="Repeats of each run.", show_default="10, or what the scale says"),
+        typer.Option(
+            min=1, help="Number of repeats of each run.", show_default="10, or those of the scale"
+        ),
     ] = None,
-    scale: Annotated[str, typer.Option(help="paper, or small for a laptop.")] = "paper",
+    scale: Annotated[str, typer.Option(help="Size: paper, or small for a laptop.")] = "paper",
     output: Annotated[
         Path | None,
-        typer.Option(help="The folder for figures and claims.", show_default="phocas-TASK-SCALE"),
+        typer.Option(help="Folder for figures and claims.", show_default="phocas-TASK-SCALE"),
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="The file that keeps the results.", show_default="in the output folder"),
+        typer.Option(help="Results file.", show_default="in the output folder"),
     ] = None,
     figure: Annotated[
         list[str] | None, typer.Option(help="Only this figure. Repeatable.", show_default="all")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Runs at a time.", show_default="one a core")
+        int | None,
+        typer.Option(help="Number of runs at the same time.", show_default="one per core"),
     ] = None,
     data_dir: Annotated[
         str | None,
         typer.Option(
-            help="Where data sets are kept.", envvar="PHOCAS_DATA", show_default="user cache"
+            help="Folder of the data sets.", envvar="PHOCAS_DATA", show_default="user cache"
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be run, and check it.")
+        bool, typer.Option("--dry-run", help="Check and list the runs, and run nothing.")
     ] = False,
     report_only: Annotated[
-        bool, typer.Option("--report-only", help="Run nothing; report on what there is.")
+        bool, typer.Option("--report-only", help="Report on the runs that are complete.")
     ] = False,
 ) -> None:
-    """Run the paper's experiments, draw its figures, and judge its claims.
+    """Repeat the paper's experiments, draw its figures, test its claims.
 
-    What is complete is not run again: the same command goes on after an
-    interruption, and one with more repeats adds to those that there are.
+    Complete runs are not repeated: the same command resumes after an
+    interruption, and with more repeats it adds the missing ones.
     """
     from phocas.experiments.reproduction.tasks import plan
     from phocas.files import check_writable
 
+    if dry_run:
+        reject_unused(context, ["report_only"], "with --dry-run")
+    if report_only:
+        reject_unused(context, ["processes"], "with --report-only, which runs nothing")
     folder = output or Path(f"phocas-{Path(task).stem}-{scale}")
     file = results or folder / "results.sqlite"
     places = {"results": str(file), "data_dir": data_dir}
@@ -99,17 +109,17 @@ def _run(
     runs = reproduction.runs()
     missing = _missing(runs)
     if len(missing) < len(runs):
-        typer.echo(f"{len(runs) - len(missing)} of {len(runs)} runs are there already", err=True)
+        typer.echo(f"{len(runs) - len(missing)} of {len(runs)} runs are complete already", err=True)
     if not missing:
         return []
-    load(missing[0].dataset, data_dir)  # fetched once, before all runs want it
+    load(missing[0].dataset, data_dir)  # once, before all runs need it
     with interruptible() as stop, SweepProgress(missing) as progress:
         failed: dict[int, str] = {}
 
         def watch(news: Message) -> None:
             progress.show(news)
             if isinstance(news, Ended) and news.status == "failed":
-                failed[news.index] = news.error or "for no reason given"
+                failed[news.index] = news.error or "no reason given"
 
         records = sweep(missing, processes=processes, watch=watch, should_stop=stop.is_set)
     left = sum(
@@ -118,7 +128,7 @@ def _run(
     )
     if left:
         typer.echo(
-            f"{left} of {len(runs)} runs are not done; the same command goes on."
+            f"{left} of {len(runs)} runs are not complete; the same command resumes."
             f" Results are in {file}",
             err=True,
         )
@@ -190,12 +200,12 @@ def _facts(reproduction: Reproduction, file: Path, failed: list[str]) -> list[st
 
     runs = reproduction.runs()
     done = len(runs) - len(_missing(runs))
-    size = f"{done} of {len(runs)} runs of {runs[0].rounds} rounds have come to their end"
+    size = f"{done} of {len(runs)} runs of {runs[0].rounds} rounds are complete"
     with Results(file, read=True) as results:
         wanted = {config.identity() for config in runs}
         stopped = [r for r in results.runs() if r.status == "stopped" and r.identity in wanted]
     if stopped:
-        size += f", {len(stopped)} of them early, at a step that was not finite"
+        size += f", {len(stopped)} of them stopped early at an aggregate with NaN or inf"
     return [
         f"scale {reproduction.scale}, {reproduction.metric} accuracy, {size}",
         ", ".join(f"{name} {version}" for name, version in versions().items()),

@@ -7,35 +7,40 @@ from typing import Annotated
 
 import typer
 
+from phocas.cli import reject_unused
 
-def register(app: typer.Typer) -> None:
+
+def register(app: typer.Typer, group: str) -> None:
     """Add the command."""
-    app.command("sweep")(sweep)
+    app.command("sweep", rich_help_panel=group)(sweep)
 
 
 def sweep(
+    context: typer.Context,
     grid: Annotated[
-        Path, typer.Argument(help=r"A TOML file: settings, and a \[grid] of lists to multiply.")
+        Path, typer.Argument(help=r"TOML file: settings, and a \[grid] of lists to combine.")
     ],
     results: Annotated[
-        str | None,
-        typer.Option(help="The file that keeps the results.", show_default="as in the grid"),
+        str | None, typer.Option(help="Results file.", show_default="that of the grid")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Runs at a time.", show_default="one a core")
+        int | None,
+        typer.Option(help="Number of runs at the same time.", show_default="one per core"),
     ] = None,
     track: Annotated[
         list[str] | None,
-        typer.Option(help="Who is told of every run: tensorboard:DIR, wandb, mlflow, module:Name."),
+        typer.Option(help="Experiment tracker: tensorboard:DIR, wandb, mlflow or module:Name."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be run, and check it.")
+        bool, typer.Option("--dry-run", help="Check and list the runs, and run nothing.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print a JSON list at the end.")] = False,
 ) -> None:
-    """Run a grid of rules, attacks and seeds; what is complete is not run again."""
+    """Run a grid of settings on all cores; complete runs are kept."""
     import json
 
+    if dry_run:
+        reject_unused(context, ["json_"], "with --dry-run")
     if not json_:
         typer.echo(f"reading {grid}", err=True)  # the imports below take seconds
 
@@ -78,13 +83,13 @@ def sweep(
         print_runs(ended)
         typer.echo(
             f"results in {place}; the model of a run:"
-            " phocas export --model RUN --output model.safetensors"
+            " phocas results export --model RUN --output model.safetensors"
             + (f" --results {place}" if place != "phocas.sqlite" else "")
         )
     left = sum(record is None or record.status in ("interrupted", "running") for record in records)
     if left:
         typer.echo(
-            f"{left} of {len(configs)} runs are not done; the same command goes on."
+            f"{left} of {len(configs)} runs are not complete; the same command resumes."
             f" Results are in {place}",
             err=True,
         )

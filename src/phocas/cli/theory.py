@@ -1,4 +1,4 @@
-"""``phocas bounds`` and ``phocas plan``: what the theory promises, and what will survive."""
+"""``phocas theory``: the paper's error bounds, and which b a job needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phocas.cli import Application, given, require_command
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -15,64 +17,92 @@ if TYPE_CHECKING:
     from phocas.theory import Bound, Exposure, Survival
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(bounds)
-    app.command()(plan)
+def register(app: typer.Typer, group: str) -> None:
+    """Add the group of commands."""
+    inner = Application()
+    inner.callback()(theory)
+    inner.command("bounds")(bounds)
+    inner.command("plan")(plan)
+    app.add_typer(inner, name="theory", rich_help_panel=group)
+
+
+def theory(context: typer.Context) -> None:
+    """Print error bounds, and the b that a job needs."""
+    require_command(context)
 
 
 def bounds(
-    workers: Annotated[int, typer.Option(help="Workers, m.")],
-    byzantine: Annotated[int, typer.Option(help="Bad values in each column, q.")],
-    b: Annotated[str, typer.Option("--b", help="What the rules are told: 6, or 6..9.")] = "",
-    measure: Annotated[bool, typer.Option(help="Measure the errors too (seconds).")] = False,
+    num_workers: Annotated[int, typer.Option(help="Number of workers, m.")],
+    byzantine: Annotated[int, typer.Option(help="Byzantine values in each column, q.")],
+    b: Annotated[
+        str,
+        typer.Option("--b", help="Given b of the rules: 6, or 6..9.", show_default="q and more"),
+    ] = "",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the errors too; this takes seconds.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print how far each rule may be from the true gradient, in units of V."""
+    """Print the error bound of each rule, in units of the variance V."""
     from phocas.theory import largest_b, table
 
-    rows = table(workers, byzantine, _range(b) if b else range(byzantine, largest_b(workers) + 1))
-    measured = [_measured(row, workers, byzantine) if measure else {} for row in rows]
+    m = num_workers
+    rows = table(m, byzantine, _range(b) if b else range(byzantine, largest_b(m) + 1))
+    measured = [_measured(row, m, byzantine) if measure else {} for row in rows]
     if as_json:
         records = [dataclasses.asdict(row) | more for row, more in zip(rows, measured, strict=True)]
-        result = {"workers": workers, "byzantine": byzantine, "bounds": records}
+        result = {"workers": m, "byzantine": byzantine, "bounds": records}
         print(json.dumps(result, indent=2))
         return
-    _show_bounds(rows, measured, workers, byzantine)
+    _show_bounds(rows, measured, m, byzantine)
 
 
 def plan(
-    workers: Annotated[int, typer.Option(help="Workers, m.")],
-    rounds: Annotated[int, typer.Option(help="Rounds of training.")],
-    dims: Annotated[int | None, typer.Option(help="Parameters, d.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Chance that one value goes bad.")] = None,
-    clients: Annotated[
-        int | None, typer.Option(help="Clients, of whom as many as workers are drawn a round.")
+    context: typer.Context,
+    num_workers: Annotated[int, typer.Option(help="Number of workers in a round, m.")],
+    rounds: Annotated[int, typer.Option(help="Number of rounds.")],
+    dims: Annotated[int | None, typer.Option(help="Number of parameters, d.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Probability that one value is wrong in a round.")
     ] = None,
-    liars: Annotated[int | None, typer.Option(help="How many of the clients lie.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="Number of clients from which the workers are drawn.")
+    ] = None,
+    byzantine: Annotated[
+        int | None, typer.Option(help="With --clients: number of Byzantine clients.")
+    ] = None,
     servers: Annotated[
-        int, typer.Option(help="Servers, of which one is hit: d/servers columns are exposed.")
+        int, typer.Option(help="With --dims: servers, of which one is exposed to faults.")
     ] = 1,
-    b: Annotated[str, typer.Option("--b", help="What the rules are told: 6, or 0..9.")] = "",
-    confidence: Annotated[float, typer.Option(help="The chance to survive that is asked for.")] = (
-        0.999
-    ),
+    b: Annotated[
+        str,
+        typer.Option("--b", help="With --dims: b to tabulate, 6 or 0..9.", show_default="all"),
+    ] = "",
+    confidence: Annotated[
+        float, typer.Option(help="Wanted probability that every round is tolerated.")
+    ] = 0.999,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell which rule, with which b, survives values that go bad at random, or clients who lie."""
+    """Print which rule and b tolerate random faults or Byzantine clients.
+
+    Give --dims and --rate for values that are wrong at random, or --clients
+    and --byzantine for clients that are drawn at random.
+    """
     from phocas.rules import RULES, TrimmedMean
     from phocas.theory import Exposure
 
-    if clients is not None or liars is not None:
-        if clients is None or liars is None or dims is not None or rate is not None or b:
+    workers = num_workers
+    if clients is not None or byzantine is not None:
+        unused = list(given(context, ["dims", "rate", "servers", "b"]))
+        if clients is None or byzantine is None or unused:
             raise ValueError(
-                "--clients and --liars go together, with --workers and --rounds; --dims, --rate,"
-                " --servers and --b are for values that go bad at random"
+                "--clients and --byzantine go together, with --num-workers and --rounds; --dims,"
+                " --rate, --servers and --b are for values that are wrong at random"
             )
-        _plan_participation(clients, liars, workers, rounds, confidence, as_json=as_json)
+        _plan_participation(clients, byzantine, workers, rounds, confidence, as_json=as_json)
         return
     if dims is None or rate is None:
-        raise ValueError("a plan needs --dims and --rate, or --clients and --liars")
+        raise ValueError("a plan needs --dims and --rate, or --clients and --byzantine")
     exposure = Exposure(workers, dims, rounds, rate, servers)
     values = _range(b) if b else range(TrimmedMean.largest_b(workers) + 1)
     TrimmedMean(values[-1]).check(workers)
@@ -100,14 +130,14 @@ def plan(
 
 
 def _plan_participation(
-    clients: int, liars: int, workers: int, rounds: int, confidence: float, *, as_json: bool
+    clients: int, byzantine: int, workers: int, rounds: int, confidence: float, *, as_json: bool
 ) -> None:
     from rich.console import Console
 
     from phocas.rules import RULES
     from phocas.theory import Participation
 
-    asked = Participation(clients, liars, workers, rounds)
+    asked = Participation(clients, byzantine, workers, rounds)
     smallest = {name: asked.smallest(name, confidence) for name in RULES}
     told = {name: found for name, found in smallest.items() if RULES[name].choices(workers)}
     sizes = [(each.num_workers, each) for each in map(asked.with_workers, asked.sizes())]
@@ -125,10 +155,11 @@ def _plan_participation(
         return
     console = Console()
     console.print(
-        f"{workers} of {clients} clients a round, {liars} of whom lie, {rounds} rounds\n",
+        f"{clients} clients, {byzantine} of them Byzantine; {workers} take part in each of {rounds}"
+        " rounds\n",
         highlight=False,
     )
-    by_b = _table("Chance of more than b liars")
+    by_b = _table("Probability of more than b Byzantine workers")
     for name in ("b", "in a round", "in any round"):
         by_b.add_column(name, justify="right")
     for b, chance in chances:
@@ -137,15 +168,15 @@ def _plan_participation(
     families: dict[int | None, list[str]] = {}
     for name, found in told.items():
         families.setdefault(found.b if found else -1, []).append(name)
-    summary = _table(f"Smallest b to survive with {_percent(confidence)}")
+    summary = _table(f"Smallest b that is enough with probability {_percent(confidence)}")
     summary.add_column("b", justify="right")
     summary.add_column("rules")
     for b_, names in sorted(families.items(), key=lambda pair: (pair[0] is None, pair[0] or 0)):
         label = "[red]none[/]" if b_ == -1 else "any" if b_ is None else f"[green]{b_}[/]"
         summary.add_row(label, ", ".join(names))
     console.print(summary)
-    by_size = _table("Smallest b of phocas by workers")
-    for name in ("workers", "smallest b", "share of a round"):
+    by_size = _table("Smallest b of phocas, by workers in a round")
+    for name in ("workers", "smallest b", "share of the workers"):
         by_size.add_column(name, justify="right")
     for m, found in of_phocas.items():
         b_of = None if found is None else found.b
@@ -185,7 +216,7 @@ def _show_bounds(
     from rich.console import Console
 
     table = _table(
-        f"E ||rule - g||^2 in units of V: m={workers} workers, q={byzantine} bad a column"
+        f"E ||rule - g||^2 in units of V: m={workers} workers, q={byzantine} Byzantine per column"
     )
     table.add_column("rule", no_wrap=True)
     for name in ("b", "printed", "adaptive"):
@@ -207,11 +238,13 @@ def _show_bounds(
         verdict = "[green]yes[/]" if row.feasible else "[red]no[/]"
         table.add_row(*cells, verdict + (f": {row.reason}" if row.reason else ""))
     table.caption = (
-        "printed: the paper's bound. adaptive: proven for an attacker who picks what to replace"
-        " after seeing all."
+        "printed: the paper's bound. adaptive: the bound against an attacker who chooses the"
+        " values to replace after seeing all."
     )
     if any(measured):
-        table.caption += " before, after: measured under the worst attack found, picked then."
+        table.caption += (
+            " before, after: the measured error under the worst attack found, chosen then."
+        )
     Console().print(table)
 
 
@@ -227,10 +260,10 @@ def _show_plan(exposure: Exposure, values: range, confidence: float) -> None:
         f" exposed{hit}, {exposure.rounds} rounds, rate {exposure.rate:g}\n",
         highlight=False,
     )
-    summary = _table(f"To survive with {_percent(confidence)}")
+    summary = _table(f"To tolerate the job with probability {_percent(confidence)}")
     summary.add_column("rule")
-    summary.add_column("survives if always", no_wrap=True)
-    for name in ("smallest b", "survives", "fails"):
+    summary.add_column("tolerates", no_wrap=True)
+    for name in ("smallest b", "succeeds", "fails"):
         summary.add_column(name, justify="right")
     for tolerances, names in _families(exposure.num_workers).items():
         found = exposure.smallest(names[0], confidence)
@@ -241,10 +274,11 @@ def _show_plan(exposure: Exposure, values: range, confidence: float) -> None:
         chance = shown.chance
         cells = _condition(tolerances), label, _percent(chance.survives), f"{chance.fails:.2g}"
         summary.add_row(", ".join(names), *cells)
+    summary.caption = "values: wrong values in every column. rows: wrong rows in a round."
     console.print(summary)
-    by_b = _table("Chance that a run fails if at most b are survived")
+    by_b = _table("Probability that the job fails if at most b are tolerated")
     by_b.add_column("b", justify="right")
-    for name in ("rows", "union bound", "values a column", "union bound"):
+    for name in ("rows", "union bound", "values per column", "union bound"):
         by_b.add_column(name, justify="right")
     for b in values:
         cells_of_b = [str(b)]
@@ -256,7 +290,7 @@ def _show_plan(exposure: Exposure, values: range, confidence: float) -> None:
 
 
 def _families(num_workers: int) -> dict[tuple[Tolerance, ...], list[str]]:
-    """Group the rules that promise the same, whatever b they are told."""
+    """Group the rules that have the same guarantee for every b."""
     from phocas.rules import RULES
 
     families: dict[tuple[Tolerance, ...], list[str]] = {}
@@ -268,11 +302,11 @@ def _families(num_workers: int) -> dict[tuple[Tolerance, ...], list[str]]:
 
 
 def _condition(tolerances: tuple[Tolerance, ...]) -> str:
-    """Say when rules that promise this survive."""
+    """Return what rules with this guarantee tolerate, as text."""
     most = tolerances[-1]
     if not most.rows:
-        return "no value is bad"
-    unit = "bad a column" if most.values else "bad rows"
+        return "nothing"
+    unit = "values" if most.values else "rows"
     if len(tolerances) == 1:
         return f"{unit} <= {most.rows}"
     told = all(each.rows == b for b, each in enumerate(tolerances))

@@ -1,7 +1,7 @@
-"""``phocas train``: one run, with live progress and a result that is kept.
+"""``phocas train``: one run, with live progress; its results are kept.
 
-Its options are the fields of :class:`phocas.experiments.config.RunConfig`, whose import takes
-seconds; so they are added when the command is called for.
+The options are the fields of :class:`phocas.experiments.config.RunConfig`. Its import takes
+seconds, so the options are added when the command is called.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 _ENVIRONMENT = {"data_dir": "PHOCAS_DATA"}
-_RAY = "ray: "
+_PANELS = {
+    "run": "Run",
+    "task": "Task",
+    "local": "Asynchronous training and virtual time",
+    "ray": "Ray engine",
+}
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, group: str) -> None:
     """Add the command."""
-    app.command("train", help=train.__doc__)(_incomplete)
+    app.command("train", help=train.__doc__, rich_help_panel=group)(_incomplete)
 
 
 def complete() -> Any:
     """Return the command with an option for every setting of a run."""
-    from phocas.cli import HELP
+    from phocas.cli import Application
     from phocas.experiments.config import RunConfig
 
     def command(**options: Any) -> None:
@@ -40,6 +45,8 @@ def complete() -> Any:
         for name, field in RunConfig.model_fields.items()
         if field.annotation != dict[str, Any]  # which only TOML can write: see --set
     }
+    panels = list(_PANELS.values())
+    offered = dict(sorted(offered.items(), key=lambda item: panels.index(_panel(item[0]))))
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(train, eval_str=True).parameters.values()
@@ -49,7 +56,7 @@ def complete() -> Any:
     command.__annotations__ = {
         parameter.name: parameter.annotation for parameter in (*offered.values(), *own)
     }
-    app = typer.Typer(add_completion=False, context_settings=HELP, pretty_exceptions_enable=False)
+    app = Application()
     app.command("train", help=train.__doc__)(command)
     return typer.main.get_command(app)
 
@@ -57,51 +64,47 @@ def complete() -> Any:
 def train(
     settings: dict[str, Any],
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with any of these settings, and more.")
+        Path | None, typer.Option(help="TOML file with any of these settings.")
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any key of the TOML: key=value. Repeatable."),
+        typer.Option("--set", help="Any setting as in TOML: key=value. Repeatable."),
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, and keep what there is as another run.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an unfinished run, as is done anyway.")
+        bool, typer.Option("--restart", help="Start a new run, even if this one exists.")
     ] = False,
     save_model: Annotated[
-        Path | None, typer.Option(help="Write the trained model here, as safetensors.")
+        Path | None, typer.Option(help="Safetensors file to write the trained model to.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end, and nothing else.")
+        bool, typer.Option("--json", help="Print only a JSON object at the end.")
     ] = False,
 ) -> None:
-    """Train a model among workers of whom some may lie.
+    """Train a model with workers of which some may be Byzantine.
 
-    The same command goes on with a run that was interrupted, and shows one that is complete.
+    The same command resumes an interrupted run, and shows a complete one.
     """
     from phocas.engines import EngineError
-    from phocas.experiments.config import make_config, read_toml
+    from phocas.experiments.config import key_of, make_config, read_toml
     from phocas.experiments.runner import execute
     from phocas.report.progress import Progress, interruptible
     from phocas.report.tables import print_outcome
 
-    if resume and restart:
-        raise ValueError("--resume goes on and --restart begins anew: give one of them")
     if "faults" in settings:
         settings["faults"] = _lines(Path(settings["faults"]))
     values = {} if config is None else read_toml(config)
-    values = {key.replace("-", "_"): value for key, value in values.items()}
-    values |= _assignments(set_ or []) | settings
-    checked = make_config(values, "command line" if config is None else str(config))
+    for name, value in (_assignments(set_ or []) | settings).items():
+        values = {key: kept for key, kept in values.items() if key_of(key) != key_of(name)}
+        values[name] = value
+    checked = make_config(values, "--set" if config is None else str(config), settings)
     try:
         with interruptible() as stop, Progress(checked, quiet=quiet or json_) as progress:
             record = execute(
                 checked,
                 restart=restart,
                 watch=progress.show,
-                tell=lambda line: progress.say(f"{line}; --restart begins anew"),
+                tell=lambda line: progress.say(f"{line}; --restart starts a new run"),
                 warn=progress.say,
                 should_stop=stop.is_set,
                 model_file=save_model,
@@ -118,22 +121,24 @@ def train(
 
 
 def _incomplete() -> None:
-    """Stand in the list of commands until the options are wanted."""
+    """Stand in for the command in ``phocas --help``, which needs no options."""
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    """Make an option of a setting; none given is None, so that a TOML file is asked first."""
+    """Return the option of a setting; without one the value is None, and that of TOML counts."""
     from rich.markup import escape
 
-    text = field.description or ""
+    from phocas.experiments.config import option_of
+
     kind = _kind(name, field.annotation)
     default = field.get_default(call_default_factory=True)
+    shown = "" if default in (None, []) or default is False else f" [default: {default}]"
     option = typer.Option(
-        f"--{name.replace('_', '-')}",
-        help=escape(text.removeprefix(_RAY)),
+        option_of(name),
+        help=escape(f"{field.description}{shown}"),
         envvar=_ENVIRONMENT.get(name),
-        show_default=False if default in (None, []) or default is False else str(default),
-        rich_help_panel="Settings of the ray engine" if text.startswith(_RAY) else "Settings",
+        show_default=False,
+        rich_help_panel=_panel(name),
     )
     return inspect.Parameter(
         name,
@@ -143,8 +148,16 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     )
 
 
+def _panel(name: str) -> str:
+    """Return the heading under which ``--help`` lists a setting."""
+    from phocas.experiments.config import owners_of
+
+    owners = owners_of(name)
+    return _PANELS["local" if "local" in owners else owners[0]]
+
+
 def _kind(name: str, annotation: Any) -> type:
-    """Return what the command line reads for a setting; RunConfig does the checking."""
+    """Return the type that the command line parses for a setting; RunConfig checks the value."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
     if name == "faults":
@@ -160,7 +173,7 @@ def _lines(script: Path) -> list[str]:
 
 
 def _assignments(pairs: list[str]) -> dict[str, Any]:
-    """Read ``key=value`` with the value as TOML, or as text where it is none."""
+    """Read ``key=value``; a value that is no TOML is text."""
     import tomllib
 
     values = {}
@@ -169,7 +182,7 @@ def _assignments(pairs: list[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set takes key=value: got {pair!r}")
         try:
-            values[key.strip().replace("-", "_")] = tomllib.loads(f"value = {text}")["value"]
+            values[key.strip()] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            values[key.strip().replace("-", "_")] = text.strip()
+            values[key.strip()] = text.strip()
     return values

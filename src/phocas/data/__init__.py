@@ -1,4 +1,4 @@
-"""Data sets, fetched and checked, and their division over workers.
+"""Data sets, their verified download, and their division over workers.
 
 >>> import numpy as np
 >>> data = load("synthetic:train=500,test=100")
@@ -78,15 +78,15 @@ def load(
     folder: str | os.PathLike[str] | None = None,
     download: bool = True,
 ) -> Any:
-    """Return a data set by name (``mnist``, ``synthetic:train=2000``), fetching what is missing.
+    """Return a data set by name (``mnist``, ``synthetic:train=2000``); fetch missing files.
 
-    What is named here is a :class:`Dataset`; a function of your own may return whatever a trainer
-    takes.
+    A data set by name is a :class:`Dataset`. A user-defined function may return any data that a
+    trainer accepts.
 
     Args:
-        name: the data set as on the command line, or what makes it.
-        folder: where it is kept; the user's cache unless told otherwise.
-        download: whether what is missing may be fetched.
+        name: the data set's spec as on the command line, or a function that returns the data.
+        folder: the data folder; by default the user's cache.
+        download: whether missing files may be fetched.
 
     >>> load("mnits")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -106,15 +106,21 @@ def fetch(
     sources: Sequence[str] = (),
     progress: bool | None = None,
 ) -> Fetched:
-    """Bring and verify a published data set; whole files are left alone, damaged ones replaced.
+    """Fetch and verify a published data set; keep intact files and replace damaged ones.
 
     Args:
-        name: the data set as on the command line.
-        folder: where it is kept; the user's cache unless told otherwise.
-        sources: where to look, instead of the usual places.
-        progress: whether to draw a bar; on a terminal unless told otherwise.
+        name: the data set's spec as on the command line.
+        folder: the data folder; by default the user's cache.
+        sources: origins to try instead of the default ones.
+        progress: whether to draw a progress bar; by default only on a terminal.
+
+    Returns:
+        The folder, the origin and the time that fetching took.
+
+    Raises:
+        ValueError: if the data set is generated, so that there is nothing to fetch.
     """
     spec = DATASETS.parse(name) if isinstance(name, str) else name
     if not isinstance(spec, Published):
-        raise ValueError(f"{spec.name} is made up on the spot: there is nothing to fetch")  # noqa: TRY004
+        raise ValueError(f"{spec.name} is generated: there is nothing to fetch")  # noqa: TRY004
     return fetch_published(spec, folder, sources=sources, progress=progress)

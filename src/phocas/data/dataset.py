@@ -1,4 +1,4 @@
-"""What every data set is: images and labels to learn from, images and labels to be judged by."""
+"""Base types of data sets: images and labels for training and for testing."""
 
 from __future__ import annotations
 
@@ -20,22 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Hold a classification problem in memory, or in files that are mapped into it.
-
-    Images are (N, C, H, W) bytes, labels (N,) whole numbers from 0 to ``num_classes - 1``. ``mean``
-    and ``std`` are those of the training images after the division by 255, one for each channel.
+    """A classification problem in memory, or in memory-mapped files.
 
     Args:
-        name: what it is called.
-        train_images: (N, C, H, W) bytes to learn from.
-        train_labels: their classes.
-        test_images: bytes to be tried on.
-        test_labels: their classes.
-        num_classes: how many classes there are.
-        mean: that of each channel.
-        std: the deviation of each channel.
-        classes: the names of the classes.
-        scale: by what bytes are multiplied.
+        name: name of the data set.
+        train_images: training images, (N, C, H, W) bytes.
+        train_labels: training labels, (N,) integers from 0 to ``num_classes - 1``.
+        test_images: test images, in the same format.
+        test_labels: test labels.
+        num_classes: number of classes.
+        mean: mean of each channel of the training images, after the division by 255.
+        std: standard deviation of each channel, after the division by 255.
+        classes: names of the classes.
+        scale: factor that converts bytes to floats.
 
     >>> import numpy as np
     >>> images, labels = np.full((2, 1, 1, 1), 255, np.uint8), np.array([0, 1])
@@ -79,13 +76,13 @@ class Dataset:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one image: channels, height, width."""
+        """Return the shape of one image: channels, height, width."""
         return self.train_images.shape[1:]
 
     def floats(
         self, images: npt.NDArray[np.uint8], *, standardise: bool = False
     ) -> npt.NDArray[np.float32]:
-        """Divide bytes by 255, as the paper does; then, if asked, by mean and deviation."""
+        """Convert bytes to floats divided by 255 (as in the paper), optionally standardised."""
         values = images.astype(np.float32)
         values *= np.float32(self.scale)
         if standardise:
@@ -98,7 +95,7 @@ class Dataset:
 
 
 class DataSpec(Spec, abc.ABC):
-    """A data set that can be named: ``mnist``, ``synthetic:train=2000,seed=3``.
+    """A data set that has a spec: ``mnist``, ``synthetic:train=2000,seed=3``.
 
     >>> from phocas.data import DATASETS
     >>> DATASETS.parse("synthetic:train=100,seed=3")
@@ -107,19 +104,19 @@ class DataSpec(Spec, abc.ABC):
 
     @abc.abstractmethod
     def load(self, folder: str | os.PathLike[str] | None = None, *, download: bool = True) -> Any:
-        """Return the data set, fetching what the folder lacks unless told not to."""
+        """Return the data set; fetch files that the folder lacks unless ``download`` is false."""
 
 
 @dataclass(frozen=True)
 class OwnData(DataSpec):
-    """What a function or class of the user's own makes when it is called.
+    """The data that a user-defined function or class returns when it is called.
 
-    That may be whatever a trainer takes: a :class:`Dataset`, a pair of arrays, a torch Dataset, a
-    list of these, one a worker, or a mapping with ``train`` and ``test``.
+    The data may be anything that a trainer accepts: a :class:`Dataset`, a pair of arrays, a torch
+    Dataset, a list with one of these per worker, or a mapping with ``train`` and ``test``.
 
     Args:
-        make: what is called.
-        arguments: names and values that it is called with.
+        make: the function or class.
+        arguments: names and values of the call's arguments.
 
     >>> OwnData.of(range, {"start": "3"})
     OwnData(make=<class 'range'>, arguments=(('start', 3),))
@@ -132,15 +129,18 @@ class OwnData(DataSpec):
 
     @classmethod
     def of(cls, make: Callable[..., Any], arguments: Mapping[str, str]) -> OwnData:
-        """Read the arguments of a call as Python writes numbers, True and None, or else as text."""
+        """Parse the arguments of a call as Python literals, or keep them as text."""
         return cls(make, tuple((key, _literal(text)) for key, text in arguments.items()))
 
     def __str__(self) -> str:
-        place = f"{self.make.__module__}:{self.make.__qualname__}"
-        return ":".join([place, *filter(None, [",".join(f"{k}={v}" for k, v in self.arguments)])])
+        target = f"{self.make.__module__}:{self.make.__qualname__}"
+        return ":".join([target, *filter(None, [",".join(f"{k}={v}" for k, v in self.arguments)])])
 
     def load(self, folder: str | os.PathLike[str] | None = None, *, download: bool = True) -> Any:
-        """Call it; the folder is not looked at."""
+        """Return the data set that the user's function makes.
+
+        ``folder`` and ``download`` are not used.
+        """
         del folder, download
         try:
             inspect.signature(self.make).bind(**dict(self.arguments))

@@ -1,4 +1,4 @@
-"""Fetch a data set: try its origins in turn, check what they bring, keep it as a whole."""
+"""Fetch a data set: try its origins in turn, verify the files, and store them atomically."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SCRATCH = ".fetch-"
 
 @dataclass(frozen=True)
 class Fetched:
-    """Where a data set is now, what it came from (None: it was there), what was tried in vain.
+    """The result of fetching a data set.
 
     Attributes:
-        home: the folder that has it.
-        origin: what it came from, None if it was there.
-        seconds: how long that took.
-        failures: what was tried in vain, and why.
+        home: the folder that contains the data set.
+        origin: the origin that the files came from; None if they were already in the folder.
+        seconds: time that fetching took.
+        failures: origins that failed, with the reasons.
 
     >>> Fetched(Path("mnist")).origin is None
     True
@@ -54,14 +54,17 @@ def fetch_published(
     sources: Sequence[str] = (),
     progress: bool | None = None,
 ) -> Fetched:
-    """Bring what the folder lacks of a data set and check everything that is there, by digest.
+    """Fetch the files that the folder lacks and verify all of them by digest.
 
     Args:
         spec: the data set.
-        folder: the data folder, by default as :func:`data_folder` says.
-        sources: only origins of these kinds (``mirror``, ``pypi``, ``npm``, ``apt``), in this
-            order; a URL stands for a mirror of your own.
-        progress: show bars on standard error; by default if that is a terminal.
+        folder: the data folder; by default that of :func:`data_folder`.
+        sources: use only origins of these kinds (``mirror``, ``pypi``, ``npm``, ``apt``), in this
+            order; a URL is a user-defined mirror.
+        progress: whether to show progress bars on standard error; by default only on a terminal.
+
+    Raises:
+        DataError: if no origin has the files, or the folder cannot be written.
     """
     start = time.perf_counter()
     folder = data_folder(folder)
@@ -71,9 +74,9 @@ def fetch_published(
         home.mkdir(parents=True, exist_ok=True)
         with (
             locked(home),
-            _bars(show=sys.stderr.isatty() if progress is None else progress) as bars,
+            _progress_bars(show=sys.stderr.isatty() if progress is None else progress) as bars,
         ):
-            for left_over in home.glob(f"{SCRATCH}*"):  # of a process that was killed
+            for left_over in home.glob(f"{SCRATCH}*"):  # from a process that was killed
                 shutil.rmtree(left_over, ignore_errors=True)
             lacking = problems(home, spec.files, thorough=True)
             if not lacking:
@@ -81,14 +84,16 @@ def fetch_published(
             failures: list[str] = []
             for origin in origins:
                 try:
-                    contents = _brought(spec, origin, [kept.name for kept in lacking], home, bars)
+                    contents = _fetch_missing(
+                        spec, origin, [kept.name for kept in lacking], home, bars
+                    )
                 except OriginError as error:
                     failures.append(f"{origin.kind}: {error}")
                     continue
                 for kept in lacking:
                     write_atomically(home / kept.name, contents[kept.name])
                 shutil.rmtree(home / ".partial", ignore_errors=True)
-                problems(home, spec.files)  # remember the digests for the next load
+                problems(home, spec.files)  # stores the digests for the next load
                 return Fetched(home, str(origin), time.perf_counter() - start, tuple(failures))
     except OSError as error:
         raise DataError(
@@ -103,10 +108,10 @@ def fetch_published(
     )
 
 
-def _brought(
+def _fetch_missing(
     spec: Published, origin: Origin, lacking: list[str], home: Path, bars: Progress
 ) -> dict[str, bytes]:
-    """Return the lacking files from one origin, all of them checked, or raise OriginError."""
+    """Return the missing files from one origin, all verified; raise OriginError otherwise."""
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=home) as scratch:
         contents = origin.obtain(lacking, home, Path(scratch).resolve(), bars)
     for kept in spec.files:
@@ -119,7 +124,7 @@ def _brought(
 
 
 def _chosen(spec: Published, sources: Sequence[str]) -> list[Origin]:
-    """Return the origins to try."""
+    """Return the origins to try, in order."""
     if not sources:
         return list(spec.origins)
     chosen: list[Origin] = []
@@ -134,8 +139,8 @@ def _chosen(spec: Published, sources: Sequence[str]) -> list[Origin]:
     return chosen
 
 
-def _bars(*, show: bool) -> Progress:
-    from rich import progress as rich_progress  # noqa: PLC0415  not needed to load what is there
+def _progress_bars(*, show: bool) -> Progress:
+    from rich import progress as rich_progress  # noqa: PLC0415  not needed to load stored files
     from rich.console import Console  # noqa: PLC0415
 
     return rich_progress.Progress(

@@ -1,4 +1,4 @@
-"""Download one file over HTTP: resumed when cut off, given up when silent, checked."""
+"""Download one file over HTTP with resumption, a time limit and a digest check."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-ANSWER_SECONDS = (
-    4.0  # name, connection, handshake and first byte together: without internet, go on soon
-)
-SILENCE_SECONDS = 20.0  # between two pieces of an answer that has begun
-BREAKS = 8  # so often may one download break off and be resumed
+# Time limit in seconds for name lookup, connection, handshake and first byte together. It is short
+# so that the next origin is tried soon when there is no internet.
+ANSWER_SECONDS = 4.0
+SILENCE_SECONDS = 20.0  # time limit between two parts of a response
+BREAKS = 8  # largest number of interruptions after which a download is resumed
 PIECE = 1 << 16
 
 
 class OriginError(Exception):
-    """An origin that cannot give what is needed; the next one is tried."""
+    """An origin that cannot provide the files; the next origin is tried."""
 
 
 def download(
     url: str, path: Path, *, size: int, md5: str, report: Callable[[int], object] = lambda _: None
 ) -> None:
-    """Bring the file at the URL to the path, with this size and digest, or raise OriginError.
+    """Download the URL to the path and verify size and digest; raise OriginError otherwise.
 
-    What an earlier try left at the path is gone on from. It stays there when the connection breaks,
-    and is thrown away when it turns out to be wrong.
+    A partial file at the path is continued. It stays there if the connection breaks and is deleted
+    if its digest is wrong.
     """
     resumed = path.exists()
     _complete(url, path, size, report)
     wrong = _mismatch(path, md5)
-    if wrong and resumed:  # the old piece may be the culprit: once more, from the start
+    if wrong and resumed:  # the old part may be damaged: download again from the start
         _complete(url, path, size, report)
         wrong = _mismatch(path, md5)
     if wrong:
@@ -45,7 +45,7 @@ def download(
 
 
 def _complete(url: str, path: Path, size: int, report: Callable[[int], object]) -> None:
-    """Ask for the rest of the file until it is all there; give up on a try that brought nothing."""
+    """Request the rest of the file until it is complete; raise if a request brings no bytes."""
     have = path.stat().st_size if path.exists() else 0
     for _ in range(BREAKS):
         if have == size:
@@ -53,7 +53,7 @@ def _complete(url: str, path: Path, size: int, report: Callable[[int], object]) 
         if have > size:
             path.unlink()
             have = 0
-        before, reason = have, "the connection broke off"
+        before, reason = have, "the connection was closed"
         try:
             have = _receive(url, path, have, size, report)
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -62,11 +62,13 @@ def _complete(url: str, path: Path, size: int, report: Callable[[int], object]) 
         if have <= before and have != size:
             raise OriginError(f"{url}: {reason}, after {have:,} of {size:,} bytes")
     if have != size:
-        raise OriginError(f"{url}: broke off {BREAKS} times, after {have:,} of {size:,} bytes")
+        raise OriginError(
+            f"{url}: was interrupted {BREAKS} times, after {have:,} of {size:,} bytes"
+        )
 
 
 def _receive(url: str, path: Path, have: int, size: int, report: Callable[[int], object]) -> int:
-    """Append one answer to the file and return the bytes that are there now."""
+    """Append one response to the file and return the number of bytes in it."""
     request = urllib.request.Request(url, headers={"User-Agent": "phocas"})  # noqa: S310  see _open
     if have:
         request.add_header("Range", f"bytes={have}-")
@@ -74,14 +76,15 @@ def _receive(url: str, path: Path, have: int, size: int, report: Callable[[int],
         start = have if getattr(answer, "status", None) == 206 else 0
         announced = answer.headers.get("Content-Length")
         if announced is not None and int(announced) != size - start:
-            # A log-in page or an error page with status 200.
+            # A login page or an error page with status 200.
             raise OriginError(
                 f"{url}: answered with {int(announced):,} bytes, expected {size - start:,}"
             )
         with path.open("r+b" if start else "wb") as file:
             file.seek(start)
             file.truncate()
-            # read1 gives what has come so far: read would lose up to a piece to a silence.
+            # read1 returns what has arrived; read would lose up to PIECE bytes if the connection
+            # stalls.
             while start <= size and (piece := answer.read1(PIECE)):
                 file.write(piece)
                 start += len(piece)
@@ -90,7 +93,7 @@ def _receive(url: str, path: Path, have: int, size: int, report: Callable[[int],
 
 
 def _open(request: urllib.request.Request) -> Any:
-    """Open a URL, giving up after ANSWER_SECONDS even if it is the name server that is silent."""
+    """Open a URL; raise after ANSWER_SECONDS even if the name server does not respond."""
     if request.type not in ("http", "https", "file"):
         raise OriginError(f"{request.full_url}: must be an http, https or file URL")
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -100,7 +103,7 @@ def _open(request: urllib.request.Request) -> Any:
         try:
             answer = urllib.request.urlopen(request, timeout=SILENCE_SECONDS)  # noqa: S310
         except urllib.error.HTTPError as error:
-            error.close()  # it is an open answer, too
+            error.close()  # an HTTPError is an open response, too
             answers.put(OriginError(f"{request.full_url}: {error}"))
             return
         except Exception as error:  # noqa: BLE001  raised again by the thread that waits
@@ -110,7 +113,7 @@ def _open(request: urllib.request.Request) -> Any:
         if gone.is_set():
             answer.close()
 
-    # Looking up a name has no time limit and cannot be stopped: it is left behind in a thread.
+    # A name lookup has no time limit and cannot be stopped, so it runs in a thread of its own.
     threading.Thread(target=ask, daemon=True).start()
     try:
         answer = answers.get(timeout=ANSWER_SECONDS)
@@ -123,7 +126,7 @@ def _open(request: urllib.request.Request) -> Any:
 
 
 def _mismatch(path: Path, md5: str) -> str | None:
-    """Compare the digest; throw the file away if it is wrong and say how."""
+    """Compare the digest; if it is wrong, delete the file and return a message."""
     with path.open("rb") as file:
         got = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if got == md5:

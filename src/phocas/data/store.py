@@ -1,4 +1,4 @@
-"""The folder where data sets are kept: idx files, checked before use, replaced as a whole."""
+"""The data folder: idx files that are verified before use and replaced atomically."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STAMPS = ".verified.json"
 
 
 class DataError(ValueError):
-    """Data that is missing, damaged or out of reach: which file, and how to repair it.
+    """Missing, damaged or unreachable data; the message names the file and how to repair it.
 
     >>> issubclass(DataError, ValueError)
     True
@@ -37,9 +37,13 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One idx file of bytes in the folder: its name, its shape, and what its content must hash to.
+    """One idx file of bytes in the data folder.
 
-    ``md5`` is the digest that is published, where one is; ``sha256`` is that of the same bytes.
+    Attributes:
+        name: file name.
+        shape: shape of the array.
+        sha256: digest of the whole file.
+        md5: published digest of the whole file, if there is one.
     """
 
     name: str
@@ -49,16 +53,16 @@ class StoredFile:
 
     @property
     def header(self) -> bytes:
-        """The first bytes of the file: type 8 (unsigned byte), number of dimensions, sizes."""
+        """Return the file's first bytes: type 8 (unsigned byte), number of dimensions, sizes."""
         return idx_header(self.shape)
 
     @property
     def size(self) -> int:
-        """The bytes of the whole file."""
+        """Return the size of the whole file in bytes."""
         return len(self.header) + math.prod(self.shape)
 
     def wrong(self, content: bytes) -> str | None:
-        """Say what is wrong with content that shall become this file, None if nothing is."""
+        """Return a message if this is not the content of the file, otherwise None."""
         if len(content) != self.size:
             return f"has {len(content):,} bytes, expected {self.size:,}"
         for kind, expected in (("sha256", self.sha256), ("md5", self.md5)):
@@ -78,10 +82,10 @@ def idx_header(shape: Sequence[int]) -> bytes:
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return where data sets are kept: the folder given, ``$PHOCAS_DATA``, or the user cache.
+    """Return the data folder: the given one, ``$PHOCAS_DATA``, or one in the user's cache.
 
     Args:
-        folder: the folder that is wanted, if one is.
+        folder: the folder, if one is given.
 
     >>> data_folder("here").name
     'here'
@@ -94,7 +98,7 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def repair(name: str, folder: Path) -> str:
-    """Return the command that fetches a data set into the folder, replacing what is damaged."""
+    """Return the command that fetches a data set into the folder and replaces damaged files."""
     command = f"phocas data {name}"
     return (
         command if folder == data_folder() else f"{command} --data-dir {shlex.quote(str(folder))}"
@@ -104,10 +108,10 @@ def repair(name: str, folder: Path) -> str:
 def problems(
     home: Path, files: Sequence[StoredFile], *, thorough: bool = False
 ) -> dict[StoredFile, str]:
-    """Say what is wrong with each file that cannot be used; an empty dictionary means all is well.
+    """Return a message for each file that cannot be used; empty if all files are intact.
 
-    Size and header are checked each time. The digest is checked once and remembered by the file's
-    size and times, so that a changed file is checked again; ``thorough`` always checks it.
+    Size and header are checked each time. The digest is checked once and remembered with the file's
+    size and times, so a changed file is checked again. ``thorough`` always checks it.
     """
     stamps = {} if thorough else _read_stamps(home)
     found: dict[StoredFile, str] = {}
@@ -129,24 +133,24 @@ def problems(
         else:
             found[stored] = fault
     if good and good != stamps:
-        # A folder that may only be read is no error: the digests are then checked on every load.
+        # A read-only folder is no error: digests are then checked on every load.
         with contextlib.suppress(OSError):
             write_atomically(home / STAMPS, json.dumps(good, indent=1).encode())
     return found
 
 
 def map_file(home: Path, stored: StoredFile) -> npt.NDArray[np.uint8]:
-    """Map a checked file into memory, read-only, so that processes share its pages."""
+    """Map a verified file into memory, read-only, so that processes share its pages."""
     mapped = np.memmap(home / stored.name, np.uint8, "r", len(stored.header), stored.shape)
-    return mapped.view(np.ndarray)  # indexing an ndarray skips the subclass's hooks
+    return mapped.view(np.ndarray)  # indexing an ndarray is faster: no hooks of the subclass
 
 
 @contextlib.contextmanager
 def locked(home: Path) -> Iterator[None]:
-    """Let one process at a time fetch into a folder; the others wait for it."""
+    """Hold the folder's lock, so that only one process at a time fetches into it."""
     with (home / ".lock").open("ab") as file:
         try:
-            import fcntl  # noqa: PLC0415  not there on Windows, where digests alone keep the folder whole
+            import fcntl  # noqa: PLC0415  missing on Windows, where only digests protect the folder
         except ImportError:
             pass
         else:

@@ -1,8 +1,8 @@
-"""Where rounds run: an engine makes a cluster (workers and servers) from a task.
+"""Engines, which run the rounds of a task: an engine builds a cluster of workers and servers.
 
-An engine is a frozen value of settings with ``build(task) -> Cluster``:
+An engine is a frozen dataclass of settings with ``build(task) -> Cluster``:
 :class:`phocas.engines.local.LocalSettings`, :class:`phocas.engines.ray.RaySettings`. A trainer
-takes one, or its name: ``Trainer(..., engine="ray")``.
+takes an engine or its name: ``Trainer(..., engine="ray")``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import Any
 
 
 class EngineError(RuntimeError):
-    """Why an engine could not begin or go on; what was done until then is kept.
-
-    ``failures`` says what is known of each part that failed: ``{"worker 3": "died"}``.
+    """An error that stops an engine; the rounds before it are kept.
 
     Args:
         message: what happened.
-        failures: what is known of each part that failed.
+        failures: the reason for each part that failed: ``{"worker 3": "died"}``.
 
     >>> str(EngineError("stopped", {"worker 3": "died"})), EngineError("stopped").failures
     ('stopped', {})

@@ -1,16 +1,16 @@
-"""Faults on demand: what goes wrong with which worker or server in which round.
+"""Scripts of faults: which fault strikes which worker or server in which round.
 
-A script has one fault a line, and comments after ``#``; rounds count from 1, as in all output:
+A script has one fault per line, and comments after ``#``. Rounds count from 1, as in all output:
 
     kill:round=7,worker=3            # SIGKILL in mid-round
     delay:round=9,worker=2,seconds=5
     nan:round=12,worker=0
     kill:round=15,server=1
 
-``kill``, ``hang``, ``delay`` and ``raise`` hit the process: all workers that live in it share the
-fate of the one that is named. The others change a row on its way to the servers. Every fault
-strikes once: a worker that is asked again for the same round is well. Where nobody waits, not every
-worker is asked in every round, and a fault strikes with the next question.
+``kill``, ``hang``, ``delay`` and ``raise`` strike the process, with all workers in it. The other
+faults change one worker's row before the servers get it. Every fault strikes once: if the row is
+requested again for the same round, the row is correct. With asynchronous training, not every worker
+computes in every round: a fault strikes with the worker's next row.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from phocas.specs import Spec, Table, count, normalise, positive
 
 
 class InjectedError(RuntimeError):
-    """What a worker raises when a script says so."""
+    """The error that the fault ``raise`` raises in a worker."""
 
 
 @dataclass(frozen=True)
 class Fault(Spec):
-    """One thing that goes wrong: in a round (from 1), with a worker or with a server."""
+    """One fault, of a worker or of a server, in a round (from 1)."""
 
     round: int
     worker: int | None = None
@@ -53,15 +53,15 @@ class Fault(Spec):
 
 
 class ProcessFault(Fault):
-    """A fault of a whole process, at the start of its work in a round."""
+    """A fault of a whole process, at the beginning of its work in a round."""
 
     @abstractmethod
     def strike(self) -> None:
-        """Do it to this process."""
+        """Apply the fault to the process that calls this method."""
 
 
 class RowFault(Fault):
-    """A fault of one worker's row, a server's slice of it at a time."""
+    """A fault of one worker's row, applied to each server's slice of the row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,34 +72,40 @@ class RowFault(Fault):
     def change(
         self, values: npt.NDArray[np.floating], before: npt.NDArray[np.floating] | None, start: int
     ) -> Any:
-        """Return what is sent in the place of values that begin at column ``start``."""
+        """Return the values that the worker sends instead of a slice of its row.
+
+        Args:
+            values: the slice.
+            before: the slice that the worker sent in the round before, if there is one.
+            start: the first column of the slice.
+        """
 
 
 @dataclass(frozen=True)
 class Kill(ProcessFault):
-    """End the process with SIGKILL."""
+    """Kill the process with SIGKILL."""
 
     name: ClassVar[str] = "kill"
 
     def strike(self) -> None:
-        """Die without a word."""
+        """Send SIGKILL to this process."""
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Hang(ProcessFault):
-    """Never answer, and never end."""
+    """Block the process for ever."""
 
     name: ClassVar[str] = "hang"
 
     def strike(self) -> None:
-        """Wait for what never comes."""
+        """Wait for an event that never happens."""
         threading.Event().wait()
 
 
 @dataclass(frozen=True)
 class Delay(ProcessFault):
-    """Begin so many seconds late."""
+    """Delay the process by some seconds."""
 
     seconds: float = 1.0
 
@@ -116,7 +122,7 @@ class Delay(ProcessFault):
 
 @dataclass(frozen=True)
 class Raise(ProcessFault):
-    """Raise an exception where the gradient is computed; for workers alone."""
+    """Raise an exception in the process of a worker."""
 
     name: ClassVar[str] = "raise"
 
@@ -126,13 +132,13 @@ class Raise(ProcessFault):
             raise ValueError("raise is a worker's fault; a server that fails is a kill")
 
     def strike(self) -> None:
-        """Raise."""
+        """Raise the error."""
         raise InjectedError(str(self))
 
 
 @dataclass(frozen=True)
 class NaN(RowFault):
-    """Send NaN in every place."""
+    """Send a row of NaN."""
 
     name: ClassVar[str] = "nan"
 
@@ -142,13 +148,13 @@ class NaN(RowFault):
         before: npt.NDArray[np.floating] | None,  # noqa: ARG002
         start: int,  # noqa: ARG002
     ) -> Any:
-        """Return NaN."""
+        """Return a slice of NaN."""
         return np.full_like(values, np.nan)
 
 
 @dataclass(frozen=True)
 class Corrupt(RowFault):
-    """Send random values of a scale, a function of the worker, the round and the column."""
+    """Send normal noise of a scale, seeded by the worker, the round and the column."""
 
     scale: float = 1e3
 
@@ -164,7 +170,7 @@ class Corrupt(RowFault):
         before: npt.NDArray[np.floating] | None,  # noqa: ARG002
         start: int,
     ) -> Any:
-        """Return noise."""
+        """Return a slice of normal noise."""
         rng = generator(Stream.FAULT, self.round, self.worker or 0, start)
         return (self.scale * rng.standard_normal(values.shape)).astype(values.dtype)
 
@@ -181,13 +187,13 @@ class WrongShape(RowFault):
         before: npt.NDArray[np.floating] | None,  # noqa: ARG002
         start: int,  # noqa: ARG002
     ) -> Any:
-        """Leave the last value out."""
+        """Return the slice without its last value."""
         return values[:-1]
 
 
 @dataclass(frozen=True)
 class WrongType(RowFault):
-    """Send half the precision, or twice."""
+    """Send values of another floating-point type."""
 
     name: ClassVar[str] = "dtype"
 
@@ -197,13 +203,13 @@ class WrongType(RowFault):
         before: npt.NDArray[np.floating] | None,  # noqa: ARG002
         start: int,  # noqa: ARG002
     ) -> Any:
-        """Return float64 for float32, and the reverse."""
+        """Return the slice as float64 if it is float32, else as float32."""
         return values.astype(np.float32 if values.dtype == np.float64 else np.float64)
 
 
 @dataclass(frozen=True)
 class Stale(RowFault):
-    """Send the row of the round before once more."""
+    """Send the row of the round before again."""
 
     name: ClassVar[str] = "stale"
 
@@ -213,12 +219,12 @@ class Stale(RowFault):
         before: npt.NDArray[np.floating] | None,
         start: int,  # noqa: ARG002
     ) -> Any:
-        """Return what was sent the round before, or zeros in the first one."""
+        """Return the slice of the round before, or zeros in the first round."""
         return np.zeros_like(values) if before is None else before
 
 
 def strike(faults: Iterable[Fault]) -> None:
-    """Do to this process what the script says."""
+    """Apply process faults (kill, hang, delay, raise) to the process that calls this function."""
     for fault in faults:
         if isinstance(fault, ProcessFault):
             fault.strike()
@@ -230,7 +236,7 @@ FAULTS: Table[Fault] = Table(
 
 
 class FaultScript:
-    """The faults of a run, by worker or server and round; each is handed out once.
+    """The faults of a run. :meth:`take` returns each of them once.
 
     >>> script = FaultScript.parse("kill:round=7,worker=3  # in mid-round")
     >>> script.take(7, workers=range(2, 4))
@@ -245,17 +251,17 @@ class FaultScript:
 
     @property
     def struck(self) -> list[Fault]:
-        """What was handed out; a fault of who is not asked in its round never is."""
+        """The faults that :meth:`take` has returned."""
         return [fault for fault in self.faults if fault not in self._waiting]
 
     @classmethod
     def of(cls, faults: FaultScript | str | Sequence[str]) -> FaultScript:
-        """Return a script of which nothing has struck yet, from another or from its text."""
+        """Return a new script with the faults of another one, or of a text."""
         return cls(faults.faults) if isinstance(faults, FaultScript) else cls.parse(faults)
 
     @classmethod
     def parse(cls, text: str | Sequence[str]) -> FaultScript:
-        """Read a script; an error says in which line it stops making sense."""
+        """Read a script; errors name the line."""
         lines = text.splitlines() if isinstance(text, str) else text
         faults = []
         for number, line in enumerate(lines, 1):
@@ -268,7 +274,7 @@ class FaultScript:
         return cls(faults)
 
     def check(self, num_workers: int, num_servers: int) -> None:
-        """Refuse faults of workers and servers that are not there."""
+        """Raise ValueError for faults of workers or servers that do not exist."""
         for fault in self.faults:
             for who, number, limit in (
                 ("worker", fault.worker, num_workers),
@@ -285,9 +291,13 @@ class FaultScript:
         server: int | None = None,
         late: bool = False,
     ) -> list[Fault]:
-        """Return what strikes in a round (from 1), and do not return it again.
+        """Return the faults that strike in a round, each only once.
 
-        ``late`` asks for what was due before, too.
+        Args:
+            round: the round, from 1.
+            workers: the workers that are asked.
+            server: the server that is asked.
+            late: whether to return faults of earlier rounds, too.
         """
         who = set(workers)
         found = [
@@ -312,7 +322,7 @@ def random_script(
     kinds: Sequence[str] = ("delay", "raise", "nan", "corrupt", "shape", "dtype", "stale"),
     seconds: float = 1.0,
 ) -> FaultScript:
-    """Draw a script with 0 to ``most`` faults a round, each of a different worker."""
+    """Draw a script with 0 to ``most`` faults per round, each of another worker."""
     unknown_kinds = [kind for kind in kinds if kind not in FAULTS]
     if unknown_kinds:
         FAULTS.parse(unknown_kinds[0])

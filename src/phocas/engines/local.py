@@ -1,4 +1,4 @@
-"""The local engine: all workers and servers in this process, the workers' gradients batched."""
+"""The local engine: all workers and servers in this process, with batched gradients."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import torch
 from phocas.engines.asynchronous.cluster import AsynchronousCluster
 from phocas.engines.asynchronous.settings import AsynchronousSettings
 from phocas.engines.asynchronous.speeds import SPEEDS, Even, Speeds, VirtualRounds
-from phocas.settings import setting
+from phocas.settings import Conflict, setting
 from phocas.specs import positive
 from phocas.training.cluster import Clock, Gathered
-from phocas.training.lanes import Lanes, kernel_threads
 from phocas.training.local_steps import local_steps
+from phocas.training.pool import DeterministicPool, kernel_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from phocas.rules.sampling import Sample
+    from phocas.detection.sampling import Sample
+    from phocas.settings import Spelling
     from phocas.training.server import Action, Aggregate
-    from phocas.training.task import Task
+    from phocas.training.task import Task, TaskSettings
 
 
 @dataclass(frozen=True)
 class LocalSettings(AsynchronousSettings):
-    """The local engine: rounds, or no waiting, and if asked for a virtual clock.
+    """Settings of the local engine: asynchronous training and a virtual clock.
 
     >>> LocalSettings()
     LocalSettings(asynchronous=None, max_staleness=1000, speeds=None, virtual_deadline=None)
@@ -35,34 +36,45 @@ class LocalSettings(AsynchronousSettings):
     owner = "the local engine"
 
     speeds: Speeds | str | None = setting(
-        None, "how long workers take on a virtual clock: lognormal:sigma=1, slow:workers=4, even"
+        None, "Virtual clock, speed of the workers: lognormal:sigma=1, slow:workers=4, even."
     )
     virtual_deadline: float | None = setting(
-        None, "virtual seconds after which a round does not wait any more", positive
+        None, "Virtual seconds after which a round ends without its slow workers.", positive
     )
+
+    def conflicts(self, task: TaskSettings, say: Spelling = str) -> Iterator[Conflict]:
+        """Yield the settings that are impossible together; nothing of the user's is imported."""
+        yield from super().conflicts(task, say)
+        if self.virtual_deadline is None:
+            return
+        if self.asynchronous is not None:
+            yield Conflict(
+                "virtual_deadline",
+                f"{say('virtual_deadline')} is for synchronous rounds: leave it or"
+                f" {say('asynchronous')} out",
+            )
+        elif self.speeds is None:
+            yield Conflict(
+                "virtual_deadline",
+                f"{say('virtual_deadline')} needs a virtual clock: set {say('speeds')} too",
+            )
 
     def build(self, task: Task) -> LocalCluster | AsynchronousCluster:
         """Put all workers and servers of a task into this process."""
         speeds = None if self.speeds is None else SPEEDS.of(self.speeds, self.owner)
         policy = self.policy()
         if policy is None:
-            if speeds is None and self.virtual_deadline is not None:
-                raise ValueError("virtual_deadline needs a virtual clock: set speeds too")
             return LocalCluster(task, speeds, self.virtual_deadline)
-        if self.virtual_deadline is not None:
-            raise ValueError(
-                "virtual_deadline is for rounds: with asynchronous training nobody waits"
-            )
         return AsynchronousCluster(task, policy, speeds or Even(), self.max_staleness)
 
 
 class LocalCluster:
-    """All workers batched in this process; their rows are the server's own matrix, never copied.
+    """All workers in this process. Their gradients are written into the server's matrix.
 
     Args:
-        task: what is trained.
-        speeds: how long each worker takes, by a virtual clock.
-        deadline: after how long a row is late.
+        task: the task.
+        speeds: the speeds of the workers on a virtual clock, if there is one.
+        deadline: virtual seconds after which a row is missing.
     """
 
     def __init__(
@@ -78,9 +90,9 @@ class LocalCluster:
             else VirtualRounds(speeds, task.num_workers, task.seed, steps, deadline)
         )
         self.server = task.serve(task.model)
-        # A device has threads of its own.
-        lanes = Lanes(task.threads if task.device.type == "cpu" else 1)
-        self.gradients = task.differentiate(self.server.parameters, lanes)
+        # An accelerator has its own threads.
+        pool = DeterministicPool(task.threads if task.device.type == "cpu" else 1)
+        self.gradients = task.differentiate(self.server.parameters, pool)
         self.steps = None if task.local is None else local_steps(self.gradients, task.local)
         rows = self.server.rows
         self._velocity = torch.zeros_like(rows) if task.worker_momentum else None
@@ -91,7 +103,7 @@ class LocalCluster:
     def gather(
         self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
     ) -> Gathered:
-        """Draw the batches, compute the rows, let the attack at them, and reduce them."""
+        """Draw the batches, compute the rows, apply the attack, and aggregate the rows."""
         task, clock = self.task, Clock()
         rows = self.server.rows
         if self.steps is None:
@@ -146,7 +158,7 @@ class LocalCluster:
         return self.steps(draw, rows, task.seed, round, float(task.schedule(round)))
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
-        """Let the server step."""
+        """Take a step of the server's optimizer."""
         return self.server.update(aggregate, self.task.server_factor(factor))
 
     def _corrupt(self, rows: torch.Tensor, round: int) -> int:
@@ -154,7 +166,7 @@ class LocalCluster:
         if attack is None:
             return 0
         rng = self.task.attack_rng(round)
-        seen = rows.cpu()  # where attacks are computed; no copy if the rows are there
+        seen = rows.cpu()  # attacks run on the CPU; no copy if the rows are there
         own = None if self._previous is None else seen.clone()
         previous = self._previous if self._has_previous else None
         touched = attack.corrupt(seen, rng=rng, round=round, previous=previous)
@@ -165,7 +177,7 @@ class LocalCluster:
         return touched.count
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the workers' momentum and last rows, where there are any."""
+        """Return the workers' momentum and last rows, if there are any."""
         state = {}
         if self._velocity is not None:
             state["velocity"] = self._velocity
@@ -176,7 +188,7 @@ class LocalCluster:
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         if self._velocity is not None:
             self._velocity.copy_(state["velocity"])
         if self._previous is not None and "previous" in state:
@@ -187,4 +199,4 @@ class LocalCluster:
 
     def close(self) -> None:
         """End the threads."""
-        self.gradients.lanes.close()
+        self.gradients.pool.close()

@@ -1,9 +1,9 @@
-"""What a recorded run says about its b and its reach: never which ones to take.
+"""Report what b and cutoff a recorded run would have needed; do not recommend a value.
 
-The counts are a lower bound of what went wrong: attacks that stay within the honest distribution
-are not counted, and a b that is too small has no bound at all. A simulation knows how many workers
-its attack makes Byzantine, so that no smaller b is ever said to be enough. This tells what the past
-would have needed and what other choices would have cost, and leaves the choice to the reader.
+The counts are a lower bound on what was wrong. Attacks that stay within the honest distribution are
+not counted, and with a b that is too small nothing is guaranteed. A simulation knows how many
+workers its attack makes Byzantine, so no smaller b is reported as sufficient. The report shows what
+past rounds needed and what other choices cost. The choice is left to the reader.
 """
 
 from __future__ import annotations
@@ -13,103 +13,106 @@ from typing import TYPE_CHECKING
 
 from phocas.attacks import ATTACKS, RowAttack
 from phocas.attacks.machine import OneWorker
+from phocas.detection.outlier_counts import GROSS, OutlierCount
 from phocas.experiments.locks import actual_status
-from phocas.rules import RULES, Heraclius, Rule, Told, Watch
-from phocas.rules.census import GROSS, Count
+from phocas.rules import RULES, Bounded, Heraclius, Monitor, Rule
 from phocas.specs import Foreign
 
 if TYPE_CHECKING:
     from phocas.experiments.results import Results, RunRecord
-    from phocas.rules.promise import Tolerance
+    from phocas.rules.guarantee import Tolerance
 
 _MOST_CHOICES = 8
-_OTHER_REACHES = (0.0, 2.0, 4.0, 8.0, 16.0)
+_OTHER_CUTOFFS = (0.0, 2.0, 4.0, 8.0, 16.0)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The values beyond a reach, over all rounds that were counted."""
+    """Values beyond a cutoff, summarised over all rounds that were counted."""
 
-    reach: float
+    cutoff: float
     most: int
-    """The largest number in one column."""
+    """Largest number of such values in one column."""
     rows: int
-    """The largest number of workers with one, in one round."""
+    """Largest number of workers with such a value in one round."""
     rounds: int
-    """The rounds with at least one."""
+    """Number of rounds with at least one such value."""
     share: float
-    """The mean share of all values."""
+    """Mean share of such values among all values."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The bound Delta that a b and a reach would have had against what was seen."""
+    """The bound Delta of a b and a cutoff against the observed values."""
 
     b: int
-    reach: float | None
+    cutoff: float | None
     bound: float | None
-    """None: there is no theorem, or more was wrong than this b survives."""
+    """None if there is no theorem, or more was wrong than this b tolerates."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a run used of what its rule survives."""
+    """How much of a rule's tolerance a run used."""
 
     record: RunRecord
     status: str
-    """Of the run, which may not have come to its end."""
+    """Status of the run, which may not have finished."""
     counted: int
-    """The rounds in which values were counted."""
+    """Number of rounds in which values were counted."""
     seen: tuple[Seen, ...]
     by_rows: bool
-    """Whether the rule survives wrong rows only, so that workers count and not values."""
-    told: int | None
-    """What the rule survives; None for a rule of the user's own, which is not imported here."""
+    """Whether the rule tolerates Byzantine rows only, so that workers are counted, not values.
+    """
+    tolerated: int | None
+    """Number that the rule tolerates; None for a user-defined rule, which is not imported here."""
     watched: str | None
-    """The rule that was only asked whom it would drop, while the mean was applied."""
+    """The monitored rule, if the run applied the mean and only monitored this rule."""
     would: int | None
-    """What that one would survive."""
+    """Number that the monitored rule would tolerate."""
     byzantine: int | None
-    """How many workers the attack of the simulation made Byzantine; None if it does not say."""
+    """Number of workers that the simulated attack makes Byzantine; None if unknown."""
     unknown: str | None
-    """Why a b beyond ``needed`` may have been used without being seen; None if it was not."""
+    """Why more than ``needed`` may have been used without being counted; None if it was not."""
     needed: int
-    """What would have been enough for all that is beyond doubt."""
+    """Smallest b that would have sufficed for everything that is certain."""
     grounds: tuple[str, ...]
-    """What needs so much: values far away, suspects, or the attack of the simulation."""
+    """What requires ``needed``: distant values, flagged workers, or the simulated attack."""
     costs: tuple[Cost, ...]
 
     @property
     def hopeless(self) -> bool:
-        """Tell whether so much was wrong that no b is enough, of whatever rule."""
+        """Return whether so much was wrong that no b of any rule suffices."""
         return 2 * self.needed >= int(self.record.config["workers"])
 
     @property
     def unused(self) -> range:
-        """Return the b beyond what was needed; with ``unknown`` they may have been used."""
-        return range(self.needed + 1, (self.told or 0) + 1)
+        """Return the b beyond ``needed``; if ``unknown`` is set they may have been used."""
+        return range(self.needed + 1, (self.tolerated or 0) + 1)
 
 
 def advise(results: Results, record: RunRecord) -> Advice:
-    """Work out what a run would have needed; refuse one of which nothing was counted."""
+    """Compute what b a run would have needed; raise ValueError if nothing was counted."""
     rows = results.table("implausible", record.id)
     if not rows:
-        raise ValueError(f"run {record.id} has no counts of implausible values: {_why(record)}")
-    counts = [Count(row["reach"], row["most"], row["rows"], row["share"]) for row in rows]
+        raise ValueError(
+            f"run {record.id} has no counts of implausible values: {_why_uncounted(record)}"
+        )
+    counts = [OutlierCount(row["reach"], row["most"], row["rows"], row["share"]) for row in rows]
     seen = tuple(
-        _sum_up([one for one in counts if one.reach == reach]) for reach in _reaches(counts)
+        _sum_up([one for one in counts if one.cutoff == cutoff]) for cutoff in _cutoffs(counts)
     )
     m = int(record.config["workers"])
     rule = RULES.read(record.config["rule"])
-    watched = rule.rule if isinstance(rule, Watch) else None
+    watched = rule.rule if isinstance(rule, Monitor) else None
     judged = rule if watched is None else watched
     by_rows = not isinstance(judged, Foreign) and _survives_rows_only(judged.tolerates(m))
-    gross = next(one for one in seen if one.reach == GROSS)
+    gross = next(one for one in seen if one.cutoff == GROSS)
     byzantine = _byzantine(record)
     what = "workers with values" if by_rows else "values of a column"
     each = {
         f"{byzantine} Byzantine workers of the attack": byzantine or 0,
-        f"the {what} beyond {GROSS:g} spreads": gross.rows if by_rows else gross.most,
+        f"the {what} beyond {GROSS:g} deviations": gross.rows if by_rows else gross.most,
         "suspects": _proven(record),
     }
     needed = max(each.values())
@@ -119,7 +122,7 @@ def advise(results: Results, record: RunRecord) -> Advice:
         counted=len(counts) // len(seen),
         seen=seen,
         by_rows=by_rows,
-        told=None if isinstance(rule, Foreign) else _most(rule.tolerates(m)),
+        tolerated=None if isinstance(rule, Foreign) else _most(rule.tolerates(m)),
         watched=None if watched is None else str(watched),
         would=None if watched is None else _most(watched.tolerates(m)),
         byzantine=byzantine,
@@ -138,8 +141,8 @@ def _most(tolerance: Tolerance) -> int:
     return max(tolerance.rows, tolerance.values)
 
 
-def _why(record: RunRecord) -> str:
-    """Say why nothing was counted, and what can be done about it."""
+def _why_uncounted(record: RunRecord) -> str:
+    """Return why nothing was counted, and what to do about it."""
     for key in ("clients", "asynchronous"):
         value = record.config.get(key)
         if value is not None:
@@ -148,12 +151,12 @@ def _why(record: RunRecord) -> str:
                 f" {key} {value}; a run without {key} can be advised on"
             )
     if not record.rounds_done:
-        return "none of its rounds is recorded; let it go on, by the command that began it"
+        return "none of its rounds is recorded; continue it with the command that started it"
     return "it was recorded by an older phocas; run it again with --restart to be advised on it"
 
 
 def _byzantine(record: RunRecord) -> int | None:
-    """Return how many workers the attack makes Byzantine, where it says so by itself."""
+    """Return the number of workers that the attack makes Byzantine, or None if it is not fixed."""
     if record.attack is None:
         return 0
     attack = ATTACKS.read(record.attack)
@@ -163,7 +166,7 @@ def _byzantine(record: RunRecord) -> int | None:
 
 
 def _unknown(record: RunRecord, byzantine: int | None) -> str | None:
-    """Say why the counts cannot show all that was wrong, if they cannot."""
+    """Return why the counts cannot show everything that was wrong, or None if they can."""
     if record.config["split"] != "iid":
         return (
             f"workers hold different data ({record.config['split']}), and the counts cannot tell"
@@ -177,17 +180,17 @@ def _unknown(record: RunRecord, byzantine: int | None) -> str | None:
 
 
 def _proven(record: RunRecord) -> int:
-    """Count the suspects where they are proven: of workers with one kind of data."""
+    """Return the number of flagged workers, or 0 if workers hold different kinds of data."""
     return len(record.suspects) if record.config["split"] == "iid" else 0
 
 
-def _reaches(counts: list[Count]) -> list[float]:
-    return sorted({one.reach for one in counts})
+def _cutoffs(counts: list[OutlierCount]) -> list[float]:
+    return sorted({one.cutoff for one in counts})
 
 
-def _sum_up(counts: list[Count]) -> Seen:
+def _sum_up(counts: list[OutlierCount]) -> Seen:
     return Seen(
-        counts[0].reach,
+        counts[0].cutoff,
         max(one.most for one in counts),
         max(one.rows for one in counts),
         sum(one.most > 0 for one in counts),
@@ -196,18 +199,18 @@ def _sum_up(counts: list[Count]) -> Seen:
 
 
 def _costs(rule: Rule, m: int, q: int) -> tuple[Cost, ...]:
-    """Try the b from what was needed to what was told, and other reaches if there is one."""
-    if not isinstance(rule, Told):
+    """Return the bounds for b from what was needed to the configured b, and for other cutoffs."""
+    if not isinstance(rule, Bounded):
         return ()
     top = max(q, rule.b)
     between = range(q, top + 1, max(1, (top - q) // _MOST_CHOICES))
     choices = sorted({max(0, q - 1), *between, top})
     choices = [b for b in choices if b <= rule.largest_b(m)]
     if isinstance(rule, Heraclius):
-        reaches = sorted({rule.reach, *_OTHER_REACHES})
+        cutoffs = sorted({rule.cutoff, *_OTHER_CUTOFFS})
         return tuple(
-            Cost(b, reach, replace(rule, b=b, reach=reach).bound(m, q))
+            Cost(b, cutoff, replace(rule, b=b, cutoff=cutoff).bound(m, q))
             for b in choices
-            for reach in reaches
+            for cutoff in cutoffs
         )
     return tuple(Cost(b, None, replace(rule, b=b).bound(m, q)) for b in choices)

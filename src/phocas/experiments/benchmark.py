@@ -1,7 +1,7 @@
 """Speed of the rules as ratios to ``torch.mean`` in the same run, best of several.
 
-Baseline and rule are timed in turns, so that both see the same machine. Times are wall-clock; the
-matrix is made once and never changes.
+Baseline and rule are timed alternately, so that both run under the same load. Times are wall-clock
+times. The matrix is created once and never changes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,25 @@ import numpy as np
 import phocas
 from phocas.floats import format_of
 from phocas.rules import PRE_AGGREGATORS, RULES, Rule, parse_rule
-from phocas.rules.base import Stage, Told
+from phocas.rules.base import Bounded, Stage
 from phocas.specs import count, positive
 
 EXPLAIN = "explain "
 Clock = Callable[[], float]
-STEADY = 1.5  # the most that a baseline's turns may differ by on a quiet machine
+STEADY = 1.5  # largest ratio between a baseline's slowest and fastest turn on a quiet machine
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A rule on an (m, d) matrix, and the ratio that it should stay under, if one is set."""
+class BenchmarkCase:
+    """A rule on an (m, d) matrix to be timed.
+
+    Attributes:
+        rule: spec of the rule; with the prefix ``explain`` its explanation is timed.
+        m: number of workers.
+        d: number of columns.
+        dtype: dtype of the values.
+        limit: largest acceptable ratio to the baseline, or None.
+    """
 
     rule: str
     m: int
@@ -44,14 +52,14 @@ class Case:
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be timed before anything is."""
+        """Raise ValueError for a case that cannot be timed."""
         count("bench", "workers", self.m, minimum=1)
         count("bench", "dims", self.d, minimum=1)
         format_of(self.dtype, "bench")
         self.parsed().check(self.m)
 
     def parsed(self) -> Rule:
-        """Return the rule."""
+        """Return the rule as an object."""
         return parse_rule(self.rule.removeprefix(EXPLAIN))
 
     def __str__(self) -> str:
@@ -68,26 +76,37 @@ class Turns:
 
     @property
     def ratio(self) -> float:
-        """Return how much longer the work takes, at best."""
+        """Return the best time of the work divided by the best time of the baseline."""
         return min(self.work) / min(self.baseline)
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """Return the least and the largest ratio of a turn."""
+        """Return the smallest and the largest ratio of a single turn."""
         each = [work / baseline for baseline, work in zip(self.baseline, self.work, strict=True)]
         return min(each), max(each)
 
     @property
     def moved(self) -> float:
-        """Return how many times longer the baseline took in its worst turn than in its best."""
+        """Return the baseline's time in its slowest turn divided by that in its fastest."""
         return max(self.baseline) / min(self.baseline)
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What was measured: the best times, their ratio to the baseline's, and how sure it is."""
+    """The measured times of a case and their reliability.
 
-    case: Case
+    Attributes:
+        case: the case that was timed.
+        milliseconds: best time of the work.
+        baseline: best time of the baseline, in milliseconds.
+        ratio: ``milliseconds`` divided by ``baseline``.
+        lowest: smallest ratio of a turn.
+        highest: largest ratio of a turn.
+        moved: slowest turn of the baseline divided by its fastest.
+        gigabytes: GB of input read per second.
+    """
+
+    case: BenchmarkCase
     milliseconds: float
     baseline: float
     ratio: float
@@ -98,12 +117,12 @@ class Timing:
 
     @property
     def past(self) -> bool:
-        """Tell whether the ratio is past its limit."""
+        """Return whether the ratio exceeds its limit."""
         return self.case.limit is not None and self.ratio > self.case.limit
 
     @property
     def steady(self) -> bool:
-        """Tell whether the baseline stayed where it was, so that the ratio means something."""
+        """Return whether the baseline's times varied so little that the ratio is meaningful."""
         return self.moved <= STEADY
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,26 +131,26 @@ class Timing:
         return {**row.pop("case"), **row, "past": self.past, "steady": self.steady}
 
 
-def _column_rules(m: int, b: int, d: int, limit: float) -> list[Case]:
+def _column_rules(m: int, b: int, d: int, limit: float) -> list[BenchmarkCase]:
     names = ("median", f"trimmed-mean:b={b}", f"phocas:b={b}", f"meamed:b={b}")
-    return [Case(name, m, d, limit=limit) for name in names]
+    return [BenchmarkCase(name, m, d, limit=limit) for name in names]
 
 
-def _heraclius(large: int, small: int, million: int) -> list[Case]:
-    told = "heraclius:b=8"
+def _heraclius(large: int, small: int, million: int) -> list[BenchmarkCase]:
+    spec = "heraclius:b=8"
     return [
-        Case(told, 20, large, limit=1.3),
-        Case(told, 20, small),
-        Case("heraclius:b=16", 64, million, limit=2.2),
+        BenchmarkCase(spec, 20, large, limit=1.3),
+        BenchmarkCase(spec, 20, small),
+        BenchmarkCase("heraclius:b=16", 64, million, limit=2.2),
         *(
-            Case(EXPLAIN + rule, 20, d, limit=1.5)
-            for rule in ("phocas:b=8", told)
+            BenchmarkCase(EXPLAIN + rule, 20, d, limit=1.5)
+            for rule in ("phocas:b=8", spec)
             for d in (large, small)
         ),
     ]
 
 
-def default_cases() -> list[Case]:
+def default_cases() -> list[BenchmarkCase]:
     """Return the cases of the README: the paper's two models, many workers, distance rules."""
     large, small, million = 2_431_018, 118_282, 1_000_000
     return [
@@ -140,55 +159,66 @@ def default_cases() -> list[Case]:
         *_column_rules(64, 16, million, 1.8),
         *_column_rules(128, 32, million, 2.5),
         *_column_rules(1024, 256, small, 6.0),
-        Case("krum:b=6", 20, million, limit=2.2),
-        Case("krum:b=30", 100, small, limit=8.0),
-        Case("krum:b=300", 1024, small, limit=90.0),
-        Case("multi-krum:b=6", 20, million, limit=3.0),
-        Case("geometric-median", 20, million, limit=3.0),
-        Case("nnm:b=6|phocas:b=6", 20, million, limit=6.0),
+        BenchmarkCase("krum:b=6", 20, million, limit=2.2),
+        BenchmarkCase("krum:b=30", 100, small, limit=8.0),
+        BenchmarkCase("krum:b=300", 1024, small, limit=90.0),
+        BenchmarkCase("multi-krum:b=6", 20, million, limit=3.0),
+        BenchmarkCase("geometric-median", 20, million, limit=3.0),
+        BenchmarkCase("nnm:b=6|phocas:b=6", 20, million, limit=6.0),
         *_heraclius(large, small, million),
-        *(Case("phocas:b=8", 20, million, dtype) for dtype in ("float16", "bfloat16", "float64")),
+        *(
+            BenchmarkCase("phocas:b=8", 20, million, dtype)
+            for dtype in ("float16", "bfloat16", "float64")
+        ),
     ]
 
 
-_TOLD = {
+_EXAMPLES = {
     "centered-clipping": "centered-clipping:radius=1000",
-    "watch": "watch:rule=(phocas:b=6)",
+    "monitor": "monitor:rule=(phocas:b=6)",
     "bucketing": "bucketing:size=2",
     "clipping": "clipping:radius=1000",
 }
-"""What steps are told in their costs, where b does not say it all."""
+"""Example specs of stages that need parameters other than b."""
 
 
-def cost_cases(m: int = 20, d: int = 1_000_000, b: int = 6) -> dict[str, Case]:
-    """Return a case for every rule, and for every pre-aggregator before the median."""
-    rules = {name: Case(_example(cls, m, b), m, d) for name, cls in RULES.items()}
+def cost_cases(m: int = 20, d: int = 1_000_000, b: int = 6) -> dict[str, BenchmarkCase]:
+    """Return a case for every rule, and one for every pre-aggregator followed by the median."""
+    rules = {name: BenchmarkCase(_example(cls, m, b), m, d) for name, cls in RULES.items()}
     before = {
-        name: Case(f"{_example(cls, m, b)}|median", m, d) for name, cls in PRE_AGGREGATORS.items()
+        name: BenchmarkCase(f"{_example(cls, m, b)}|median", m, d)
+        for name, cls in PRE_AGGREGATORS.items()
     }
     return rules | before
 
 
 def _example(cls: type[Stage], m: int, b: int) -> str:
-    if not issubclass(cls, Told):
-        return _TOLD.get(cls.name, cls.name)
+    if not issubclass(cls, Bounded):
+        return _EXAMPLES.get(cls.name, cls.name)
     return f"{cls.name}:b={min(b, cls.largest_b(m))}"
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Processor times over that of ``torch.mean``, one thread, as measured once, and where."""
+    """Published processor times, single-threaded, relative to ``torch.mean``.
+
+    Attributes:
+        machine: the machine that they were measured on.
+        m: number of workers.
+        d: number of columns.
+        rules: the timed spec, by name of the rule or pre-aggregator.
+        ratios: the relative time, by the same names.
+    """
 
     machine: dict[str, Any]
     m: int
     d: int
     rules: dict[str, str]
-    """What was timed, by the name of a rule or pre-aggregator."""
     ratios: dict[str, float]
 
 
 def published_costs() -> Costs:
-    """Return the costs that come with the package; ``phocas bench --costs`` measured them.
+    """Return the costs that ship with the package, measured by ``phocas bench --costs``.
 
     >>> published_costs().ratios["krum"] > published_costs().ratios["phocas"]
     True
@@ -197,16 +227,16 @@ def published_costs() -> Costs:
     return Costs(**json.loads(text))
 
 
-def measure_cost(case: Case, seconds: float) -> Timing:
-    """Time a case by the processor's clock with one thread: who else works here matters little."""
-    from phocas.training.lanes import kernel_threads, one_torch_thread  # noqa: PLC0415 - torch
+def measure_cost(case: BenchmarkCase, seconds: float) -> Timing:
+    """Time a case in processor time with one thread, which other load hardly affects."""
+    from phocas.training.pool import kernel_threads, one_torch_thread  # noqa: PLC0415 - torch
 
     with one_torch_thread(), kernel_threads(1):
         return measure(case, seconds=seconds, rounds=7, clock=time.process_time)
 
 
 def measured_costs(timings: Mapping[str, Timing]) -> Costs:
-    """Keep of the timings of :func:`cost_cases` what :func:`published_costs` returns."""
+    """Convert the timings of :func:`cost_cases` to what :func:`published_costs` returns."""
     first = next(iter(timings.values())).case
     return Costs(
         {key: value for key, value in machine().items() if not key.endswith("threads")},
@@ -218,7 +248,7 @@ def measured_costs(timings: Mapping[str, Timing]) -> Costs:
 
 
 def matrix(m: int, d: int, dtype: str, seed: int = 0) -> Any:
-    """Return a random (m, d) tensor; a block of columns is drawn and repeated."""
+    """Return an (m, d) tensor that repeats a random block of columns."""
     import torch  # noqa: PLC0415 - the baseline; everything else here runs without
 
     drawn = np.random.default_rng(seed).normal(size=(m, min(d, 1 << 14))).astype(np.float32)
@@ -227,7 +257,7 @@ def matrix(m: int, d: int, dtype: str, seed: int = 0) -> Any:
 
 
 def measure(
-    case: Case,
+    case: BenchmarkCase,
     *,
     seconds: float = 0.5,
     rounds: int = 5,
@@ -258,13 +288,13 @@ def measure(
     )
 
 
-def device_cases() -> list[Case]:
-    """Return the default cases that an accelerator has kernels for; limits are not known yet."""
+def device_cases() -> list[BenchmarkCase]:
+    """Return the default cases that an accelerator has kernels for, without limits."""
     return [replace(case, limit=None) for case in default_cases() if case.m <= 128]
 
 
 def completed(function: Callable[[], object], device: str) -> Callable[[], object]:
-    """Return a function that waits until the device is done."""
+    """Return a function that also waits until the device has finished."""
     import torch  # noqa: PLC0415
 
     if device == "cpu":
@@ -284,7 +314,7 @@ def in_turns(
     rounds: int,
     clock: Clock = time.perf_counter,
 ) -> Turns:
-    """Return the best time of each in alternating batches."""
+    """Return the best times of both functions in alternating batches."""
     positive("bench", "seconds", seconds)
     baseline(), work()
     share = seconds / (2 * rounds)
@@ -293,7 +323,7 @@ def in_turns(
 
 
 def _best(function: Callable[[], object], seconds: float, clock: Clock) -> float:
-    """Return the best time of a function that is called for so long, and at least once."""
+    """Return the best time of a function that is called at least once, for ``seconds``."""
     best = float("inf")
     end = clock() + seconds
     while True:
@@ -306,7 +336,7 @@ def _best(function: Callable[[], object], seconds: float, clock: Clock) -> float
 
 
 def read_bandwidth(megabytes: int = 512, device: str = "cpu") -> float:
-    """Return how many GB/s of memory ``torch.sum`` reads, on all threads, best of several."""
+    """Return the bandwidth in GB/s at which ``torch.sum`` reads memory, best of several."""
     import torch  # noqa: PLC0415
 
     block = torch.ones(megabytes << 18, dtype=torch.float32, device=device)
@@ -334,7 +364,7 @@ print(json.dumps([imported, time.perf_counter() - start]))
 
 
 def first_use(rule: str, m: int) -> dict[str, float]:
-    """Return the seconds of a process's first call, with an empty cache and with a full one."""
+    """Return the seconds of a process's first call, with an empty and with a filled cache."""
     result: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold", "remembered"):
@@ -350,7 +380,7 @@ def first_use(rule: str, m: int) -> dict[str, float]:
 
 
 def peers() -> Iterator[tuple[str, str, Callable[[Any], object], Rule]]:
-    """Yield (peer, rule, its call, our rule) for the public libraries that happen to be here."""
+    """Yield (library, name, its function, our rule) for the installed public libraries."""
     if importlib.util.find_spec("byzfl"):
         import byzfl  # noqa: PLC0415
 
@@ -373,7 +403,10 @@ def peers() -> Iterator[tuple[str, str, Callable[[Any], object], Rule]]:
 
 
 def peer_ratios(seconds: float) -> list[dict[str, Any]]:
-    """Time every peer against ours on the paper's MLP: 20 workers, 118,282 parameters."""
+    """Return the times of installed libraries relative to ours, on the paper's MLP.
+
+    The matrix has 20 workers and 118,282 parameters.
+    """
     found = []
     for peer, name, theirs, ours in peers():
         rows = matrix(20, 118_282, "float32")
@@ -383,7 +416,7 @@ def peer_ratios(seconds: float) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe where the numbers come from."""
+    """Return a description of the machine that the numbers come from."""
     import torch  # noqa: PLC0415
 
     from phocas.kernels.target import host  # noqa: PLC0415

@@ -1,8 +1,8 @@
-"""Who was left out of each round, what is known against whom, and pictures of the matrix.
+"""Tables of dropped shares by round, evidence against workers, and matrix pictures.
 
-These tables are beside those of :mod:`phocas.experiments.results`, in the same file. A file of an
-earlier phocas has none of them: they are made when it is next written to, and read as empty.
-What is kept of a run is bounded however long it is.
+These tables are in the same file as those of :mod:`phocas.experiments.results`. A file of an
+earlier phocas has none of them: they are created when it is next written to, and read as empty
+until then. Their size is bounded, however long a run is.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from phocas.rules.sampling import Sample
-from phocas.rules.suspicion import Evidence
+from phocas.detection import Evidence
+from phocas.detection.sampling import Sample
 
 if TYPE_CHECKING:
     from phocas.training.trainer import Round
@@ -29,9 +29,9 @@ Floats = npt.NDArray[np.float64]
 TABLES = ("shares", "pictures", "evidence", "absurd", "layers")
 BY_ROUND = ("shares", "pictures")
 MOST_ROUNDS = 2000
-"""So many rounds of a run have their shares kept; of longer ones, one in so many rounds."""
+"""Largest number of rounds of a run with stored shares; a longer run stores every n-th round."""
 MOST_LINKS = 10_000
-"""Shares by server and worker are kept in every evaluation up to so many of them."""
+"""Largest number of (server, worker) pairs for which shares are stored at each evaluation."""
 MOST_PICTURES = 100
 PICTURE_CELLS = 8192
 
@@ -71,15 +71,15 @@ CREATE TABLE IF NOT EXISTS layers (       -- the parameters in the order of the 
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
-    """What was dropped of the workers in the rounds that are kept."""
+class DroppedShares:
+    """The dropped shares of the workers in the rounds that are stored."""
 
     rounds: npt.NDArray[np.int64]
     workers: npt.NDArray[np.float16]
-    """(rounds, m)."""
+    """Dropped share of each worker, (rounds, m)."""
     server_round: int | None = None
     servers: Floats | None = None
-    """(s, m): the mean over the rounds in which it was worked out, up to ``server_round``."""
+    """(s, m): the mean over the rounds in which it was computed, up to ``server_round``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +100,10 @@ def write(
     evidence: Iterable[Evidence],
     absurd: npt.NDArray[np.floating] | None,
 ) -> None:
-    """Add what is kept of some rounds of a run of so many, and what is known by the last.
+    """Store some rounds of a run of ``total`` rounds, and the evidence as of the last one.
 
-    Shares are kept of rounds in which all took part: those of clients are means, by evaluation.
+    Shares are stored for rounds in which all workers participate. Those of clients are stored as
+    means, by evaluation.
     """
     every = math.ceil(total / MOST_ROUNDS)
     connection.executemany(
@@ -130,7 +131,7 @@ def write(
     connection.executemany(
         "INSERT OR REPLACE INTO evidence VALUES (?, ?, ?, ?, ?, ?)",
         [
-            (run, each.worker, each.odds, each.since, each.dropped, each.changed)
+            (run, each.worker, each.e_value, each.flagged, each.dropped, each.drift)
             for each in evidence
         ],
     )
@@ -144,15 +145,15 @@ def write(
 def write_layers(
     connection: sqlite3.Connection, run: int, layers: Iterable[tuple[str, int]]
 ) -> None:
-    """Say which parameters the columns of a run belong to."""
+    """Store which parameters the columns of a run belong to."""
     connection.executemany(
         "INSERT OR REPLACE INTO layers VALUES (?, ?, ?, ?)",
         [(run, place, name, size) for place, (name, size) in enumerate(layers)],
     )
 
 
-def read_shares(connection: sqlite3.Connection, run: int) -> Shares | None:
-    """Return the shares that were kept of a run, if any."""
+def read_shares(connection: sqlite3.Connection, run: int) -> DroppedShares | None:
+    """Return the stored shares of a run, or None."""
     rows = _rows(connection, "shares", "round, workers, servers", run, "round")
     if not rows:
         return None
@@ -161,20 +162,20 @@ def read_shares(connection: sqlite3.Connection, run: int) -> Shares | None:
     numbers = np.array([row[0] for row in rows], np.int64)
     linked = [(row[0], row[2]) for row in rows if row[2] is not None]
     if not linked:
-        return Shares(numbers, workers)
+        return DroppedShares(numbers, workers)
     last = np.frombuffer(b"".join(blob for _, blob in linked), "<f2")
     links = last.reshape(len(linked), -1, m).astype(np.float64).mean(axis=0)
-    return Shares(numbers, workers, linked[-1][0], links)
+    return DroppedShares(numbers, workers, linked[-1][0], links)
 
 
 def read_evidence(connection: sqlite3.Connection, run: int) -> list[Evidence]:
-    """Return what is known against each worker of a run."""
+    """Return the evidence against each worker of a run."""
     rows = _rows(connection, "evidence", "worker, odds, since, dropped, changed", run, "worker")
     return [Evidence(*row) for row in rows]
 
 
 def read_absurd(connection: sqlite3.Connection, run: int) -> npt.NDArray[np.bool_] | None:
-    """Return which workers' values have reached which servers absurd, (s, m), if it was kept."""
+    """Return which workers sent absurd values to which servers, (s, m), or None if not stored."""
     for workers, links in _rows(connection, "absurd", "workers, links", run, "run"):
         return np.frombuffer(links, np.bool_).reshape(-1, workers)
     return None
@@ -186,7 +187,7 @@ def read_layers(connection: sqlite3.Connection, run: int) -> list[tuple[str, int
 
 
 def read_pictures(connection: sqlite3.Connection, run: int) -> Iterator[RecordedPicture]:
-    """Return the pictures of a run."""
+    """Yield the pictures of a run."""
     for round_, columns, cells, lost in _rows(
         connection, "pictures", "round, columns, cells, lost", run, "round"
     ):
@@ -201,7 +202,7 @@ def read_pictures(connection: sqlite3.Connection, run: int) -> Iterator[Recorded
 
 
 def picture_sample(d: int, workers: int) -> Sample:
-    """Return the columns that a picture shows: at most 256, and fewer of many workers."""
+    """Return the columns that a picture shows: at most 256, and fewer if there are many workers."""
     return Sample.even(d, max(16, min(256, PICTURE_CELLS // workers)))
 
 

@@ -1,14 +1,17 @@
-"""The configuration of a run: a TOML file, the command line over it, checked before it runs."""
+"""The configuration of a run, from a TOML file and the command line, checked before it runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pydantic import (
     BaseModel,
@@ -16,12 +19,12 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 
-from phocas.attacks import ATTACKS, Attack, parse_attack
-from phocas.attacks.participation import check_among
+from phocas.attacks import ATTACKS, parse_attack
 from phocas.data import DATASETS, SPLITS
 from phocas.engines.asynchronous.policies import read_policy
 from phocas.engines.asynchronous.policy import Policy
@@ -29,7 +32,7 @@ from phocas.engines.asynchronous.speeds import SPEEDS
 from phocas.engines.faults import FaultScript
 from phocas.experiments.trackers import check_tracker
 from phocas.provenance import RESULTS_VERSION, code_of, describe_code
-from phocas.rules import RULES, Rule
+from phocas.rules import RULES
 from phocas.specs import Foreign, imported_callable, is_place, unknown
 from phocas.training.cluster import ENGINES, Engine, find_engine
 from phocas.training.devices import find_device
@@ -41,12 +44,22 @@ from phocas.training.task import TaskSettings
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from phocas.settings import Spelling
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the text names the keys."""
 
 
-# Keys are the names of Python's settings, without the num_ that says of a name that it is a number.
+class _ConflictError(ValueError):
+    """Settings that are impossible together, by the key to change."""
+
+    def __init__(self, found: Mapping[str, str]) -> None:
+        super().__init__("; ".join(found.values()))
+        self.found = found
+
+
+# Results files name two settings without the num_ of their Python names.
 _TASK = {
     declared.name.removeprefix("num_"): declared
     for declared in dataclasses.fields(TaskSettings)
@@ -69,26 +82,75 @@ _PLACES = {key for key, declared in _DECLARED.items() if declared.metadata["plac
 }
 
 RECORDED = ("code", "results_version")
-"""What a results file keeps among the settings of a run, and no user sets."""
+"""Keys that a results file keeps among the settings of a run, and that no user sets."""
 
 
-def _engines_of(key: str) -> list[str]:
-    """Return the engines that have a setting; none of them has one of the task."""
-    return [engine for engine, keys in _OF_ENGINES.items() if key in keys]
+def key_of(name: str) -> str:
+    """Return the key of a setting in results files, by any of its spellings.
+
+    >>> key_of("num-workers"), key_of("workers"), key_of("batch_size")
+    ('workers', 'workers', 'batch_size')
+    """
+    key = name.replace("-", "_")
+    short = key.removeprefix("num_")
+    return short if short in _DECLARED else key
 
 
-def _declared(key: str, **instead: Any) -> Any:
-    """Take a setting from where it is declared; ``default=`` gives a run another default."""
+def name_of(key: str) -> str:
+    """Return the name of a setting in Python and TOML: ``num_workers``."""
+    return _DECLARED[key].name if key in _DECLARED else key
+
+
+def option_of(key: str) -> str:
+    """Return a setting as an option of ``phocas train``.
+
+    >>> option_of("workers"), option_of("optimizer_options")
+    ('--num-workers', '--set optimizer_options')
+    """
+    field = RunConfig.model_fields.get(key)  # results may have settings of another version
+    if field is not None and field.annotation == dict[str, Any]:
+        return f"--set {key}"
+    return f"--{name_of(key).replace('_', '-')}"
+
+
+def owners_of(key: str) -> list[str]:
+    """Return what a setting belongs to: the task, the run, or the names of engines.
+
+    >>> owners_of("lr"), owners_of("results"), owners_of("asynchronous"), owners_of("deadline")
+    (['task'], ['run'], ['local', 'ray'], ['ray'])
+    """
+    engines = [engine for engine, keys in _OF_ENGINES.items() if key in keys]
+    return engines or ["task" if key in _TASK else "run"]
+
+
+def _declared(key: str) -> Any:
+    """Return the field of a declared setting: its type as text, its default and its help."""
     declared = _DECLARED[key]
-    said = declared.metadata["help"]
-    engines = _engines_of(key)
-    text = f"{engines[0]}: {said}" if engines and "local" not in engines else said
+    owner = TaskSettings if key in _TASK else _ENGINES[owners_of(key)[0]]
+    kind = _text_type(typing.get_type_hints(owner)[declared.name])
+    text = declared.metadata["help"]
     if declared.default_factory is not dataclasses.MISSING:
-        return Field(default_factory=declared.default_factory, description=text)
-    return Field(description=text, **{"default": declared.default, **instead})
+        default = declared.default_factory
+        kind = list[str] if isinstance(default(), list) else kind
+        return kind, Field(default_factory=default, description=text)
+    return kind, Field(_PAPER.get(key, declared.default), description=text)
 
 
-# How a key's text is read without running anybody's code, and how it is kept.
+def _text_type(hint: Any) -> Any:
+    """Return what TOML writes for a value of this type: text, if the value has one."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        parts = typing.get_args(hint)
+        if str in parts:
+            return str | None if type(None) in parts else str
+        return hint
+    return dict[str, Any] if typing.get_origin(hint) is Mapping else hint
+
+
+_PAPER = {"servers": 20, "rule": "phocas:b=8"}
+"""Defaults of a run that are those of the paper, and differ from those of a trainer."""
+
+
+# The text of a setting, read without importing the user's code -> the text that is kept.
 _TEXTS: dict[str, Callable[[str], str]] = {
     "rule": lambda text: str(RULES.read(text)),
     "split": lambda text: str(SPLITS.read(text)),
@@ -107,7 +169,7 @@ def _callable(text: str) -> Foreign | None:
     return Foreign(text, imported_callable) if is_place(text) else None
 
 
-# What a key's text stands for: a value, or something foreign, which is imported when it is loaded.
+# The text of a setting -> its value, or a Foreign, which imports the user's code when loaded.
 _READERS: dict[str, Callable[[str], Any]] = {
     "rule": RULES.read,
     "attack": ATTACKS.read,
@@ -133,74 +195,54 @@ _LATER = {
 }
 
 
-class RunConfig(BaseModel):
-    """One run. The defaults are the paper's MNIST settings."""
+if TYPE_CHECKING:
+
+    class _Declared(BaseModel):
+        """Every setting of the task and of the engines, as mypy sees it."""
+
+        def __getattr__(self, key: str) -> Any: ...
+else:
+    _Declared = create_model("_Declared", **{key: _declared(key) for key in _DECLARED})
+
+
+class RunConfig(_Declared):
+    """One run: the settings of its task and its engine, and those below.
+
+    The defaults are the paper's MNIST settings.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     dataset: str = Field(
-        "mnist", description="the data set: mnist, fashion-mnist, cifar10 or synthetic"
+        "mnist", description="Data set: mnist, fashion-mnist, cifar10, synthetic or module:name."
     )
-    model: str = Field("mlp", description="the model: mlp, cnn, softmax or module:callable")
-    workers: int = _declared("workers")
-    clients: int | None = _declared("clients")
-    servers: int = _declared("servers", default=20)
-    rounds: int = Field(500, ge=1, description="the rounds of training")
-    batch_size: int = _declared("batch_size")
-    lr: float = _declared("lr")
-    rule: str = _declared("rule", default="phocas:b=8")
-    attack: str | None = _declared("attack")
-    seed: int = _declared("seed")
-    split: str = _declared("split")
-    optimizer: str = _declared("optimizer")
-    optimizer_options: dict[str, Any] = _declared("optimizer_options")
-    schedule: str = _declared("schedule")
-    local_steps: int | None = _declared("local_steps")
-    server_optimizer: str | None = _declared("server_optimizer")
-    weight_decay: float = _declared("weight_decay")
-    worker_momentum: float = _declared("worker_momentum")
-    reduction: Literal["mean", "sum"] = _declared("reduction")
-    standardise: bool = _declared("standardise")
-    on_nonfinite: Literal["skip", "stop", "apply"] = _declared("on_nonfinite")
-    evaluate_every: int = Field(10, ge=1, description="rounds between evaluations")
-    engine: str = Field("local", description="where rounds run: local or ray")
-    asynchronous: str | None = _declared("asynchronous")
-    speeds: str | None = _declared("speeds")
-    virtual_deadline: float | None = _declared("virtual_deadline")
-    max_staleness: int = _declared("max_staleness")
-    address: str | None = _declared("address")
-    processes: int | None = _declared("processes")
-    deadline: float = _declared("deadline")
-    server_deadline: float = _declared("server_deadline")
-    on_missing: Literal["wait", "stop"] = _declared("on_missing")
-    missing: int | None = _declared("missing")
-    wait_seconds: float = _declared("wait_seconds")
-    faults: list[str] = _declared("faults")
-    name: str | None = Field(None, description="a name for the run in tables and figures")
-    results: str = Field("phocas.sqlite", description="the file that keeps the results")
+    model: str = Field("mlp", description="Model: mlp, cnn, softmax or module:callable.")
+    rounds: int = Field(500, ge=1, description="Number of rounds.")
+    evaluate_every: int = Field(10, ge=1, description="Rounds between evaluations.")
+    engine: str = Field("local", description="Engine: local (one process) or ray (a cluster).")
+    name: str | None = Field(None, description="Name of the run in tables and figures.")
+    results: str = Field("phocas.sqlite", description="Results file.")
     data_dir: str | None = Field(
-        None, description="the folder that keeps the data sets; by default the user's cache"
+        None, description="Folder of the data sets; by default in the user's cache."
     )
-    device: str | None = _declared("device")
-    threads: int | None = _declared("threads")
     checkpoint_rounds: int | None = Field(
-        None, ge=1, description="rounds between checkpoints, besides those by time"
+        None, ge=1, description="Rounds between checkpoints, in addition to those by time."
     )
-    checkpoint_seconds: float = Field(30.0, ge=0, description="seconds between checkpoints")
+    checkpoint_seconds: float = Field(30.0, ge=0, description="Seconds between checkpoints.")
     record_matrix: int | None = Field(
         None,
         ge=1,
-        description="rounds between pictures of the matrix for the report; the first 100 are kept",
+        description="Rounds between samples of the matrix for the HTML report; at most 100.",
     )
     track: list[str] = Field(
         default_factory=list,
-        description="who is told of the run: tensorboard:DIR, wandb, mlflow or module:Name",
+        description="Experiment tracker: tensorboard:DIR, wandb, mlflow or module:Name.",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _who_decides_needs_no_rule(cls, values: Any) -> Any:
-        """Let policies that decide by themselves have the mean of their one row as rule."""
+    def _policy_without_rule(cls, values: Any) -> Any:
+        """Set the rule to the mean for asynchronous policies that aggregate single rows."""
         said = values.get("asynchronous") if isinstance(values, dict) else None
         if not isinstance(said, str) or "rule" in values:
             return values
@@ -225,7 +267,7 @@ class RunConfig(BaseModel):
     @field_validator("*")
     @classmethod
     def _holds(cls, value: Any, info: ValidationInfo) -> Any:
-        """Ask the declaration of a setting, or the table that its text is of."""
+        """Check one setting by its declaration, or by the table that reads its text."""
         key = info.field_name or ""
         if value is None:
             return None
@@ -245,82 +287,48 @@ class RunConfig(BaseModel):
         if key == "faults":
             return str(FaultScript.parse(value)).splitlines()
         check = _DECLARED[key].metadata["check"] if key in _DECLARED else None
-        return value if check is None else check("a run", key, value)
+        return value if check is None else check("a run", _say(info)(key), value)
 
     @model_validator(mode="after")
-    def _possible(self) -> RunConfig:
-        problems = []
-        for name in sorted(self._foreign()):
-            if getattr(self, name) != _default(name):
-                engine = _engines_of(name)[0]
-                problems.append(
-                    f"{name} is a setting of the {engine} engine: set engine to {engine} too"
+    def _possible(self, info: ValidationInfo) -> RunConfig:
+        """Check the settings together: those of the task and the engine are asked for conflicts."""
+        say = _say(info)
+        found: dict[str, str] = {}
+        for key in sorted(self._foreign()):
+            if getattr(self, key) != _default(key):
+                engine = owners_of(key)[0]
+                found[key] = (
+                    f"{say(key)} is a setting of the {engine} engine: set {say('engine')} to"
+                    f" {engine} too"
                 )
-        if self.engine == "ray" and self.device not in (None, "cpu"):
-            problems.append(f"device: the ray engine has none: got {self.device}; leave it out")
-        if self.server_optimizer is not None and self.local_steps is None:
-            problems.append("server_optimizer is for rounds of local steps: set local_steps too")
-        if self.worker_momentum and self.local_steps is not None:
-            problems.append(
-                "worker_momentum is for workers that send gradients: with local_steps set"
-                " optimizer_options to { momentum = ... }"
-            )
-        if self.clients is not None and self.clients < self.workers:
-            problems.append(
-                f"clients: workers are drawn from them, so there must be at least {self.workers}:"
-                f" got {self.clients}"
-            )
         if self.record_matrix is not None and (self.clients or self.asynchronous):
-            problems.append(
-                "record_matrix is for rounds in which every worker has its row: leave it out with"
-                " clients or asynchronous"
+            found["record_matrix"] = (
+                f"{say('record_matrix')} is for rounds in which every worker has its row: leave it"
+                f" out with {say('clients')} or {say('asynchronous')}"
             )
-        if self.clients is not None and self.worker_momentum:
-            problems.append("worker_momentum is for workers that take part in every round")
-        problems += [
-            f"{name}: where nobody waits, all workers send gradients: leave it or asynchronous out"
-            for name in ("local_steps", "clients")
-            if self.asynchronous is not None and getattr(self, name) is not None
-        ]
-        try:
-            FaultScript.parse(self.faults).check(self.workers, self.servers)
-        except ValueError as error:
-            problems.append(f"faults: {error}")
-        rule = RULES.read(self.rule)  # what is foreign is checked when it is loaded
-        attack = None if self.attack is None else ATTACKS.read(self.attack)
-        try:
-            if isinstance(rule, Rule):
-                policy = None if self.asynchronous is None else read_policy(self.asynchronous)
-                if isinstance(policy, Policy):
-                    policy.check(self.workers, rule)
-                else:
-                    rule.check(self.workers)
-        except ValueError as error:
-            problems.append(f"rule: {error}")
-        try:
-            if isinstance(attack, Attack):
-                check_among(attack, self.clients, self.workers, self.servers)
-        except ValueError as error:
-            problems.append(f"attack: {error}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        task = TaskSettings(**self.task_settings())
+        of_engine = getattr(self.make_engine(), "conflicts", lambda *_: ())
+        for name, text in (*of_engine(task, say), *task.conflicts(say)):
+            found.setdefault(key_of(name), text)
+        if found:
+            raise _ConflictError(found)
         return self
 
     def _foreign(self) -> set[str]:
-        """Return the settings that other engines have and this one has not."""
+        """Return the settings of other engines that this one does not have."""
         every = {key for keys in _OF_ENGINES.values() for key in keys}
         return every - _OF_ENGINES[self.engine].keys()
 
     def identity(self) -> str:
-        """Return a digest of all that the result depends on: the settings, and the user's code.
+        """Return a digest of the settings and of the user's code: the result depends on both.
 
-        Without code of the user's own that is the digest of the settings.
+        Without code of the user's own it is the digest of the settings.
         """
         code = self.code()
         return _digest([self.settings_digest(), code]) if code else self.settings_digest()
 
     def settings_digest(self) -> str:
-        """Return a digest of the settings, without names, places and threads; import nothing."""
+        """Return a digest of the settings that change the result; import nothing."""
         unset = {key for key in _LATER if getattr(self, key) == _default(key)}
         content = self.model_dump(exclude=_PLACES | self._foreign() | unset)
         if RESULTS_VERSION > 1:  # the first is that of results which name none
@@ -328,7 +336,7 @@ class RunConfig(BaseModel):
         return _digest(content)
 
     def code(self) -> dict[str, str]:
-        """Return digests of the user's code that the settings name, by module; import it."""
+        """Import the user's code that the settings name, and return its digests by module."""
         values: list[Any] = []
         broken: dict[str, str] = {}
         for key, read in _READERS.items():
@@ -338,18 +346,18 @@ class RunConfig(BaseModel):
                 continue
             try:
                 values += [found.load(), text]
-            except (ValueError, TypeError):  # the run will say it; no result has this digest
+            except (ValueError, TypeError):  # the run raises it; no result has this digest
                 broken[text] = "broken"
         return code_of(values) | broken
 
     def recorded(self) -> dict[str, Any]:
-        """Return what a results file keeps: the settings, and which code they were run with."""
+        """Return the settings for a results file, with the digests of the user's code."""
         code = self.code()
         version = {"results_version": RESULTS_VERSION} if RESULTS_VERSION > 1 else {}
         return self.model_dump() | version | ({"code": describe_code(code)} if code else {})
 
     def same_settings(self, recorded: Mapping[str, Any]) -> bool:
-        """Tell whether a recorded run differs from this one in its code and its rounds at most."""
+        """Return whether a recorded run has the same settings, apart from code and rounds."""
         own = self.model_dump(exclude=_PLACES | self._foreign() | {"rounds"})
         return all(recorded.get(key, _default(key)) == value for key, value in own.items())
 
@@ -373,10 +381,16 @@ def _default(key: str) -> Any:
     return RunConfig.model_fields[key].get_default(call_default_factory=True)
 
 
-def check_setting(key: str) -> str:
-    """Return the name of what is recorded of a run, or raise and list the settings."""
+def _say(info: ValidationInfo) -> Spelling:
+    """Return how the user writes the names of settings."""
+    return (info.context or {}).get("say", name_of)  # type: ignore[no-any-return]
+
+
+def check_setting(name: str) -> str:
+    """Return the key of a recorded setting, or raise and list the settings."""
+    key = key_of(name)
     if key not in (*RunConfig.model_fields, *RECORDED):
-        raise ValueError(unknown("setting", key, RunConfig.model_fields))
+        raise ValueError(unknown("setting", name, map(name_of, RunConfig.model_fields)))
     return key
 
 
@@ -384,18 +398,44 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def make_config(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:
-    """Check values and make a configuration of them; an error names the keys and the source."""
+def make_config(
+    values: Mapping[str, Any],
+    source: str = "configuration",
+    options: Collection[str] | None = None,
+) -> RunConfig:
+    """Return the configuration of some values; an error names the keys and the source.
+
+    Args:
+        values: the settings by name; two spellings of one setting are an error.
+        source: the file, which errors name.
+        options: the settings given as options, if there is a command line.
+    """
+    written: dict[str, str] = {}
+    for name in values:
+        key = key_of(name)
+        if key in written:
+            raise ConfigError(f"{source}: {written[key]} and {name} are the same: give one of them")
+        written[key] = name
+    say = functools.partial(_spell, written, options)
+    given = {key: values[name] for key, name in written.items()}
     try:
-        return RunConfig.model_validate(
-            {key.replace("-", "_"): value for key, value in values.items()}
-        )
+        return RunConfig.model_validate(given, context={"say": say})
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, source))) from None
+        raise ConfigError("\n".join(_explain(error, source, say))) from None
+
+
+def _spell(written: Mapping[str, str], options: Collection[str] | None, name: str) -> str:
+    """Return a setting's name as the user wrote it, or as it would be written beside the others."""
+    key = key_of(name)
+    if options is None:
+        return written.get(key, name_of(key))
+    if key in written and written[key] not in options:
+        return written[key]
+    return option_of(key)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file; an error says where it stops making sense."""
+    """Read a TOML file; an error names the line."""
     try:
         content = path.read_text("utf-8")
     except FileNotFoundError:
@@ -409,9 +449,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def expand_grid(values: Mapping[str, Any], source: str) -> list[RunConfig]:
-    """Make the runs of a sweep: keys outside ``grid`` are common, lists inside are multiplied.
+    """Return the runs of a sweep: every combination of the lists in ``grid``.
 
-    Several ``[[grid]]`` tables are several products, one after another.
+    Keys outside ``grid`` are common to all runs. Each of several ``[[grid]]`` tables counts alone.
 
     >>> grid = {"dataset": "synthetic", "grid": {"rule": ["mean", "phocas:b=3"], "seed": [0, 1, 2]}}
     >>> len(expand_grid(grid, "grid.toml"))
@@ -436,15 +476,25 @@ def _product(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(block, choice, strict=True))
 
 
-def _explain(error: ValidationError, source: str) -> Iterator[str]:
+def _explain(error: ValidationError, source: str, say: Spelling) -> Iterator[str]:
+    """Write one line for each problem, with the setting that is to be changed."""
     for problem in error.errors():
-        key = ".".join(map(str, problem["loc"]))
+        conflict = problem.get("ctx", {}).get("error")
+        if isinstance(conflict, _ConflictError):
+            for key, text in conflict.found.items():
+                yield _line(source, say(key), text)
+            continue
+        key, *inner = map(str, problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            yield f"{source}: {unknown('key', key, RunConfig.model_fields)}"
-        elif not key:
-            yield f"{source}: {message}"
+            known = map(name_of, RunConfig.model_fields)
+            yield f"{source}: {unknown('key', key, known)}"
         elif problem["type"] == "value_error":
-            yield f"{source}: {key}: {message}"
+            yield _line(source, ".".join([say(key), *inner]), message)
         else:
-            yield f"{source}: {key}: {message[:1].lower()}{message[1:]}: got {problem['input']!r}"
+            got = f"{message[:1].lower()}{message[1:]}: got {problem['input']!r}"
+            yield _line(source, ".".join([say(key), *inner]), got)
+
+
+def _line(source: str, name: str, text: str) -> str:
+    return f"{name}: {text}" if name.startswith("--") else f"{source}: {name}: {text}"

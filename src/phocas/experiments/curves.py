@@ -1,4 +1,4 @@
-"""How a run went: its evaluations by round, by seconds, and by the virtual clock."""
+"""Learning curves: a run's evaluations by round, by seconds, and by the virtual clock."""
 
 from __future__ import annotations
 
@@ -21,20 +21,27 @@ _METRICS = ("round", "loss", "top1", "top3", "seconds")
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """The evaluations of a run: where they are on each axis, and what they found."""
+    """The evaluations of a run, with their positions on each axis.
+
+    Attributes:
+        round: round of each evaluation.
+        seconds: seconds that rounds and evaluations had taken until each evaluation.
+        virtual: time of the virtual clock at each evaluation, or None if the run has no such clock.
+        top1: accuracy at each evaluation.
+        top3: top-3 accuracy at each evaluation.
+        loss: loss at each evaluation.
+    """
 
     round: Floats
     seconds: Floats
-    """What rounds and evaluations have taken by then."""
     virtual: Floats | None
-    """What the virtual clock showed, if there is one."""
     top1: Floats
     top3: Floats
     loss: Floats
 
 
 def read_curve(results: Results, run: int) -> Curve:
-    """Read the curve of a run; what was not a number is NaN."""
+    """Read the curve of a run; missing numbers become NaN."""
     rounds = columns(results, "rounds", run, _SPENT)
     evaluations = columns(results, "evaluations", run, _METRICS)
     clock = {row["round"]: row["seconds"] for row in results.table("virtual", run)}
@@ -52,13 +59,13 @@ def read_curve(results: Results, run: int) -> Curve:
 def columns(
     results: Results, table: Literal["rounds", "evaluations"], run: int, names: Sequence[str]
 ) -> dict[str, Floats]:
-    """Return some columns of a run's table by name."""
+    """Return some columns of a run's table, by name."""
     values = np.array(results.numbers(table, run, names), np.float64)
     return dict(zip(names, values.reshape(-1, len(names)).T, strict=True))
 
 
 def elapsed(rounds: Mapping[str, Floats], evaluations: Mapping[str, Floats]) -> Floats:
-    """Return the seconds that a run had worked by each of its evaluations."""
+    """Return the seconds that a run had computed by each of its evaluations."""
     spent = np.cumsum(np.sum([rounds[f"{phase}_ms"] for phase in PHASES], axis=0)) / 1e3
     at = np.searchsorted(rounds["round"], evaluations["round"], side="right")
     return np.asarray(np.concatenate([[0.0], spent])[at] + np.cumsum(evaluations["seconds"]))
@@ -67,7 +74,7 @@ def elapsed(rounds: Mapping[str, Floats], evaluations: Mapping[str, Floats]) -> 
 def cost(
     rounds: Mapping[str, Floats], evaluations: Mapping[str, Floats]
 ) -> dict[str, float | None]:
-    """Return the milliseconds of a round by phase, medians, and the mean share of evaluations."""
+    """Return milliseconds per round: the median of each phase, and the mean for evaluations."""
     done = len(rounds["round"])
     found: dict[str, float | None] = {
         phase: float(np.median(rounds[f"{phase}_ms"])) if done else None for phase in PHASES
@@ -77,7 +84,7 @@ def cost(
 
 
 def read_cost(results: Results, run: int) -> dict[str, float | None]:
-    """Read what a round of a run costs, by phase."""
+    """Read the milliseconds per round of a run, by phase."""
     return cost(
         columns(results, "rounds", run, _SPENT), columns(results, "evaluations", run, _METRICS)
     )

@@ -1,8 +1,7 @@
-"""Which kernels a device takes here, and whether they compute what the rules' definitions say.
+"""Check which kernels a device uses, and whether they compute what the rules define.
 
-Made to be run on hardware that nobody has tried: lies of every kind are among the rows, and the
-twins of :mod:`phocas.rules.reference`, which share nothing with the kernels, say what must come
-out.
+The check is meant for untested hardware. The rows contain hostile values of every kind. The
+expected results come from :mod:`phocas.rules.reference`, which shares no code with the kernels.
 """
 
 from __future__ import annotations
@@ -31,30 +30,37 @@ RULES = (
     "geometric-median",
     "clipping:radius=8.0|phocas:b=3",
 )
-# A mean survives no lie, and to a row infinitely far away all others are as near.
+# The mean tolerates no Byzantine row, and all rows are equally near to one at infinite distance.
 HONEST_RULES = ("mean", "nnm:b=3|phocas:b=3")
-WORKERS, COLUMNS = 11, 300  # a few blocks of columns, the last not whole
+WORKERS, COLUMNS = 11, 300  # a few blocks of columns, of which the last is incomplete
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """A rule's largest distance from its definition, and how large it may be."""
+class KernelCheck:
+    """The comparison of a rule's result with its definition.
+
+    Attributes:
+        rule: spec of the rule.
+        dtype: dtype of the rows.
+        distance: largest distance of the result from the definition.
+        allowed: largest distance that rounding explains.
+        same_bits: whether the result has the same bits as on the CPU.
+    """
 
     rule: str
     dtype: str
     distance: float
     allowed: float
     same_bits: bool
-    """As on the processor."""
 
     @property
     def passed(self) -> bool:
-        """Tell whether the result is what the definition says, up to rounding."""
+        """Return whether the result equals the definition up to rounding."""
         return self.distance <= self.allowed
 
 
 def devices() -> list[torch.device]:
-    """Return what torch can compute on here: the processor, and accelerators."""
+    """Return the devices that torch can compute on: the CPU and accelerators."""
     found = [torch.device("cpu")]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
@@ -64,15 +70,15 @@ def devices() -> list[torch.device]:
 
 
 def route(device: torch.device) -> str:
-    """Say which kernels a device takes, and why."""
+    """Return which kernels a device uses, and why."""
     if device.type == "cpu":
         return "machine code by LLVM"
     choice, why = path(device)
     return f"{'kernels in Triton' if choice == 'triton' else 'operations of torch'}: {why}"
 
 
-def checks(device: torch.device) -> Iterator[Check]:
-    """Compare every rule on a device, in every type, with its definition."""
+def checks(device: torch.device) -> Iterator[KernelCheck]:
+    """Yield a comparison of every rule on a device, in every dtype, with its definition."""
     for dtype in FORMATS:
         rows = hostile_rows(dtype)
         for text in RULES:
@@ -82,24 +88,24 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def hostile_rows(dtype: str) -> torch.Tensor:
-    """Return rows of which two lie, with everything that a number can be."""
+    """Return rows of which two consist of NaN, infinities, extremes and signed zeros."""
     rng = np.random.default_rng(0)
     rows = torch.from_numpy(rng.normal(size=(WORKERS, COLUMNS))).to(getattr(torch, dtype))
     largest = torch.finfo(rows.dtype).max
-    lies = [np.nan, np.inf, -np.inf, largest, -largest, torch.finfo(rows.dtype).tiny, -0.0]
-    rows[:2] = torch.from_numpy(rng.choice(lies, size=(2, COLUMNS))).to(rows.dtype)
+    hostile = [np.nan, np.inf, -np.inf, largest, -largest, torch.finfo(rows.dtype).tiny, -0.0]
+    rows[:2] = torch.from_numpy(rng.choice(hostile, size=(2, COLUMNS))).to(rows.dtype)
     return rows
 
 
-def _check(text: str, dtype: str, rows: torch.Tensor, device: torch.device) -> Check:
+def _check(text: str, dtype: str, rows: torch.Tensor, device: torch.device) -> KernelCheck:
     rule = parse_rule(text)
     wanted = reference(rule, rows.double().numpy())
     here, there = rule(rows), rule(rows.to(device)).cpu()
     distance = np.abs(there.double().numpy() - wanted).max()
-    # One rounding to the stored type; sums, and Weiszfeld's last step, in the computing type.
+    # One rounding to the stored dtype; sums, and Weiszfeld's last step, in the computing dtype.
     allowed = torch.finfo(rows.dtype).eps * 4 + (1e-12 if dtype == "float64" else 1e-5)
     allowed += 1e-6 if "geometric" in text else 0.0
-    return Check(text, dtype, float(distance), allowed, _bits(here) == _bits(there))
+    return KernelCheck(text, dtype, float(distance), allowed, _bits(here) == _bits(there))
 
 
 def _bits(tensor: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Who is running a run: a lock beside its checkpoint that ends with its process."""
+"""Locks of runs: a file beside the checkpoint, locked by the process that executes the run."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
 try:
     import fcntl
-except ImportError:  # no such locks on this system: two processes may then run one run
+except ImportError:  # without such locks, two processes may execute the same run
     fcntl = None  # type: ignore[assignment]
 
 
 class RunTakenError(BlockingIOError):
-    """Another process is running this very run."""
+    """Another process is executing the same run."""
 
 
 def checkpoint_path(results: str | Path, identity: str) -> Path:
-    """Return where a checkpoint is kept: in a folder beside the results."""
+    """Return the path of a checkpoint, in a folder beside the results."""
     file = Path(results)
     return file.with_name(file.name + ".checkpoints") / f"{identity}.safetensors"
 
 
 def previous_path(results: str | Path, identity: str) -> Path:
-    """Return where the checkpoint before the newest is kept."""
+    """Return the path of the checkpoint before the newest one."""
     return checkpoint_path(results, identity).with_suffix(".before.safetensors")
 
 
 def state_path(results: str | Path, run: int) -> Path:
-    """Return where the state in which a run came to its end is kept."""
+    """Return the path of the final state of a finished run."""
     return checkpoint_path(results, f"run-{run}")
 
 
 def actual_status(record: RunRecord, results: Path) -> str:
-    """Return a run's status, or ``killed`` if it says running and no process here runs it."""
+    """Return a run's status, or ``killed`` if it is "running" but no local process executes it."""
     if (
         record.status != "running"
         or fcntl is None
@@ -53,7 +53,7 @@ def actual_status(record: RunRecord, results: Path) -> str:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return "killed"
-    except OSError:  # held, or not ours to look at
+    except OSError:  # locked, or not readable by this user
         return "running"
     return "killed"
 
@@ -64,7 +64,7 @@ def _lock_path(results: str | Path, identity: str) -> Path:
 
 @contextmanager
 def claim(results: str | Path, identity: str, patience: float) -> Iterator[None]:
-    """Hold a run; raise RunTakenError if another process holds it for so many seconds."""
+    """Lock a run; raise RunTakenError if another process holds it for ``patience`` seconds."""
     if fcntl is None:
         yield
         return
@@ -74,7 +74,7 @@ def claim(results: str | Path, identity: str, patience: float) -> Iterator[None]
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = path.open("ab")
-        except FileNotFoundError:  # another run ended and tidied the folder away
+        except FileNotFoundError:  # another run ended and removed the folder
             continue
         with file:
             try:
@@ -87,11 +87,11 @@ def claim(results: str | Path, identity: str, patience: float) -> Iterator[None]
                 time.sleep(0.02)
                 continue
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                continue  # the holder before us removed the file that we have locked
+                continue  # the previous holder removed the file that is locked here
             try:
                 yield
             finally:
                 path.unlink(missing_ok=True)
-                with suppress(OSError):  # other runs have files there
+                with suppress(OSError):  # other runs have files in the folder
                     path.parent.rmdir()
             return

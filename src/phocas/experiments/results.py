@@ -1,7 +1,7 @@
-"""Results in SQLite: runs, rounds, evaluations, and whose values were dropped.
+"""Results in SQLite: runs, rounds, evaluations, and dropped shares.
 
-The file is in WAL mode, so that it can be read while several processes write to it, and survives
-any of them being killed. Every write is one transaction.
+The file is in WAL mode: it can be read while several processes write to it, and it survives if any
+of them is killed. Every write is one transaction.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from phocas.detection import Evidence
     from phocas.experiments.config import RunConfig
-    from phocas.rules.suspicion import Evidence
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
@@ -33,11 +33,11 @@ SCHEMA_VERSION = 4
 PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
 Status = Literal["running", "complete", "interrupted", "stopped", "failed"]
 ENDED = ("complete", "stopped")
-"""The statuses of runs that have come to their end: there is nothing left to do."""
+"""Statuses of finished runs, which have nothing left to do."""
 TABLES = ("rounds", "evaluations", "dropped", "dropped_by_server", "implausible", "virtual")
-"""What is kept of each run, beside the table of runs."""
+"""Names of the tables with rows for each run, beside the table of runs."""
 NUMBERED = ("suspects", "unusual", "suspect_servers")
-"""What is known against workers and servers, by their numbers, as of the last round."""
+"""Columns with indices of flagged workers and servers, as of the last round."""
 
 _EVALUATIONS = """
 CREATE TABLE evaluations (
@@ -109,7 +109,7 @@ CREATE TABLE dropped_by_server (          -- in the round of the last evaluation
 ) STRICT, WITHOUT ROWID;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-# Only runs with a virtual clock have rows here, and files of earlier versions have no such table.
+# Only runs with a virtual clock have rows here, and files of earlier versions lack the table.
 _VIRTUAL = """
 CREATE TABLE IF NOT EXISTS virtual (
     run INTEGER NOT NULL REFERENCES runs (id),
@@ -144,17 +144,48 @@ _STEPS = {
     2: (*_FROM_2_TO_3, *_FROM_3_TO_4),
     3: _FROM_3_TO_4,
 }
-"""What brings a file of an older version up to date."""
+"""Statements that upgrade a file of an older version."""
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 
 class ResultsError(ValueError):
-    """A results file that cannot be read or written; the text names it."""
+    """A results file that cannot be read or written; the message names it."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run as the results file has it."""
+    """One run as stored in the results file.
+
+    Attributes:
+        id: number of the run.
+        identity: digest of the settings and of user-defined code.
+        name: name given by the user, if any.
+        dataset: spec of the data set.
+        model: spec of the model.
+        rule: spec of the rule.
+        attack: spec of the attack, if any.
+        seed: seed of the run.
+        rounds: number of rounds to run.
+        config: all settings.
+        versions: versions of packages.
+        host: description of the machine.
+        started: time of the start.
+        updated: time of the last write.
+        status: status of the run.
+        message: reason of the status, if there is one.
+        rounds_done: number of rounds that are stored.
+        final_accuracy: accuracy of the last evaluation.
+        best_accuracy: highest accuracy of all evaluations.
+        final_top3: top-3 accuracy of the last evaluation.
+        best_top3: highest top-3 accuracy of all evaluations.
+        ms_per_round: median milliseconds of a round, without evaluations.
+        nonfinite_rounds: number of rounds with a non-finite aggregate.
+        skipped_rounds: number of rounds whose aggregate was not applied.
+        suspects: flagged workers.
+        origin: the run and round that this run continues, if any.
+        unusual: workers whose dropped share is far above that of most workers.
+        suspect_servers: flagged servers.
+    """
 
     id: int
     identity: str
@@ -185,13 +216,13 @@ class RunRecord:
     unusual: tuple[int, ...] = ()
     suspect_servers: tuple[int, ...] = ()
     lost: int | None = None
-    """The round that destroyed the model, if one did: evidence of later rounds is not counted."""
+    """The round that destroyed the model, or None; evidence of later rounds is not counted."""
     byzantine: tuple[int, ...] | None = None
-    """The Byzantine workers, where a simulation knows them."""
+    """The Byzantine workers, if a simulation knows them."""
 
 
 class Results:
-    """A results file, made if it is not there.
+    """A results file, created if it does not exist.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Results(Path(folder) / "r.sqlite") as results:
@@ -200,7 +231,7 @@ class Results:
     """
 
     def __init__(self, path: Path, *, read: bool = False) -> None:
-        """Open a file; with ``read`` it must be there, and nothing is written."""
+        """Open a file; with ``read`` it must exist, and nothing is written."""
         self.path = Path(path)
         if self.path.is_dir():
             raise ResultsError(f"a results file must be a file: got {self.path}, a folder")
@@ -230,8 +261,9 @@ class Results:
         try:
             return self._version()
         except sqlite3.OperationalError:
-            # In a folder that nobody may write to, WAL mode cannot make its files. It needs none
-            # if nothing waits in them; SQLite must be told that nobody will change the file.
+            # WAL mode cannot create its files in a read-only folder. It needs none if no write is
+            # pending in them, but SQLite must then be opened as immutable: the file must
+            # not change.
             waiting = self.path.with_name(f"{self.path.name}-wal")
             if waiting.exists() and waiting.stat().st_size:
                 raise
@@ -245,7 +277,7 @@ class Results:
         return int(version)
 
     def _open(self) -> int:
-        """Make the tables if there are none, bring older ones up to date, return the version."""
+        """Create the tables if there are none, upgrade older ones, and return the version."""
         self._retry("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = NORMAL")
         with self.transaction():
@@ -255,14 +287,14 @@ class Results:
             for statement in _STEPS.get(version, new):
                 self._connection.execute(statement)
             version = self._version()
-            if version == SCHEMA_VERSION:  # and not a file of someone else
+            if version == SCHEMA_VERSION:  # otherwise the file belongs to another program
                 for statement in (*blame.SCHEMA.split(";"), _VIRTUAL):
                     self._connection.execute(statement)
             return version
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Give the file's name to errors of SQLite, which does not say it."""
+        """Add the file's name to SQLite's errors, which omit it."""
         try:
             yield
         except sqlite3.IntegrityError:
@@ -271,7 +303,7 @@ class Results:
             raise ResultsError(f"{self.path} cannot be used as a results file: {error}") from error
 
     def _retry(self, statement: str) -> None:
-        """Run a statement that SQLite refuses at once, not after its timeout, at a lock."""
+        """Execute a statement that SQLite rejects at once if the file is locked; retry for 60 s."""
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -285,7 +317,7 @@ class Results:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write all of a block, or nothing."""
+        """Execute the writes of a block as one transaction: all of them, or none."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -305,8 +337,13 @@ class Results:
     ) -> int:
         """Add a run and return its number.
 
-        ``origin`` says what it goes on from, ``layers`` the names and sizes of its parameters,
-        ``byzantine`` which workers are Byzantine, if that is known.
+        Args:
+            config: settings of the run.
+            versions: versions of packages.
+            host: description of the machine.
+            origin: the run and round that this run continues, if any.
+            layers: names and sizes of its parameters.
+            byzantine: the Byzantine workers, if known.
         """
         now = _now()
         with self.transaction():
@@ -337,7 +374,7 @@ class Results:
         return cursor.lastrowid
 
     def rewind(self, run: int, rounds_done: int) -> None:
-        """Forget what a run wrote after its checkpoint; it will be written again."""
+        """Delete what a run wrote after its checkpoint; resuming writes it again."""
         with self.transaction():
             kept = ("rounds", "evaluations", "dropped", "implausible", "virtual", *blame.BY_ROUND)
             for table in kept:
@@ -352,7 +389,7 @@ class Results:
             )
 
     def copy(self, origin: int, run: int, rounds_done: int, evaluate_every: int) -> None:
-        """Give a run the first rounds of another, without what that one's last round added."""
+        """Copy the first rounds of another run, without what only its last round added."""
         regular = "round <= ?3 AND round % ?4 = 0"
         copied = ", ".join(
             f"iif(round % ?4 = 0, {column}, NULL)" if column == "honest_distance" else column
@@ -381,7 +418,7 @@ class Results:
             )
 
     def _columns(self, table: str) -> list[str]:
-        """Return the columns of a table, without the run."""
+        """Return the names of a table's columns, without the run."""
         rows = self._connection.execute("SELECT name FROM pragma_table_info(?)", (table,))
         return [name for (name,) in rows if name != "run"]
 
@@ -396,8 +433,13 @@ class Results:
     ) -> None:
         """Add rounds, evaluations by round, and each worker's mean dropped share by round.
 
-        ``evidence`` is what is known against each worker by the last of them, ``absurd`` whose
-        values have reached which server in no sensible form, (s, m).
+        Args:
+            run: number of the run.
+            rounds: the rounds to add.
+            evaluations: evaluations, by round.
+            dropped: mean dropped share of each worker, by round.
+            evidence: evidence against each worker as of the last round.
+            absurd: (s, m); positive where a worker sent absurd values to a server.
         """
         with self.transaction():
             self._connection.executemany(
@@ -437,15 +479,15 @@ class Results:
                     (run, at, i, share)
                     for at, shares in dropped
                     for i, share in enumerate(shares)
-                    if not math.isnan(share)  # who took no part
+                    if not math.isnan(share)  # NaN: the worker did not participate
                 ],
             )
             self._connection.executemany(
                 "INSERT INTO implausible VALUES (?, ?, ?, ?, ?, ?)",
                 [
-                    (run, done.number, each.reach, each.most, each.rows, each.share)
+                    (run, done.number, each.cutoff, each.most, each.rows, each.share)
                     for done in rounds
-                    for each in done.census
+                    for each in done.outlier_counts
                 ],
             )
             detailed = [done for done in rounds if done.by_server is not None]
@@ -470,7 +512,9 @@ class Results:
                     (
                         rounds[-1].number,
                         _now(),
-                        *(json.dumps(getattr(rounds[-1], name)) for name in NUMBERED),
+                        json.dumps(rounds[-1].flagged),
+                        json.dumps(rounds[-1].unusual),
+                        json.dumps(rounds[-1].flagged_servers),
                         rounds[-1].lost,
                         run,
                     ),
@@ -499,7 +543,7 @@ class Results:
         )
 
     def end(self, run: int, status: Status, message: str | None = None) -> None:
-        """Say how a run ended."""
+        """Store the status with which a run ended."""
         with self.transaction():
             self._summarise(run)
             self._connection.execute(
@@ -508,21 +552,21 @@ class Results:
             )
 
     def run(self, run: int) -> RunRecord:
-        """Return one run."""
+        """Return one run; raise ValueError if it does not exist."""
         rows = self._connection.execute("SELECT * FROM runs WHERE id = ?", (run,)).fetchall()
         if not rows:
             raise ValueError(f"there is no run {run} in {self.path}")
         return self._record(rows[0])
 
     def runs(self, identity: str | None = None) -> list[RunRecord]:
-        """Return all runs, or those of one configuration, the oldest first."""
+        """Return all runs, or those of one configuration, oldest first."""
         rows = self._connection.execute(
             "SELECT * FROM runs WHERE ? IS NULL OR identity = ? ORDER BY id", (identity, identity)
         )
         return [self._record(row) for row in rows]
 
     def progress(self) -> list[tuple[int, str, int, str]]:
-        """Return of each run its number, its status, its rounds, and when it was written to."""
+        """Return (number, status, completed rounds, time of the last write) of each run."""
         rows = self._connection.execute(
             "SELECT id, status, rounds_done, updated FROM runs ORDER BY id"
         )
@@ -542,7 +586,7 @@ class Results:
             raise ResultsError(f"a run in {self.path} cannot be read: {error}") from error
 
     def table(self, name: str, run: int) -> list[dict[str, Any]]:
-        """Return the rows of one run in one of :data:`TABLES`; an older file may lack one."""
+        """Return the rows of one run in one of :data:`TABLES`; empty if an older file lacks it."""
         if name not in TABLES:
             raise ValueError(f"there is no table {name!r} in the results")
         if not self._columns(name):
@@ -553,22 +597,22 @@ class Results:
     def numbers(
         self, name: Literal["rounds", "evaluations"], run: int, columns: Sequence[str]
     ) -> list[tuple[float | None, ...]]:
-        """Return some columns of one run, in the order of its rounds: quicker than a table."""
+        """Return some columns of one run, ordered by round; faster than ``table``."""
         cursor = self._connection.cursor()
         cursor.row_factory = None
         query = f"SELECT {', '.join(columns)} FROM {name} WHERE run = ? ORDER BY round"  # noqa: S608
         return cursor.execute(query, (run,)).fetchall()
 
-    def shares(self, run: int) -> blame.Shares | None:
-        """Return what was dropped of each worker of a run by round, if it was kept."""
+    def shares(self, run: int) -> blame.DroppedShares | None:
+        """Return the dropped share of each worker of a run by round, or None if not stored."""
         return blame.read_shares(self._connection, run)
 
     def evidence(self, run: int) -> list[Evidence]:
-        """Return what is known against each worker of a run."""
+        """Return the evidence against each worker of a run."""
         return blame.read_evidence(self._connection, run)
 
     def absurd(self, run: int) -> npt.NDArray[np.bool_] | None:
-        """Return which workers' values have reached which servers of a run absurd, (s, m)."""
+        """Return which workers sent absurd values to which servers of a run, (s, m)."""
         return blame.read_absurd(self._connection, run)
 
     def layers(self, run: int) -> list[tuple[str, int]]:
@@ -576,7 +620,7 @@ class Results:
         return blame.read_layers(self._connection, run)
 
     def pictures(self, run: int) -> Iterator[blame.RecordedPicture]:
-        """Return the pictures of a run's matrices."""
+        """Yield the pictures of a run's matrices."""
         return blame.read_pictures(self._connection, run)
 
     def close(self) -> None:
@@ -594,7 +638,7 @@ class Results:
 
 
 def latest(records: Iterable[RunRecord]) -> list[RunRecord]:
-    """Return the runs that have come to their end, of each configuration the last."""
+    """Return the last finished run of each configuration."""
     found: dict[str, RunRecord] = {}
     for record in records:
         if record.status in ENDED:

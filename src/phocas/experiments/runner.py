@@ -1,4 +1,4 @@
-"""Run one configuration: from its checkpoint if there is one, into its results file."""
+"""Execute one configuration: continue from its checkpoint if there is one, and store results."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from phocas.data import load
+from phocas.detection.participation import ParticipationShares
 from phocas.engines import EngineError
 from phocas.experiments.blame import MOST_PICTURES, picture_sample
 from phocas.experiments.locks import checkpoint_path, claim, previous_path, state_path
@@ -22,7 +23,6 @@ from phocas.experiments.results import ENDED, Results, RunRecord, Status
 from phocas.experiments.trackers import TrackedRun, Tracking
 from phocas.files import check_writable
 from phocas.machine import available_cores
-from phocas.training.attendance import Attendance
 from phocas.training.checkpoints import (
     DamagedCheckpointError,
     discard_checkpoint,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from phocas.data import Dataset
+    from phocas.detection.sampling import Sample
     from phocas.experiments.config import RunConfig
-    from phocas.rules.sampling import Sample
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
@@ -46,7 +46,7 @@ FLUSH_SECONDS = 0.5
 
 
 def build_trainer(config: RunConfig, data: Dataset | None = None) -> Trainer:
-    """Make the trainer of a configuration; what only the model can tell is checked here."""
+    """Create the trainer of a configuration; raise for settings that do not fit the model."""
     return Trainer(
         config.model,
         functional.cross_entropy,
@@ -68,15 +68,30 @@ def execute(
     patience: float = 1.0,
     warn: Callable[[str], None] | None = None,
 ) -> RunRecord:
-    """Run a configuration to its end, or to where it is told to stop, and return what was recorded.
+    """Execute a configuration until it finishes or is stopped, and return its record.
 
-    A run of the same configuration that has come to its end is returned as it is. One that was
-    interrupted or killed goes on from its checkpoint, to the same bits as if nothing had happened,
-    and so does one with fewer rounds, as a run of its own. Code of the user's own that has changed
-    makes another run, which begins at round 0. With ``restart`` all that is left as it is, and
-    another run begins. ``tell`` gets a line about which of these it was, and ``warn``, or else
-    ``tell``, one of what fails and ends nothing, and one of changed code. A run that another
-    process is running is waited for so many seconds, and then refused.
+    A finished run of the same configuration is returned unchanged. An interrupted or killed run
+    continues from its checkpoint and ends with the same bits as an uninterrupted run. A finished
+    run with fewer rounds is continued as a new run. If user-defined code has changed, a new run
+    starts at round 0.
+
+    Args:
+        config: the configuration.
+        restart: start a new run at round 0 and keep earlier runs unchanged.
+        watch: called with every round and its evaluation, if there is one.
+        tell: called with one line that says how the run started.
+        should_stop: checked after every round; the run stops if it returns true.
+        model_file: file that the final model is written to.
+        data: the data set; by default that of the configuration is loaded.
+        patience: seconds to wait for another process that executes the same run.
+        warn: called with failures that do not end the run, and with changed code; by default
+            ``tell``.
+
+    Returns:
+        The run as stored in the results file.
+
+    Raises:
+        RunTakenError: if another process executes the same run for longer than ``patience``.
     """
     check_writable(Path(config.results), "the results file")
     if model_file is not None:
@@ -89,14 +104,14 @@ def execute(
             if model_file is not None:
                 save_model(model_file, final_model(config.results, earlier.id))
             return earlier
-        # What is impossible is found out before there is a results file.
+        # Raise for impossible settings before creating a results file.
         tracking = Tracking(config.track, warn or tell)
         with _build(config, data) as trainer, Results(Path(config.results)) as results:
             run = _Run(config, results, trainer, watch, tell, tracking)
             if restart:
                 run.begin_beside(earlier)
             elif earlier is not None:
-                run.go_on(earlier)
+                run.resume(earlier)
             else:
                 run.extend(known, warn or tell)
             run.track()
@@ -118,11 +133,11 @@ def execute(
 
 
 def final_model(results: str | Path, run: int) -> dict[str, torch.Tensor]:
-    """Return the model of a run that has come to its end, by the names of its state dict."""
+    """Return the model of a finished run as a state dict."""
     path = state_path(results, run)
     if not path.exists():
         raise ValueError(
-            f"the model of run {run} is not there any more, in {path}: running it again makes it"
+            f"the model of run {run} is not there any more, in {path}: run it again to create it"
         )
     return read_model(path)
 
@@ -135,8 +150,8 @@ def _known(config: RunConfig) -> list[RunRecord]:
 
 
 @contextmanager
-def _fitting(config: RunConfig) -> Iterator[None]:
-    """Say of which model and data it was that torch found shapes which do not fit."""
+def _explain_shape_errors(config: RunConfig) -> Iterator[None]:
+    """Convert torch's errors about shapes to a ValueError that names the model and the data."""
     try:
         yield
     except EngineError:
@@ -149,7 +164,7 @@ def _fitting(config: RunConfig) -> Iterator[None]:
 
 
 def _build(config: RunConfig, data: Dataset | None) -> Trainer:
-    with _fitting(config):
+    with _explain_shape_errors(config):
         return build_trainer(config, data)
 
 
@@ -162,7 +177,7 @@ class _Run:
         results: Results,
         trainer: Trainer,
         watch: Callable[[RunConfig, Round, Metrics | None], None] | None,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         tracking: Tracking,
     ) -> None:
         self.tracking = tracking
@@ -170,74 +185,75 @@ class _Run:
         self.results = results
         self.trainer = trainer
         self.watch = watch
-        self.tell = tell
+        self.notify = notify
         self.id = 0
         self._path = checkpoint_path(config.results, config.identity())
         self._before = previous_path(config.results, config.identity())
         self._rounds: list[Round] = []
         self._evaluations: list[tuple[int, Metrics]] = []
         self._dropped: list[tuple[int, list[float]]] = []
-        self._window = Attendance(config.clients or config.workers)  # since the last evaluation
+        # Since the last evaluation:
+        self._window = ParticipationShares(config.clients or config.workers)
         self._flushed = self._saved = time.monotonic()
 
     def begin_beside(self, earlier: RunRecord | None) -> None:
-        """Begin at round 0, and keep the state of an earlier attempt that had not ended."""
-        there = [path for path in (self._path, self._before) if path.exists()]
-        if earlier is not None and earlier.status not in ENDED and there:
-            there[0].replace(state_path(self.config.results, earlier.id))
+        """Start at round 0, and keep the state of an earlier attempt that has not finished."""
+        existing = [path for path in (self._path, self._before) if path.exists()]
+        if earlier is not None and earlier.status not in ENDED and existing:
+            existing[0].replace(state_path(self.config.results, earlier.id))
         self._begin()
 
-    def go_on(self, earlier: RunRecord) -> None:
-        """Go on with an earlier attempt, from its newest checkpoint that is whole."""
+    def resume(self, earlier: RunRecord) -> None:
+        """Continue an earlier attempt from its newest intact checkpoint."""
         self.id = earlier.id
-        there = [path for path in (self._path, self._before) if path.exists()]
+        existing = [path for path in (self._path, self._before) if path.exists()]
         problems: list[str] = []
-        for path in there:
+        for path in existing:
             try:
                 self._load(path, self.config.identity())
             except DamagedCheckpointError as error:
                 problems.append(str(error))
             else:
-                damage = "".join(f"{problem}; the one before it is whole: " for problem in problems)
+                damage = "".join(f"{problem}; the previous one is intact: " for problem in problems)
                 done = self.trainer.rounds_done
-                self.tell(f"{damage}going on with run {self.id} from round {done}")
+                self.notify(f"{damage}continuing run {self.id} from round {done}")
                 self.results.rewind(self.id, done)
                 return
         if problems:
             raise DamagedCheckpointError(
-                f"{' and '.join(problems)}: no checkpoint of run {self.id} is whole;"
-                " delete them to run it again from round 0, or begin another run beside it"
+                f"{' and '.join(problems)}: no checkpoint of run {self.id} is intact;"
+                " delete them to run it again from round 0, or start another run with --restart"
             )
-        self.tell(f"run {self.id} left no checkpoint: it begins again at round 0")
+        self.notify(f"run {self.id} has no checkpoint: it starts again at round 0")
         self.results.rewind(self.id, -1)
         self._evaluations.append((0, self.trainer.evaluate()))
 
     def extend(self, known: Sequence[RunRecord], warn: Callable[[str], None]) -> None:
-        """Begin where the longest run that differs only in having fewer rounds has got to.
+        """Start from the longest run that differs only in having fewer rounds.
 
-        Nothing in a round depends on how many are to come, so that this is exact.
+        This is exact, because no round depends on the number of rounds to come.
         """
         for origin, path in _origins(self.config, known):
             try:
                 self._load(path, origin.identity)
             except DamagedCheckpointError as error:
-                self.tell(f"run {origin.id} cannot be gone on from: {error}")
+                self.notify(f"run {origin.id} cannot be continued: {error}")
                 continue
             done = self.trainer.rounds_done
             self._begin(f"run {origin.id}, round {done}")
             self.results.copy(origin.id, self.id, done, self.config.evaluate_every)
-            self._checkpoint()  # whoever is killed before the next one does not begin at round 0
-            self.tell(
-                f"run {self.id} is run {origin.id} with more rounds: going on from round {done}"
+            self._checkpoint()  # a run killed before its next checkpoint must not start at round 0
+            self.notify(
+                f"run {self.id} is run {origin.id} with more rounds: continuing from round {done}"
             )
             return
         self._begin()
-        _tell_other_code(self.config, known, self.id, warn)
+        _report_changed_code(self.config, known, self.id, warn)
 
     def _begin(self, origin: str | None = None) -> None:
         self.discard()
         if origin is None:
-            with _fitting(self.config):
+            with _explain_shape_errors(self.config):
                 self._evaluations.append((0, self.trainer.evaluate()))
         layers = self.trainer.server.parameters.layers
         self.id = self.results.begin(
@@ -245,14 +261,17 @@ class _Run:
         )
 
     def _byzantine(self) -> tuple[int, ...] | None:
-        """Return the Byzantine workers, where nothing but the attack can make a worker wrong."""
+        """Return the Byzantine workers that the attack chooses.
+
+        Return None if the engine or the speeds of workers also determine which are Byzantine.
+        """
         if self.config.engine != "local" or self.config.speeds is not None:
             return None
         attack = self.trainer.task.attack
         return () if attack is None else attack.byzantine()
 
     def track(self) -> None:
-        """Tell trackers what runs, and of the evaluation before its first round."""
+        """Send trackers the run's settings and the evaluation before its first round."""
         config, done = self.config, self.trainer.rounds_done
         settings = config.recorded()
         run = TrackedRun(self.id, config.identity(), config.title(), settings, done)
@@ -265,7 +284,7 @@ class _Run:
         np.copyto(self._window.sums, extra["window"].numpy())
 
     def loop(self, should_stop: Callable[[], bool]) -> tuple[Status, str | None]:
-        """Run the rounds that are left."""
+        """Execute the remaining rounds."""
         config = self.config
         while self.trainer.rounds_done < config.rounds:
             number = self.trainer.rounds_done + 1
@@ -303,7 +322,8 @@ class _Run:
             self._evaluations.append((done.number, evaluation))
             self._dropped.append((done.number, self._window.means().tolist()))
             if done.number % self.config.evaluate_every == 0:
-                self._window.clear()  # not at an end between two evaluations: see extend
+                # Not at an end between two evaluations: a longer run continues from there.
+                self._window.clear()
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self._flush()
 
@@ -313,11 +333,11 @@ class _Run:
             self._rounds,
             self._evaluations,
             self._dropped,
-            self.trainer.suspicion.evidence() if self.trainer.cluster.same_rows else (),
-            self.trainer.suspicion.absurd,
+            self.trainer.detector.evidence() if self.trainer.cluster.same_rows else (),
+            self.trainer.detector.absurd,
         )
-        for waiting in (self._rounds, self._evaluations, self._dropped):
-            waiting.clear()
+        for buffer in (self._rounds, self._evaluations, self._dropped):
+            buffer.clear()
         self._flushed = time.monotonic()
 
     def _checkpoint_is_due(self) -> bool:
@@ -327,13 +347,13 @@ class _Run:
         return time.monotonic() - self._saved >= self.config.checkpoint_seconds
 
     def _checkpoint(self) -> None:
-        """Write results before the checkpoint: they may be ahead of it, never behind."""
+        """Write results, then the checkpoint: results may be ahead of it, never behind."""
         self._flush()
         self._save(self._path, keep=self._before)
         self._saved = time.monotonic()
 
     def keep(self, status: Status) -> None:
-        """Keep the state of a run that has come to its end: its model, and where to go on from."""
+        """Store the final state of a finished run, from which a longer run can continue."""
         if status in ENDED:
             self._save(state_path(self.config.results, self.id))
 
@@ -342,24 +362,26 @@ class _Run:
         save_checkpoint(path, self.trainer, self.config.identity(), window, keep=keep)
 
     def discard(self) -> None:
-        """Remove the checkpoints of a run that needs them no more."""
+        """Remove the checkpoints of a run."""
         for path in (self._path, self._before):
             discard_checkpoint(path)
 
 
-def _tell_other_code(
-    config: RunConfig, known: Sequence[RunRecord], run: int, tell: Callable[[str], None]
+def _report_changed_code(
+    config: RunConfig, known: Sequence[RunRecord], run: int, notify: Callable[[str], None]
 ) -> None:
-    """Say of which earlier run this one has the settings and not the code, if there is one."""
+    """Report the latest earlier run that has the same settings and other code, if there is one."""
     now = config.recorded().get("code")
-    alike = [each for each in known if now and config.same_settings(each.config)]
-    was = alike[-1].config.get("code", "not recorded") if alike else now
+    matching = [each for each in known if now and config.same_settings(each.config)]
+    was = matching[-1].config.get("code", "not recorded") if matching else now
     if was != now:
-        tell(f"run {run} has the settings of run {alike[-1].id} and other code: {now}, was {was}")
+        notify(
+            f"run {run} has the settings of run {matching[-1].id} and other code: {now}, was {was}"
+        )
 
 
 def _origins(config: RunConfig, known: Sequence[RunRecord]) -> list[tuple[RunRecord, Path]]:
-    """Return the runs that differ in their rounds alone and have a state, the longest first."""
+    """Return the runs that differ only in their rounds and have a state, longest first."""
     found = []
     for record in known:
         shorter = config.model_copy(update={"rounds": record.rounds})
@@ -368,7 +390,7 @@ def _origins(config: RunConfig, known: Sequence[RunRecord]) -> list[tuple[RunRec
         if record.status == "complete":
             path = state_path(config.results, record.id)
         elif record.status == "stopped":
-            continue  # it would stop there again
+            continue  # it would stop again in the same round
         else:
             path = checkpoint_path(config.results, record.identity)
         if path.exists():
@@ -377,7 +399,7 @@ def _origins(config: RunConfig, known: Sequence[RunRecord]) -> list[tuple[RunRec
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result may depend on."""
+    """Return the versions of packages that a result may depend on."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("phocas", "numpy", "llvmlite"):
         try:
@@ -388,7 +410,7 @@ def versions() -> dict[str, str]:
 
 
 def host() -> dict[str, Any]:
-    """Return what machine this is."""
+    """Return a description of this machine."""
     return {
         "name": socket.gethostname(),
         "system": platform.platform(),

@@ -1,7 +1,7 @@
-"""Many runs on all cores: one process a core, one thread a process, nothing done twice.
+"""Execution of many runs on all cores: one process per core, one thread per process.
 
-Two torch threads on a contended machine can be 8 times slower than one, so runs never share a core.
-The data sets are mapped files, which the processes share.
+Finished runs are not repeated. Two torch threads on a contended machine can be 8 times slower than
+one, so runs never share a core. The data sets are memory-mapped files, which the processes share.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from phocas.training.trainer import Round
 
 NEWS_SECONDS = 0.2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # a whole group gets them, and the parent decides
-PATIENCE = 60.0  # a process whose sweep was killed finishes its round and lets go of its run
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # sent to the whole group; the parent handles them
+PATIENCE = 60.0  # seconds; a process of a killed sweep finishes its round and releases its run
 
 
 @dataclass(frozen=True)
 class News:
-    """How one run of a sweep is doing."""
+    """The progress of one run of a sweep."""
 
     index: int
-    """Which of the configurations."""
+    """Index of the configuration."""
     round: int
     loss: float
     accuracy: float | None
@@ -55,14 +55,14 @@ class News:
 
 @dataclass(frozen=True)
 class Begun:
-    """That a process has been given one run of a sweep."""
+    """The start of one run of a sweep."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Note:
-    """What one run of a sweep has to say: that it goes on from a checkpoint, and which."""
+    """A message of one run of a sweep, such as that it continues from a checkpoint."""
 
     index: int
     text: str
@@ -70,7 +70,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one run of a sweep ended; ``error`` if it did not end well."""
+    """The end of one run of a sweep; ``error`` is set if it failed."""
 
     index: int
     status: str
@@ -88,10 +88,10 @@ def sweep(
     watch: Watch = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[RunRecord | None]:
-    """Run the configurations that have no complete run yet, and return a record for each.
+    """Execute the configurations that have no finished run, and return a record for each.
 
-    A run that fails is recorded as failed, and the others go on. A run whose process is killed is
-    recorded too, and its next attempt goes on from its checkpoint.
+    A failed run is recorded as failed, and the other runs continue. A run whose process is killed
+    is also recorded, and its next attempt continues from its checkpoint.
     """
     number = available_cores() if processes is None else count("sweep", "processes", processes, 1)
     waiting = []
@@ -109,7 +109,7 @@ def sweep(
 
 
 class _Pool:
-    """Processes that each run one configuration at a time."""
+    """Processes that each execute one configuration at a time."""
 
     def __init__(self, configs: Sequence[RunConfig], size: int) -> None:
         self.configs = configs
@@ -117,8 +117,8 @@ class _Pool:
         self.stop: Event = self.context.Event()
         self.workers = [self._start() for _ in range(size)]
 
-    def _start(self) -> _Worker:
-        return _Worker(self.context, self.stop)
+    def _start(self) -> _SweepProcess:
+        return _SweepProcess(self.context, self.stop)
 
     def run(
         self,
@@ -126,7 +126,7 @@ class _Pool:
         watch: Watch,
         should_stop: Callable[[], bool],
     ) -> None:
-        """Give each idle process the next configuration until all are done."""
+        """Assign the next configuration to each idle process until all have finished."""
         queue = list(waiting)
         while True:
             if should_stop():
@@ -142,7 +142,7 @@ class _Pool:
             for ready in connection.wait(list(busy), timeout=0.2):
                 self._listen(busy[ready], watch)
 
-    def _listen(self, worker: _Worker, watch: Watch) -> None:
+    def _listen(self, worker: _SweepProcess, watch: Watch) -> None:
         index = worker.index
         assert index is not None
         try:
@@ -158,7 +158,7 @@ class _Pool:
         watch(news)
 
     def close(self) -> None:
-        """Let the processes finish their rounds, and end them."""
+        """Wait until the processes finish their rounds, and end them."""
         self.stop.set()
         for worker in self.workers:
             worker.pipe.close()
@@ -166,11 +166,11 @@ class _Pool:
             worker.process.join()
 
 
-class _Worker:
+class _SweepProcess:
     def __init__(self, context: Any, stop: Event) -> None:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, stop, os.getpid()))
-        with _blocked_signals():  # the process inherits the mask
+        with _blocked_signals():  # the process inherits the signal mask
             self.process.start()
         theirs.close()
         self.index: int | None = None
@@ -182,7 +182,7 @@ class _Worker:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block the signals that end a sweep; those that arrive are delivered afterwards."""
+    """Block the signals that end a sweep; pending ones are delivered afterwards."""
     if sys.platform == "win32":
         yield
         return
@@ -194,7 +194,7 @@ def _blocked_signals() -> Iterator[None]:
 
 
 def _serve(pipe: connection.Connection, stop: Event, parent: int) -> None:
-    """Run what comes through the pipe until it closes; stop soon when the parent is gone."""
+    """Execute the runs received through the pipe until it closes or the parent ends."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform != "win32":
@@ -218,7 +218,7 @@ def _serve(pipe: connection.Connection, stop: Event, parent: int) -> None:
 
 
 def _reject_other_code(index: int, config: RunConfig, code: dict[str, str]) -> Ended | None:
-    """Reject a run whose code was changed after the sweep had begun: it would be another run."""
+    """Return a failure if user-defined code has changed since the sweep began, otherwise None."""
     now = config.code()
     if now == code:
         return None
@@ -242,10 +242,10 @@ def _run_one(
             accuracy = evaluation.top1
         if time.monotonic() - last >= NEWS_SECONDS:
             last = time.monotonic()
-            with suppress(OSError):  # the parent is gone, and should_stop knows it
-                pipe.send(News(index, done.number, done.loss, accuracy, done.suspects))
+            with suppress(OSError):  # the parent has ended, which should_stop detects
+                pipe.send(News(index, done.number, done.loss, accuracy, done.flagged))
 
-    def tell(text: str) -> None:
+    def send_note(text: str) -> None:
         with suppress(OSError):
             pipe.send(Note(index, text))
 
@@ -253,12 +253,12 @@ def _run_one(
         record = execute(
             config.model_copy(update={"threads": 1}),
             watch=watch,
-            tell=tell,
+            tell=send_note,
             should_stop=should_stop,
             data=_data(config.dataset, config.data_dir),
             patience=PATIENCE,
         )
-    except Exception as error:  # noqa: BLE001  # one run's failure is not the sweep's
+    except Exception as error:  # noqa: BLE001  # one failed run must not end the sweep
         return Ended(index, "failed", f"{type(error).__name__}: {error}")
     return Ended(index, record.status)
 
@@ -269,16 +269,16 @@ def _data(dataset: str, data_dir: str | None) -> Any:
 
 
 def attempts(configs: Sequence[RunConfig]) -> list[RunRecord | None]:
-    """Return for each configuration the run that came to its end, or else the last attempt."""
+    """Return each configuration's finished run, or else its last attempt."""
     found: dict[tuple[str, str], RunRecord] = {}
-    for place in {config.results for config in configs}:
-        if not Path(place).exists():
+    for path in {config.results for config in configs}:
+        if not Path(path).exists():
             continue
-        with Results(Path(place)) as results:
+        with Results(Path(path)) as results:
             for record in results.runs():
-                before = found.get((place, record.identity))
+                before = found.get((path, record.identity))
                 if before is None or record.status in ENDED or before.status not in ENDED:
-                    found[place, record.identity] = record
+                    found[path, record.identity] = record
     return [found.get((config.results, config.identity())) for config in configs]
 
 

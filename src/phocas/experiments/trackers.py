@@ -1,8 +1,8 @@
-"""Runs in other people's trackers: TensorBoard, Weights & Biases, MLflow, or one of the user's.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, or a user-defined one.
 
-A tracker has three methods, :class:`Tracker`. It is told of a run that begins or goes on, of every
-round, and of the end. What fails in it never ends a run: it is said once, and the tracker is left
-out from there. The libraries are imported when a run begins.
+A tracker has the three methods of :class:`Tracker`. They are called when a run starts or continues,
+after every round, and at the end. An error in a tracker never ends a run: it is reported once, and
+the tracker is disabled. The libraries are imported when a run starts.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run before its first round."""
+    """The description of a run that a tracker receives before the first round."""
 
     id: int
-    """Its number in the results file."""
+    """Number of the run in the results file."""
     identity: str
-    """The same for every attempt at one configuration."""
+    """Identity of the configuration, the same for every attempt."""
     title: str
     config: Mapping[str, Any]
     rounds_done: int
-    """More than 0 where a run goes on: rounds after these may be told a second time."""
+    """Rounds done before; if greater than 0, later rounds may be logged a second time."""
 
     @property
     def key(self) -> str:
-        """A name that no other run has, and that the same run has when it goes on."""
+        """Return a unique name of the run, which stays the same when the run continues."""
         return f"{self.identity}-{self.id}"
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What is told of runs; any class with these methods, as ``package.module:Name``."""
+    """The interface of a tracker: any class with these methods, as ``package.module:Name``."""
 
     def start(self, run: TrackedRun) -> None:
-        """Take a run that begins, or goes on."""
+        """Begin tracking a run that starts or continues."""
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a round: losses, evaluations, what was dropped of suspects."""
+        """Log the numbers of a round: losses, evaluations, dropped shares of flagged workers."""
 
     def finish(self, status: str) -> None:
-        """Take the status in which the run ended: complete, stopped, interrupted or failed."""
+        """Finish with the run's status: complete, stopped, interrupted or failed."""
 
 
 class TensorBoard:
-    """Event files in a folder for each run."""
+    """A tracker that writes TensorBoard event files, in one folder per run."""
 
     def __init__(self, folder: str = "runs") -> None:
         self.folder = Path(folder or "runs")
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run's folder; what is told again replaces what was there."""
+        """Open the run's folder; rounds that are logged again replace earlier ones."""
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
         name = re.sub(r"[^\w.=-]+", "-", run.title).strip("-")
@@ -78,7 +78,7 @@ class TensorBoard:
             self.writer.add_text("config", lines)
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Write scalars."""
+        """Write the values as scalars."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, round)
 
@@ -89,13 +89,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in a project of wandb's; ``WANDB_MODE=offline`` keeps it here."""
+    """A tracker for a wandb project; ``WANDB_MODE=offline`` keeps the run local."""
 
     def __init__(self, project: str = "phocas") -> None:
         self.project = project or "phocas"
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run, or the same one again; the axis is the round."""
+        """Open the run, or reopen it when it continues; the x axis is the round."""
         import wandb  # noqa: PLC0415
 
         self.run = wandb.init(
@@ -110,17 +110,17 @@ class WeightsAndBiases:
         self.run.define_metric("*", step_metric="round")
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Log one step."""
+        """Log the values of one round."""
         self.run.log({"round": round, **values})
 
     def finish(self, status: str) -> None:
-        """Say how it ended."""
+        """Store the status and finish the run."""
         self.run.summary["status"] = status
         self.run.finish(exit_code=int(status == "failed"))
 
 
 class MLflow:
-    """A run in the experiment ``phocas`` of a tracking server, or of a local store."""
+    """A tracker for the experiment ``phocas`` of an MLflow server or local store."""
 
     TAG = "phocas.run"
     BATCH = 500
@@ -129,7 +129,7 @@ class MLflow:
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     }
-    """What MLflow reads, unless it is set: by itself it tries for minutes, and the run waits."""
+    """Default environment of MLflow, whose own defaults retry for minutes while the run waits."""
     _STATES: Mapping[str, str] = {"complete": "FINISHED", "interrupted": "KILLED"}
 
     def __init__(self, address: str = "") -> None:
@@ -138,13 +138,13 @@ class MLflow:
         self._sent = time.monotonic()
 
     def start(self, run: TrackedRun) -> None:
-        """Make the run, or find the one that goes on."""
+        """Create the run, or find it when it continues."""
         for name, least in self.PATIENCE.items():
             os.environ.setdefault(name, least)
         from mlflow import MlflowClient  # noqa: PLC0415
         from mlflow.entities import Param  # noqa: PLC0415
 
-        with _without_news("mlflow"):  # a new store tells of its tables
+        with _warnings_only("mlflow"):  # a new store logs the creation of its tables
             self.client = MlflowClient(self.address)
             found = self.client.get_experiment_by_name("phocas")
         experiment = found.experiment_id if found else self.client.create_experiment("phocas")
@@ -159,7 +159,7 @@ class MLflow:
         self.client.log_batch(self.run_id, params=settings)
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Send metrics, many rounds at a time: a request a round would slow a run down."""
+        """Queue metrics and send them in batches: one request per round would slow a run."""
         from mlflow.entities import Metric  # noqa: PLC0415
 
         now = int(time.time() * 1000)
@@ -168,21 +168,21 @@ class MLflow:
             self._send()
 
     def finish(self, status: str) -> None:
-        """Send what waits, and say how it ended."""
+        """Send the queued metrics and store the status."""
         self._send()
         self.client.set_tag(self.run_id, "status", status)
         self.client.set_terminated(self.run_id, self._STATES.get(status, "FAILED"))
 
     def _send(self) -> None:
-        for place in range(0, len(self._waiting), self.BATCH):
-            self.client.log_batch(self.run_id, metrics=self._waiting[place : place + self.BATCH])
+        for start in range(0, len(self._waiting), self.BATCH):
+            self.client.log_batch(self.run_id, metrics=self._waiting[start : start + self.BATCH])
         self._waiting.clear()
         self._sent = time.monotonic()
 
 
 @contextmanager
-def _without_news(name: str) -> Iterator[None]:
-    """Let a library log warnings only, and give its setting back."""
+def _warnings_only(name: str) -> Iterator[None]:
+    """Limit a library's logging to warnings inside the block."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.WARNING)
@@ -200,7 +200,7 @@ TRACKERS: Mapping[str, Callable[[str], Tracker]] = {
 
 
 def check_tracker(text: str) -> str:
-    """Return a tracker's text, or say what is wrong with it; nothing of the user's is imported.
+    """Return a tracker's spec, or raise ValueError; user-defined modules are not imported.
 
     >>> check_tracker("tensorbord")
     Traceback (most recent call last):
@@ -219,7 +219,7 @@ def check_tracker(text: str) -> str:
 
 
 def open_tracker(text: str) -> Tracker:
-    """Make a tracker of its text: ``tensorboard:DIR``, ``wandb:PROJECT``, ``mlflow:URI``."""
+    """Create a tracker from its spec: ``tensorboard:DIR``, ``wandb:PROJECT``, ``mlflow:URI``."""
     name, _, rest = check_tracker(text).partition(":")
     if name in TRACKERS:
         return TRACKERS[name](rest.strip())
@@ -235,26 +235,26 @@ def open_tracker(text: str) -> Tracker:
 
 
 class Tracking:
-    """The trackers of one run; one that fails is left out, and that is said once."""
+    """The trackers of one run; one that fails is disabled, which is reported once."""
 
-    def __init__(self, texts: Sequence[str], tell: Callable[[str], None]) -> None:
+    def __init__(self, texts: Sequence[str], notify: Callable[[str], None]) -> None:
         self._trackers = {text: open_tracker(text) for text in texts}
-        self._tell = tell
+        self._notify = notify
         self._suspects: set[int] = set()
 
     def start(self, run: TrackedRun) -> None:
-        """Tell of a run that begins, or goes on."""
+        """Start all trackers."""
         self._all(lambda tracker: tracker.start(run))
 
     def evaluated(self, number: int, evaluation: Metrics) -> None:
-        """Tell of an evaluation before the first round."""
+        """Log an evaluation before the first round."""
         self._log(number, _evaluation(evaluation))
 
     def log(self, done: Round, evaluation: Metrics | None) -> None:
-        """Tell of a round: its numbers, its evaluation, and what was dropped of suspects so far."""
+        """Log a round: its numbers, its evaluation, and the dropped shares of flagged workers."""
         if not self._trackers:
             return
-        self._suspects |= set(done.suspects)
+        self._suspects |= set(done.flagged)
         numbers = {
             "train/loss": done.loss,
             "train/lr": done.lr,
@@ -263,14 +263,14 @@ class Tracking:
             "train/skipped": float(done.action != "applied"),
             "train/ms": 1e3 * math.fsum(done.seconds.values()),
             "train/virtual_seconds": done.virtual_seconds,
-            "suspects/number": float(len(done.suspects)),
+            "suspects/number": float(len(done.flagged)),
             **{f"suspects/dropped_{each}": _dropped(done, each) for each in sorted(self._suspects)},
             **({} if evaluation is None else _evaluation(evaluation)),
         }
         self._log(done.number, numbers)
 
     def finish(self, status: str) -> None:
-        """Tell how the run ended."""
+        """Finish all trackers with the run's status."""
         self._all(lambda tracker: tracker.finish(status))
 
     def _log(self, number: int, values: Mapping[str, float | None]) -> None:
@@ -281,10 +281,11 @@ class Tracking:
         for text, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
-            except Exception as error:  # noqa: BLE001  # a tracker's failure is not the run's
+            except Exception as error:  # noqa: BLE001  # a failing tracker must not end the run
                 del self._trackers[text]
                 reason = " ".join(str(error).split())
-                self._tell(f"{text} is told no more of this run: {type(error).__name__}: {reason}")
+                message = f"{text} is disabled for the rest of this run"
+                self._notify(f"{message}: {type(error).__name__}: {reason}")
 
 
 def _evaluation(evaluation: Metrics) -> dict[str, float | None]:
@@ -296,8 +297,8 @@ def _evaluation(evaluation: Metrics) -> dict[str, float | None]:
 
 
 def _dropped(done: Round, worker: int) -> float | None:
-    """Return what was dropped of a worker, if it took part."""
+    """Return the dropped share of a worker, or None if it did not participate."""
     if done.participants is None:
         return float(done.dropped[worker])
-    places = (done.participants == worker).nonzero()[0]
-    return float(done.dropped[places[0]]) if len(places) else None
+    rows = (done.participants == worker).nonzero()[0]
+    return float(done.dropped[rows[0]]) if len(rows) else None

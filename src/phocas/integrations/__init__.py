@@ -1,8 +1,8 @@
-"""Glue to what other people have: torch's DDP and FSDP2, Flower, NVFlare, files of tensors.
+"""Integrations with other software: torch's DDP and FSDP2, Flower, NVFlare, files of tensors.
 
-``protect`` and ``watch`` take a model that DDP or FSDP2 has wrapped, whichever it is; ``ddp`` and
-``fsdp`` have what is special to each, ``lightning`` and ``transformers`` a callback, ``flower`` a
-strategy, ``nvflare`` an aggregator, ``merging`` files.
+``protect`` and ``watch`` take a model that DDP or FSDP2 has wrapped. ``ddp`` and ``fsdp`` have the
+functions that are special to each. ``lightning`` and ``transformers`` have a callback, ``flower`` a
+strategy, and ``nvflare`` an aggregator. ``merging`` merges files of tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _VERBS = ("protect", "watch")
 
 
 def __getattr__(name: str) -> Any:
-    """Load an integration when it is first asked for: each needs what it integrates with."""
+    """Import an integration on first use, because it needs an optional framework."""
     if name in _MODULES:
         return importlib.import_module(f"phocas.integrations.{name}")
     if name in _VERBS:

@@ -1,4 +1,4 @@
-"""A round of federated learning: whose rows can be used, and what a rule makes of them."""
+"""One round of federated learning: select the usable replies, and aggregate them by a rule."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.integrations.merging.formats import Tensor, TensorFile
+from phocas.deprecation import former_attributes
+from phocas.detection import Detector
 from phocas.integrations.merging.merge import Merge, Shares, rows_not_finite
+from phocas.integrations.merging.tensors import Tensor
 from phocas.rules import Relative, Rule
-from phocas.rules.suspicion import stand_out
 from phocas.rules.weighting import check_cap
 from phocas.specs import check_on_nonfinite
 
 MOST = 0.5
-"""Whoever lost less of its values than this is no suspect, however little others lost."""
+"""A client with a smaller dropped share than this is not unusual, however small the others'."""
 POLICIES = ("skip", "stop")
 UNUSABLE = (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RuntimeError)
-"""What reading a reply may raise: it costs the client its row, and nobody else anything."""
+"""Errors of reading a reply: the client loses its row, and no other client is affected."""
 
 Name = TypeVar("Name", int, str)
 Sent = TypeVar("Sent")
@@ -31,33 +32,48 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Client(Generic[Name, Sent]):
-    """A client whose row can be used: what it sent, the tensors in it, and its weight."""
+    """A client with a usable reply.
+
+    Attributes:
+        name: the name or number of the client.
+        sent: the reply of the client, as the framework delivers it.
+        tensors: the tensors of the reply, by name.
+        weight: the weight of the client in the aggregate.
+    """
 
     name: Name
     sent: Sent
-    tensors: TensorFile
+    tensors: Mapping[str, Tensor]
     weight: float
 
 
+@former_attributes(suspects="unusual")
 @dataclass(frozen=True, slots=True, eq=False)
 class Blame:
-    """Who was thrown away: the share of each client's values that was dropped.
+    """The share of each client's values that was dropped in one round.
 
-    >>> Blame(np.array([0.3, 0.9, 0.3]), 0.3, 0).suspects(["a", "b", "c"])
+    >>> Blame(np.array([0.3, 0.9, 0.3]), 0.3, 0).unusual(["a", "b", "c"])
     ['b']
     """
 
     dropped: NDArray[np.float64]
+    """By client, the share of its values that was dropped."""
     expected: float
+    """The expected share of an honest client."""
     not_finite: int
     """How many values of the aggregate are NaN or infinite."""
     sources: tuple[int, ...] = ()
     """Indices of the clients that sent NaN or inf; empty if the aggregate is finite."""
 
-    def suspects(self, names: Sequence[Name]) -> list[Name]:
-        """Return who lost most of its values, and far more than others."""
-        out = stand_out(self.dropped) & (self.dropped > MOST)
-        return [name for name, one in zip(names, out, strict=True) if one]
+    def unusual(self, names: Sequence[Name]) -> list[Name]:
+        """Return the clients of which most values were dropped, and far more than of others.
+
+        This is a warning without a false alarm probability, because each round has other clients,
+        whose data differ.
+        """
+        detector = Detector(len(names), b=0)
+        detector.update(self.dropped)
+        return [names[client] for client in detector.unusual(at_least=MOST)]
 
     def lost(self, rule: Rule, names: Sequence[Name]) -> str:
         """Describe in one line an aggregate that is not finite, and the clients that caused it."""
@@ -71,12 +87,12 @@ class Blame:
 
 @dataclass(frozen=True)
 class Terms:
-    """By which rule clients are aggregated, with which weights, and what becomes of too few.
+    """The settings of robust aggregation over clients.
 
     Args:
         rule: the rule.
         on_too_few: what to do in a round with fewer usable replies than the rule needs.
-        max_share: weigh clients by their examples, with nobody above this share of all.
+        max_share: weight clients by their examples, each with at most this share of the total.
         seed: a seed for rules that draw at random.
         on_nonfinite: what to do with an aggregate that is not finite.
     """
@@ -88,7 +104,7 @@ class Terms:
     on_nonfinite: str = "skip"
 
     def __post_init__(self) -> None:
-        """Refuse now and not in a round what cannot be kept in one."""
+        """Raise ValueError now, not in a round, for settings that cannot work."""
         if self.on_too_few not in POLICIES:
             known = ", ".join(POLICIES)
             raise ValueError(f"on_too_few must be one of {known}: got {self.on_too_few!r}")
@@ -101,48 +117,55 @@ class Terms:
     def aggregate(
         self,
         clients: Sequence[Client[Name, Sent]],
-        model: TensorFile,
+        model: Mapping[str, Tensor],
         turn: int,
         make: Callable[[Tensor, list[NDArray[Any]]], Made],
         *,
         updates: bool = False,
     ) -> tuple[dict[str, Made] | None, Blame]:
-        """Aggregate key by key: beside what was sent, there is no more than the result.
+        """Aggregate the clients key by key, and return the new values and the dropped shares.
 
-        ``make`` turns the new values of a tensor of the model into what is returned for it. It is
-        called only if the aggregate may be applied; the result is None otherwise. With ``updates``,
-        clients sent differences to the model and not models, and so is the result.
+        Besides the replies, only the result is in memory.
+
+        Args:
+            clients: the clients.
+            model: the tensors of the model that was sent to them.
+            turn: the number of the round, added to the seed.
+            make: turns the new values of a tensor into an array of the framework. It is called only
+                if the aggregate may be applied; otherwise the result is None.
+            updates: whether clients send differences to the model; then the result is a difference.
         """
         rule, m = self.rule, len(clients)
         if m and self.max_share is not None:
             rule = rule.weighted([client.weight for client in clients], max(self.max_share, 1 / m))
         rule.check(m)
-        files = [client.tensors for client in clients]
-        # The keys are in the order of the model: blocks of columns are counted over them.
-        ordered = {name: files[0].tensors[name] for name in model.tensors}
-        files[0] = TensorFile(files[0].path, files[0].format, ordered, {})
-        whole = [] if updates else [model]
-        merge = Merge(files + whole, m, rule if updates else Relative(rule), self.seed + turn, None)
+        rows = [client.tensors for client in clients]
+        # Columns are counted over the keys in the order of the model.
+        rows[0] = {name: rows[0][name] for name in model}
+        base = [] if updates else [model]
+        merge = Merge(rows + base, m, rule if updates else Relative(rule), self.seed + turn, None)
         merge.plan()
         shares = Shares(m)
-        parts = {name: list(merge.parts(tensor, shares)) for name, tensor in model.tensors.items()}
-        sources = rows_not_finite(files[:m]) if merge.not_finite else []
+        parts = {name: list(merge.parts(tensor, shares)) for name, tensor in model.items()}
+        sources = rows_not_finite(rows) if merge.not_finite else []
         blame = Blame(shares.total(), rule.expected(m), merge.not_finite, tuple(sources))
         if merge.not_finite and self.on_nonfinite != "apply":
             return None, blame
-        # Parts are released as they are used: twice the model need not fit.
-        return {name: make(model.tensors[name], parts.pop(name)) for name in list(parts)}, blame
+        # Release parts as they are used: two copies of the result need not fit into memory.
+        return {name: make(model[name], parts.pop(name)) for name in list(parts)}, blame
 
 
 def usable(
     replies: Iterable[tuple[Name, Sent]],
-    opened: Callable[[Sent], tuple[TensorFile, float]],
+    opened: Callable[[Sent], tuple[Mapping[str, Tensor], float]],
     warn: Callable[[str], None],
 ) -> list[Client[Name, Sent]]:
-    """Return the clients whose row can be used, in the order of their names.
+    """Return the clients with a usable reply, in the order of their names.
 
-    ``opened`` gives the tensors and the weight of a reply, or raises with the reason why there are
-    none, which costs the client its row.
+    Args:
+        replies: the name and the reply of each client.
+        opened: returns the tensors and the weight of a reply, or raises one of ``UNUSABLE``.
+        warn: called with the reason for each client that is left out.
     """
     clients = []
     for name, sent in sorted(replies, key=lambda reply: reply[0]):
@@ -154,7 +177,7 @@ def usable(
 
 
 def check_like(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that cannot stand beside those of the model."""
+    """Raise ValueError if keys, shapes or types differ from those of the model."""
     missing = [name for name in wanted if name not in got]
     extra = [name for name in got if name not in wanted]
     if missing or extra:
@@ -169,7 +192,7 @@ def check_like(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
 
 
 def claimed(value: Any, what: str) -> float:
-    """Return how many examples a client says that it has; raise ValueError if that is no number.
+    """Return the number of examples that a client claims; raise ValueError if it is no number.
 
     >>> claimed(600, "examples")
     600.0
@@ -180,9 +203,10 @@ def claimed(value: Any, what: str) -> float:
 
 
 def middle(said: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the median of every number that clients say, whoever claims how many examples.
+    """Return the median over the clients of every metric, whatever examples they claim.
 
-    What is said by fewer than half, is no single number or is NaN does not count.
+    Values that are NaN or no single number are ignored, and so are metrics that fewer than half of
+    the clients send.
 
     >>> middle([{"loss": 0.25}, {"loss": 0.5}, {"loss": 1e30, "mine": 1}])
     {'loss': 0.5}

@@ -1,8 +1,8 @@
-"""What the data-parallel groups of one job tell one another, so that all ranks answer alike.
+"""The exchange between the data-parallel groups of one job, so that all ranks have the same flags.
 
 Under tensor or pipeline parallelism the ranks with gradients of the same parameters are a group of
-some ranks only. Each group detects faulty ranks among its own. A :class:`Job` carries the verdicts
-of every group to all ranks.
+some ranks only. Each group detects faulty ranks among its own. A :class:`Job` sends the flags of
+every group to all ranks.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch.distributed as dist
 from phocas.integrations.joining import group_timeout
 from phocas.integrations.wire import Wire
 
-_EARLY = 64  # steps at the beginning, after each of which there is an exchange
-_EVERY = 4  # later on, there is one after so many steps
-_LONGEST = 1 << 16  # bytes of a message: a faulty rank may announce any length
+_EARLY = 64  # number of first steps with an exchange after each step
+_EVERY = 4  # number of steps between exchanges later on
+_LONGEST = 1 << 16  # limit for the bytes of a message: a faulty rank may announce any length
 
 
 class Job:
-    """The exchange of verdicts between all ranks of a job, over a process group of its own.
+    """The exchange of flags between all ranks of a job, over a process group of its own.
 
-    There is an exchange after the same steps on every rank: the first 64, then one in four, and all
-    while a message is under way. Each is one asynchronous all-gather. It is awaited at the next
-    step, so that no rank waits inside of a step for a group that is behind it in a pipeline. A
-    quiet exchange is 8 bytes a rank: the length of the message that the next one carries.
+    All ranks exchange after the same steps: each of the first 64, then every fourth, and every step
+    while a message is pending. An exchange is one asynchronous all-gather, which completes at the
+    next step. So no rank blocks inside a step on a group that is behind in a pipeline. An exchange
+    without messages is 8 bytes per rank: the length of the message in the next exchange.
     """
 
     def __init__(self, wire: Wire, groups: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Take the global ranks of every group, and how many of these may lie."""
+        """Store the global ranks of every group, and the largest number of faulty ranks in each."""
         self.wire, self.groups = wire, groups
         self.hosts: dict[int, str] = {}
         self.steps = 0
@@ -44,11 +44,11 @@ class Job:
         self._arrived: tuple[torch.Tensor, dist.Work] | None = None
 
     def due(self) -> bool:
-        """Say whether there is an exchange at the end of this step."""
+        """Return whether there is an exchange at the end of this step."""
         return self.steps < _EARLY or self.steps % _EVERY == 0 or any(self.sizes)
 
     def send(self, news: Sequence[dict[str, Any]], *, due: bool) -> None:
-        """End a step: announce news if an exchange is due."""
+        """End a step: if an exchange is due, send the pending entries and the next length."""
         self.steps += 1
         if not due:
             return
@@ -61,7 +61,7 @@ class Job:
         self._arrived = arrived, self.wire.gather_later(arrived, own)
 
     def receive(self) -> list[tuple[int, list[Any]]]:
-        """Wait for the last exchange; return what each rank (global) told in it."""
+        """Wait for the last exchange; return each global rank and the entries that it sent."""
         if self._arrived is None:
             return []
         (arrived, work), self._arrived = self._arrived, None
@@ -77,7 +77,7 @@ class Job:
         return told
 
     def agreed(self, told: Sequence[tuple[int, list[Any]]]) -> Iterator[dict[str, Any]]:
-        """Yield the entries about a member of a group that more than b of its members have told."""
+        """Yield the entries about a rank that more than b ranks of the rank's group have sent."""
         for members, b in self.groups:
             said = Counter(
                 text for rank, entries in told if rank in members for text in _texts(entries)
@@ -89,16 +89,16 @@ class Job:
 
 
 def join_job(wire: Wire, ranks: Sequence[int], b: int, timeout: timedelta | None) -> Job | None:
-    """Join the groups of a job, if there are others than that of the wire."""
+    """Join the groups of a job; return None if the wire's group is the only one."""
     if not set(wire.ranks) <= set(ranks):
         raise ValueError(
             f"job_group must have all ranks of the model's group, {wire.ranks}: got {list(ranks)}"
         )
     if set(wire.ranks) == set(ranks):
         return None
-    # Small messages through host memory: a device has no part in them.
-    # Torch names a group that only its ranks know of by how many groups each of these is in, which
-    # may differ between the groups of a job. So all of the world is asked if all take part.
+    # Messages are small, so they go through host memory (gloo).
+    # With local synchronization, torch derives the name of a group from the number of groups of its
+    # ranks, which may differ between the groups of a job. So it is off if all ranks take part.
     own = {"members": wire.ranks, "b": b, "host": socket.gethostname()}
     text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     try:
@@ -123,7 +123,7 @@ def join_job(wire: Wire, ranks: Sequence[int], b: int, timeout: timedelta | None
 
 
 def ranks_of_job(mesh: Any, group: dist.ProcessGroup | None) -> list[int]:
-    """Return the ranks of a group, or else of the whole mesh that a mesh is a part of."""
+    """Return the ranks of a group or, without a group, of the root mesh of a mesh."""
     if group is not None:
         return dist.get_process_group_ranks(group)
     if hasattr(mesh, "_get_root_mesh"):
@@ -135,7 +135,7 @@ def ranks_of_job(mesh: Any, group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _texts(entries: Sequence[Any]) -> set[str]:
-    """Return each entry once, in one spelling; what is none is left out."""
+    """Return each entry once, as JSON with sorted keys; other values are dropped."""
     return {
         json.dumps(entry, sort_keys=True)
         for entry in entries
@@ -144,7 +144,7 @@ def _texts(entries: Sequence[Any]) -> set[str]:
 
 
 def _message(news: Sequence[dict[str, Any]]) -> bytes:
-    """Write entries as JSON that is short enough, without details if need be, or fewer of them."""
+    """Return entries as JSON; if the text is too long, drop details, then entries."""
     whole = json.dumps(news).encode() if news else b""
     if len(whole) <= _LONGEST:
         return whole
@@ -156,7 +156,7 @@ def _message(news: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _entries(message: bytes) -> list[Any]:
-    """Read entries; a message that is none, as a faulty rank may send, has none."""
+    """Return the entries of a message; none if a faulty rank sent invalid JSON."""
     try:
         found = json.loads(message)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""How ranks come together before anything is aggregated: told alike, or refused."""
+"""The creation of process groups: all ranks must have the same settings, or an error is raised."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def join(
     timeout: timedelta | None = None,
     ranks: list[int] | None = None,
 ) -> tuple[Wire, list[str]]:
-    """Return a wire of its own for the ranks of a group, and the names of their hosts.
+    """Return a new wire (collectives) for the ranks of a group, and the names of their hosts.
 
-    With ``ranks`` there are more of them, who wait for as long as the group does. What ranks were
-    told is compared, so that a difference is an error and not a hang.
+    ``ranks`` are the members if the new wire has more ranks than the group. The settings of all
+    ranks are compared, so that a difference raises an error instead of a hang.
     """
     _share_cores()
     group = dist.new_group(
@@ -62,7 +62,7 @@ def uncompiled(model: Any) -> Any:
 
 
 def check_rule(rule: Rule, m: int) -> None:
-    """Raise ValueError unless the rule holds for m data-parallel ranks."""
+    """Raise ValueError unless the guarantee of the rule holds for m data-parallel ranks."""
     try:
         rule.check(m)
     except ValueError as error:
@@ -76,7 +76,7 @@ def check_rule(rule: Rule, m: int) -> None:
 
 
 def check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
-    """Refuse gradients that no rule reads."""
+    """Raise TypeError for gradients of an unsupported type."""
     for dtype in dtypes:
         if dtype not in DTYPES:
             known = ", ".join(str(dtype) for dtype in DTYPES)
@@ -84,7 +84,7 @@ def check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
 
 
 def _share_cores() -> None:
-    """Leave cores to the other ranks of this host, as torchrun does with OpenMP's."""
+    """Divide the cores between the ranks of this host, as torchrun does with OpenMP threads."""
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if neighbours > 1 and "PHOCAS_NUM_THREADS" not in os.environ:
         cores = max(1, available_cores() // neighbours)
@@ -92,7 +92,7 @@ def _share_cores() -> None:
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return how long the collectives of a group wait."""
-    # Left alone, a new group waits for minutes; there is no public way to ask what another does.
+    """Return the timeout of the collectives of a group."""
+    # The default timeout of a new group is minutes. Torch has no public way to read a timeout.
     options = group._get_backend(device).options  # noqa: SLF001
     return getattr(options, "_timeout", None)

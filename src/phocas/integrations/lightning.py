@@ -11,15 +11,15 @@ from phocas.integrations.guard import Guard, Options
 from phocas.rules import Rule
 
 
-class Protect(Callback):  # type: ignore[misc]  # Lightning is not there where types are checked
-    """Protect the model of a run from its first step on; ``guard`` is what is known then.
+class Protect(Callback):  # type: ignore[misc]  # Lightning is not installed for type checks
+    """A callback that protects the model from the first step; it sets the attribute ``guard``.
 
-    Use the rule ``watch:rule=heraclius:b=1`` for language models and mixtures of experts: rules
-    that go by coordinates drop rare tokens of honest ranks (``docs/ddp.md``).
+    Use the rule ``monitor:rule=heraclius:b=1`` for language models and mixtures of experts: column
+    rules drop the gradients of rare tokens of honest ranks (``docs/ddp.md``).
 
     Args:
         rule: As for ``phocas.integrations.protect``.
-        **options: The same.
+        **options: As for ``phocas.integrations.protect``.
     """
 
     def __init__(self, rule: Rule | str, **options: Unpack[Options]) -> None:
@@ -27,6 +27,6 @@ class Protect(Callback):  # type: ignore[misc]  # Lightning is not there where t
         self.guard: Guard | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Protect what the strategy has wrapped."""
+        """Protect the model that the strategy has wrapped."""
         del pl_module
         self.guard = parallel.protect(trainer.strategy.model, self.rule, **self.options)

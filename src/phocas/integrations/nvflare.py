@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +27,7 @@ from phocas.integrations.clients import (
     middle,
     usable,
 )
-from phocas.integrations.merging.formats import Tensor, TensorFile, in_memory
+from phocas.integrations.merging.tensors import Tensor, in_memory
 from phocas.rules import Rule
 from phocas.rules.inputs import is_tensor, like
 from phocas.rules.table import RULES
@@ -37,24 +36,25 @@ from phocas.specs import OnNonfinite
 __all__ = ["RobustAggregator"]
 
 _NAME = "client_name"
-"""What FedAvg calls a client in the meta data of its result."""
+"""The key of the client's name in the metadata of a result."""
 
 
 class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may not be installed
-    """Aggregate the clients' updates by a rule, where FedAvg would average them.
+    """An aggregator of NVFlare that aggregates the clients' updates by a robust rule.
 
-    A client that sends other keys, shapes or types than the model's costs its own row and nothing
-    else; so does one that fails, if the controller has ``ignore_result_error=True``. How many steps
-    it says that it took is ignored, unless ``max_share`` is given: then clients are weighted by it,
-    and nobody has more than that share. The log says of each round who was left out and why, what
-    share of each client's values was dropped, and who lost most of them and far more than others.
-    Metrics are medians over the clients.
+    A client that sends other keys, shapes or types than the model's loses its own row of the round
+    and affects nothing else; so does a client that fails, if the controller has
+    ``ignore_result_error=True``. The number of steps that a client claims is ignored, unless
+    ``max_share`` is given: then it is the weight of the client, and no client has more than that
+    share of the total weight. For each round, the log lists the clients that were left out and why,
+    the share of each client's values that was dropped, and the clients that lost most of their
+    values and far more than the others. Metrics are medians over the clients.
 
     Args:
         rule: the rule, or its name
-        on_too_few: what to do in a round with fewer usable results than the rule needs: ``skip`` it
-            and keep the model, or ``stop`` the job
-        max_share: weigh clients by their steps, with nobody above this share of all
+        on_too_few: what to do in a round with fewer usable results than the rule needs: ``skip``
+            the round and keep the model, or ``stop`` the job
+        max_share: weight clients by their steps, each with at most this share of the total
         seed: a seed for rules that draw at random
         on_nonfinite: what to do with an aggregate that is not finite: ``skip`` the round and keep
             the model, ``stop`` the job, or ``apply`` it
@@ -81,7 +81,7 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         self._results: dict[str, FLModel] = {}
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Remember the model that clients are sent, from which their updates are."""
+        """Keep the model that is sent to the clients: their updates are relative to it."""
         super().handle_event(event_type, fl_ctx)
         if event_type == AppEventType.BEFORE_TRAIN_TASK:
             sent = FLModelUtils.from_shareable(fl_ctx.get_prop(AppConstants.TRAIN_SHAREABLE))
@@ -89,7 +89,7 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
                 self._model = sent
 
     def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
-        """Take a result from ScatterAndGather, under the name that the server knows."""
+        """Accept a result from ScatterAndGather, under the name that the server knows."""
         self.fl_ctx = fl_ctx
         name = fl_ctx.get_peer_context().get_identity_name()
         try:
@@ -103,23 +103,23 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         return True
 
     def accept_model(self, model: FLModel) -> None:
-        """Keep a client's result until all are there."""
+        """Keep a client's result until the round is aggregated."""
         self._results[str(model.meta[_NAME])] = model
 
     def reset_stats(self) -> None:
-        """Forget the results."""
+        """Discard the results of the round."""
         self._results = {}
 
     def aggregate_model(self) -> FLModel:
-        """Aggregate the usable results; say which are not, and who was thrown away."""
+        """Aggregate the usable results, and report the others and the shares that were dropped."""
         results, model = self._results, self._model
         self.reset_stats()
         if model is None:
             raise ValueError("the model must be sent to clients before results are aggregated")
         arrays = _arrays(model.params)
-        wanted = _tensors_of(arrays, "the model")
+        wanted = _tensors_of(arrays)
         kinds = [result.params_type for result in results.values()]
-        kind = max(ParamsType, key=kinds.count)  # what most send
+        kind = max(ParamsType, key=kinds.count)  # the majority
         clients = usable(results.items(), partial(self._opened, wanted, kind), self.warning)
         turn = model.current_round or 0
         said = f"round {turn}: {len(clients)} of {len(results)} results are usable"
@@ -140,7 +140,7 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         lost = blame.lost(self._terms.rule, [client.name for client in clients])
         if params is None and self.on_nonfinite == "stop":
             raise ValueError(f"{said}: {lost}")
-        self._tell(said, clients, blame)
+        self._log_shares(said, clients, blame)
         if blame.not_finite:
             self.warning(f"{'skipped' if params is None else 'applied'} {said}: {lost}")
         if params is None:
@@ -148,46 +148,45 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         return FLModel(params_type=kind, params=params, metrics=metrics)
 
     def _opened(
-        self, wanted: TensorFile, kind: ParamsType, result: FLModel
-    ) -> tuple[TensorFile, float]:
+        self, wanted: Mapping[str, Tensor], kind: ParamsType, result: FLModel
+    ) -> tuple[Mapping[str, Tensor], float]:
         """Return the tensors of a result and its weight; raise if it cannot be used."""
         if result.params_type is not kind:
             raise ValueError(f"it must send what most do, {kind.value}: it is {result.params_type}")
-        tensors = _tensors_of(_arrays(result.params), "a result")
-        check_like(tensors.tensors, wanted.tensors)
+        tensors = _tensors_of(_arrays(result.params))
+        check_like(tensors, wanted)
         if self.max_share is None:
             return tensors, 1.0
         steps = FLMetaKey.NUM_STEPS_CURRENT_ROUND
         return tensors, claimed(result.meta.get(steps), steps)
 
-    def _tell(self, said: str, clients: list[Client[str, FLModel]], blame: Blame) -> None:
-        """Log what was dropped of each client, and whose is far more than others'."""
+    def _log_shares(self, said: str, clients: list[Client[str, FLModel]], blame: Blame) -> None:
+        """Log the share that was dropped of each client, and the clients that stand out."""
         names = [client.name for client in clients]
         shares = ", ".join(
             f"{name} {share:.0%}" for name, share in zip(names, blame.dropped, strict=True)
         )
         self.info(f"{said}; dropped by {self.rule} ({blame.expected:.0%} by chance): {shares}")
-        suspects = blame.suspects(names)
-        if suspects:
-            self.warning(f"{said}; thrown away far more than others: {', '.join(suspects)}")
+        unusual = blame.unusual(names)
+        if unusual:
+            self.warning(f"{said}; far more values dropped than of others: {', '.join(unusual)}")
 
 
 def _check_round(shareable: Shareable, fl_ctx: FLContext) -> None:
-    """Refuse what is late: it is an update of another model."""
+    """Raise ValueError for a result of another round: it is an update of another model."""
     now = fl_ctx.get_prop(AppConstants.CURRENT_ROUND)
     begun = shareable.get_cookie(AppConstants.CONTRIBUTION_ROUND)
     if begun != now:
         raise ValueError(f"it must answer round {now}: it answers round {begun}")
 
 
-def _tensors_of(params: Mapping[str, Any], owner: str) -> TensorFile:
-    """Return the arrays or tensors of a model where they are."""
-    found = {name: in_memory(name, value, f"key {name!r}") for name, value in params.items()}
-    return TensorFile(Path(owner), "npz", found, {})
+def _tensors_of(params: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the arrays or tensors of a model as named tensors, without a copy."""
+    return {name: in_memory(name, value, f"key {name!r}") for name, value in params.items()}
 
 
 def _arrays(params: Any) -> dict[str, Any]:
-    """Return the arrays and tensors that were sent by name; refuse anything else."""
+    """Return the arrays and tensors of a result by name; raise TypeError for anything else."""
     if not isinstance(params, Mapping):
         raise TypeError(f"arrays must be sent by name: got {type(params).__name__}")
     found = {}
@@ -201,7 +200,7 @@ def _arrays(params: Any) -> dict[str, Any]:
 
 
 def _made(example: Any, tensor: Tensor, parts: list[NDArray[Any]]) -> Any:
-    """Return a tensor's new values as an array or a tensor, whichever the model has."""
+    """Return the new values of a tensor as an array or a torch tensor, as the model has it."""
     values = np.concatenate([np.empty(0, tensor.dtype.newbyteorder("=")), *parts])
     return like(example, values.view(bool) if tensor.element == "bool" else values).reshape(
         tensor.shape

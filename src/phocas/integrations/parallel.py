@@ -1,4 +1,4 @@
-"""The two verbs for a model that somebody else has wrapped: by DDP or by FSDP2, whichever it is."""
+"""``protect`` and ``watch`` for a model wrapped by DDP or by FSDP2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def protect(model: Any, rule: Rule | str, **options: Unpack[Options]) -> Guard:
     """Aggregate a wrapped model's gradients by a rule; see ``ddp.protect`` and ``fsdp.protect``.
 
     Args:
-        model: what DDP has wrapped, or ``fully_shard`` has sharded.
+        model: a model wrapped by DDP, or sharded by ``fully_shard``.
         rule: the rule, or its text.
         **options: as for ``ddp.protect`` and ``fsdp.protect``.
     """
@@ -26,11 +26,11 @@ def protect(model: Any, rule: Rule | str, **options: Unpack[Options]) -> Guard:
 
 
 def watch(model: Any, b: int, **options: Unpack[Options]) -> Guard:
-    """Average as before, and know who is wrong; see ``ddp.watch`` and ``fsdp.watch``.
+    """Average as before, and detect faulty ranks; see ``ddp.watch`` and ``fsdp.watch``.
 
     Args:
-        model: what DDP has wrapped, or ``fully_shard`` has sharded.
-        b: how many ranks may be wrong for what is said about them to hold.
+        model: a model wrapped by DDP, or sharded by ``fully_shard``.
+        b: the largest number of faulty ranks for which the detection is valid.
         **options: as for ``ddp.watch`` and ``fsdp.watch``.
     """
     if isinstance(uncompiled(model), DistributedDataParallel):

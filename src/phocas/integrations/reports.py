@@ -1,43 +1,36 @@
-"""What a guard knows, written down: one schema for JSON, and a text for people."""
+"""The reports of a guard: flagged ranks, as JSON with one schema and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, TypeAlias, TypedDict, get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, TypedDict
+
+from phocas.deprecation import former_attributes
+from phocas.detection.flags import Ground, Kind, LocationKind
 
 SCHEMA = 2
 """Raised when a field changes its meaning or goes; new fields do not raise it."""
 
 _LAYERS_SHOWN = 3
 
-Kind: TypeAlias = Literal["nonfinite", "hardware", "wrong", "differs"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""What a suspect may be.
-
-- ``nonfinite``: it sends NaN or infinite values.
-- ``hardware``: its values are wrong at the same addresses again and again.
-- ``differs``: its rows are noisier or longer than those of the others, and point as these do, as
-  far as can be told: another batch size, another loss scale, other data.
-- ``wrong``: none of these: its rows point elsewhere, or are more than 1000 times too long.
-"""
-
 
 class PlacesReport(TypedDict):
-    """Where a rank's wrong values lie within one parameter, and whether they come again."""
+    """Where a rank's wrong values lie within one parameter, and whether they repeat."""
 
     since: int
     """The first step (from 1) in which wrong values of this rank were seen here."""
     share: float
-    """The share of its values here that are wrong, where they were looked at."""
+    """The share of its values here that are wrong, where they were inspected."""
     others: float
-    """The same for the worst of the other ranks, but for b - 1, in the mean over steps."""
+    """The same for the b-th worst of the other ranks, in the mean over steps."""
     addresses: list[int]
     """The first few wrong values, as flat indices of the parameter."""
     stride: int | None
-    """The distance that divides all distances between repeated addresses, if any repeat."""
+    """The greatest common divisor of the distances between repeated addresses, if any repeat."""
     repeats: float
     """The share of wrong addresses that were wrong before, beyond chance: from 0 to 1."""
-    kind: Literal["nonfinite", "hardware", "data", "unclear"]
+    kind: LocationKind
     """Same addresses again and again (hardware), NaN or infinite values (nonfinite), other
     addresses each time (data), or not known yet."""
 
@@ -45,7 +38,7 @@ class PlacesReport(TypedDict):
 class NonfiniteReport(TypedDict):
     """The first values of a rank that were not finite.
 
-    This is what ranks say that they saw. It is no proof against a rank if at most b say it.
+    The source is reports of other ranks. If at most b ranks report the values, this is no proof.
     """
 
     rank: int
@@ -59,34 +52,34 @@ class NonfiniteReport(TypedDict):
 
 
 class SuspectReport(TypedDict):
-    """What is known against one rank."""
+    """A flagged rank, and the evidence against it."""
 
     rank: int
     """Its global rank."""
     host: str
     """The name of the machine that it runs on."""
     kind: Kind
-    """What seems to be wrong with it: see ``KINDS``."""
+    """What seems to be wrong with it: see :data:`phocas.detection.flags.KINDS`."""
     since: int
-    """The step (from 1) in which it began, as far as can be told."""
+    """The onset: the first step (from 1) with evidence against it."""
     flagged: int
-    """The step in which there was enough evidence to name it."""
-    grounds: list[Literal["distances", "addresses"]]
+    """The step in which there was enough evidence to flag it."""
+    grounds: list[Ground]
     """Why: farther from others than chance allows, or absurd values at the same addresses."""
     sure: float
-    """1 minus the chance that distances accuse any honest rank so; 1 if named by addresses."""
+    """1 minus the false alarm probability of distances; 1 if it was flagged by addresses."""
     dropped: float
-    """The share of its values that the rule threw away, over all steps."""
+    """The share of its values that the rule dropped, over all steps."""
     expected: float
-    """What a rank loses if who sent a value does not matter."""
+    """The share that is dropped of a rank whose values are like those of the others."""
     layers: dict[str, float]
     """By parameter name, the share of its values there that is wrong; the most telling first."""
     places: dict[str, PlacesReport]
-    """By parameter name, where they lie; the same keys in the same order."""
+    """By parameter name, where the wrong values lie; the same keys in the same order."""
 
 
 class Report(TypedDict):
-    """All that :meth:`phocas.integrations.guard.Guard.report` has to say, ready for ``json``."""
+    """The report of :meth:`phocas.integrations.guard.Guard.report`, ready for ``json``."""
 
     schema: int
     rule: str
@@ -95,7 +88,7 @@ class Report(TypedDict):
     """The global ranks of the data-parallel group that ``dropped`` and ``unusual`` are about."""
     steps: int
     dropped: list[float]
-    """By member, the share of its values that the rule threw away, over all steps."""
+    """By member, the share of its values that the rule dropped, over all steps."""
     expected: float
     nonfinite: list[NonfiniteReport]
     """Where the first values that are not finite came from; empty if there were none."""
@@ -103,9 +96,86 @@ class Report(TypedDict):
     """The step since which every rank has values that are not finite: evidence is void since."""
     suspects: list[SuspectReport]
     unusual: list[int]
-    """Ranks that are lately dropped far more than most: a warning, and no proof."""
+    """Ranks that are lately dropped far more than most: a warning, not a proof."""
     failure: str | None
     """What ended aggregation, or None."""
+
+
+@former_attributes(since="onset")
+@dataclass(frozen=True, slots=True)
+class FlaggedRank:
+    """A flagged rank, and the evidence against it.
+
+    :class:`SuspectReport` has the same data for ``json``.
+
+    Attributes:
+        rank: the global rank.
+        onset: the first step (from 1) with evidence against the rank.
+        dropped: the share of the rank's values that was dropped.
+        expected: the share that is dropped of a rank whose values are like those of the others.
+        sure: 1 minus the false alarm probability.
+        grounds: the reason for the flag.
+        host: the host that the rank runs on.
+        places: where wrong values lie, by parameter.
+        kind: what seems to be wrong: :data:`phocas.detection.flags.KINDS`.
+        flagged: the step in which there was enough evidence to flag the rank.
+
+    >>> flagged = FlaggedRank(rank=3, onset=15, dropped=0.98, expected=0.001)
+    >>> flagged.rank, round(flagged.excess, 3)
+    (3, 0.979)
+    """
+
+    rank: int
+    onset: int
+    dropped: float
+    expected: float
+    sure: float = 0.0
+    grounds: tuple[Ground, ...] = ()
+    host: str = ""
+    places: Mapping[str, PlacesReport] = field(default_factory=dict)
+    kind: Kind = "wrong"
+    flagged: int = 0
+
+    @property
+    def excess(self) -> float:
+        """Return how much more was dropped than expected."""
+        return self.dropped - self.expected
+
+    @property
+    def layers(self) -> dict[str, float]:
+        """Return the share of wrong values by parameter, the strongest evidence first."""
+        return {name: places["share"] for name, places in self.places.items()}
+
+    def report(self) -> SuspectReport:
+        """Return the flagged rank as a dictionary for ``json``."""
+        return SuspectReport(
+            rank=self.rank,
+            host=self.host,
+            kind=self.kind,
+            since=self.onset,
+            flagged=self.flagged,
+            grounds=list(self.grounds),
+            sure=self.sure,
+            dropped=self.dropped,
+            expected=self.expected,
+            layers=self.layers,
+            places=dict(self.places),
+        )
+
+    @classmethod
+    def read(cls, report: Mapping[str, Any]) -> Self:
+        """Return the flagged rank that :meth:`report` has written."""
+        known = {name: report[name] for name in SuspectReport.__annotations__ if name != "layers"}
+        onset, grounds = known.pop("since"), tuple(known.pop("grounds"))
+        return cls(onset=onset, grounds=grounds, **known)
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank}: since step {self.onset}"
+        for name, places in self.places.items():
+            shares = f"{places['share']:.1%} of its values against {places['others']:.1%}"
+            return f"{text}, {name}, {shares} ({self.kind})"
+        shares = f"{self.dropped:.0%} of its values against {self.expected:.1%}"
+        return f"{text}, {shares} ({self.kind})"
 
 
 def as_text(report: Report) -> str:
@@ -128,36 +198,36 @@ def _lines(report: Report) -> Iterator[str]:
     if report["lost"] is not None:
         yield f"no rank is finite since step {report['lost']}: evidence is void since"
     if not report["suspects"]:
-        yield "no rank is suspect"
-    for suspect in report["suspects"]:
-        where = f" on {suspect['host']}" if suspect["host"] else ""
-        yield f"rank {suspect['rank']}{where}: named in step {suspect['flagged']}"
-        yield f"  {_SAID[suspect['kind']]} since step {suspect['since']}"
-        yield f"  by {_grounds(suspect)}"
+        yield "no rank is flagged"
+    for flagged in report["suspects"]:
+        where = f" on {flagged['host']}" if flagged["host"] else ""
+        yield f"rank {flagged['rank']}{where}: flagged in step {flagged['flagged']}"
+        yield f"  {_SAID[flagged['kind']]} since step {flagged['since']}"
+        yield f"  by {_grounds(flagged)}"
         yield (
-            f"  {suspect['dropped']:.1%} of its values thrown away, where"
-            f" {suspect['expected']:.1%} is expected"
+            f"  {flagged['dropped']:.1%} of its values dropped, where"
+            f" {flagged['expected']:.1%} is expected"
         )
-        for name in list(suspect["places"])[:_LAYERS_SHOWN]:
+        for name in list(flagged["places"])[:_LAYERS_SHOWN]:
             yield f"  {name}"
-            yield f"    {_places(suspect['places'][name])}"
-        if more := len(suspect["places"]) - _LAYERS_SHOWN:
+            yield f"    {_places(flagged['places'][name])}"
+        if more := len(flagged["places"]) - _LAYERS_SHOWN:
             yield from [f"  and {more} more"] if more > 0 else []
     if report["unusual"]:
-        yield f"unusual, which is no proof: {', '.join(map(str, report['unusual']))}"
+        yield f"unusual, which is not a proof: {', '.join(map(str, report['unusual']))}"
 
 
 _SAID: dict[str, str] = {
     "nonfinite": "sends values that are not finite",
     "hardware": "wrong at the same addresses, as broken hardware is,",
     "wrong": "wrong",
-    "differs": "differs from the others, and need not be wrong,",
+    "differs": "differs from the others, and need not be faulty,",
 }
 
 
-def _grounds(suspect: SuspectReport) -> str:
-    words = " and ".join(suspect["grounds"])
-    return words + (f", {suspect['sure']:.2%} sure" if suspect["sure"] else "")
+def _grounds(flagged: SuspectReport) -> str:
+    words = " and ".join(flagged["grounds"])
+    return words + (f", {flagged['sure']:.2%} sure" if flagged["sure"] else "")
 
 
 def _places(places: PlacesReport) -> str:

@@ -11,16 +11,16 @@ from phocas.integrations.guard import Guard, Options
 from phocas.rules import Rule
 
 
-class Protect(TrainerCallback):  # type: ignore[misc]  # it is not there where types are checked
-    """Protect the model of a run from its first step on; ``guard`` is what is known then.
+class Protect(TrainerCallback):  # type: ignore[misc]  # not installed for type checks
+    """A callback that protects the model from the first step; it sets the attribute ``guard``.
 
-    Use the rule ``watch:rule=heraclius:b=1`` for language models and mixtures of experts: rules
-    that go by coordinates drop rare tokens of honest ranks (``docs/ddp.md``).
+    Use the rule ``monitor:rule=heraclius:b=1`` for language models and mixtures of experts: column
+    rules drop the gradients of rare tokens of honest ranks (``docs/ddp.md``).
 
     Args:
-        trainer: The trainer, which alone knows the wrapped model.
+        trainer: The trainer, which has the wrapped model.
         rule: As for ``phocas.integrations.protect``.
-        **options: The same.
+        **options: As for ``phocas.integrations.protect``.
     """
 
     def __init__(self, trainer: Any, rule: Rule | str, **options: Unpack[Options]) -> None:
@@ -28,5 +28,5 @@ class Protect(TrainerCallback):  # type: ignore[misc]  # it is not there where t
         self.guard: Guard | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Protect what the trainer has wrapped."""
+        """Protect the model that the trainer has wrapped."""
         self.guard = parallel.protect(self.trainer.model_wrapped, self.rule, **self.options)

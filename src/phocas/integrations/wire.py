@@ -1,6 +1,6 @@
-"""What ranks say to one another: shards of columns, and results of shards.
+"""Messages between ranks: shards of columns, and results of shards.
 
-Everything travels as plain numbers, never as pickled objects: a rank may lie, but only in values.
+All messages are plain numbers, never pickled objects: a faulty rank can only send wrong values.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ _FLOATS: dict[int, type[np.floating]] = {4: np.float32, 8: np.float64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """A rank's view of one bucket of a step, which begins at column ``start`` of the gradient.
+    """One bucket of a step on one rank.
 
-    ``columns`` has, by shard, all m rows of the shards that this rank holds.
+    Attributes:
+        flat: the bucket's values of this rank.
+        start: the first column, counted from the first column of the gradient.
+        bounds: the range of columns of each shard.
+        columns: by shard, all m rows of the shards that this rank aggregates.
     """
 
     flat: torch.Tensor
@@ -40,14 +44,14 @@ class Bucket:
     columns: dict[int, torch.Tensor]
 
     def width(self, shard: int) -> int:
-        """Return how many columns of the bucket a shard has."""
+        """Return the number of columns of a shard of the bucket."""
         begin, end = self.bounds[shard]
         return end - begin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Letters:
-    """Memory for messages of known lengths: the own one, and those of all ranks."""
+class GatherBuffers:
+    """Memory for messages of known lengths: the message of this rank, and those of all ranks."""
 
     own: torch.Tensor
     everyone: torch.Tensor
@@ -56,7 +60,7 @@ class Letters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """How a shard of all buckets of one size comes to this rank, and where it arrives."""
+    """How the shards of all buckets of one size are sent to this rank, and where they arrive."""
 
     bounds: list[tuple[int, int]]
     shard: int
@@ -68,10 +72,10 @@ class Route:
 
 
 class Wire:
-    """The collectives of one process group, which belongs to one thread.
+    """The collectives of one process group, for use by one thread.
 
-    What arrives lies in memory that the next call of the same kind uses again. (Given back and
-    taken anew in every step, it grew to five times as much between glibc's heaps.)
+    Messages arrive in memory that the next call of the same kind reuses. (Freeing and allocating
+    the memory in every step made glibc's heaps grow to five times the size.)
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -81,38 +85,42 @@ class Wire:
         self.m = dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._rooms: dict[tuple[str, int, torch.device], torch.Tensor] = {}
-        self._letters: dict[tuple[int, ...], Letters] = {}
+        self._buffers: dict[tuple[int, ...], GatherBuffers] = {}
         self._routes: dict[tuple[int, torch.dtype, torch.device, int, int], Route] = {}
 
     def _room(self, name: str, number: int, size: int, device: torch.device) -> torch.Tensor:
-        """Return memory of a purpose, for so many bytes."""
+        """Return a buffer of ``size`` bytes on a device.
+
+        Calls with the same name, number and device return the same memory, enlarged if needed.
+        """
         key = (name, number, device)
         if key not in self._rooms or self._rooms[key].numel() < size:
             self._rooms[key] = torch.empty(size, dtype=torch.uint8, device=device)
-            self._letters.clear()
+            self._buffers.clear()
             self._routes.clear()
         return self._rooms[key][:size]
 
-    def _stationery(self, sizes: Sequence[int]) -> Letters:
-        # Whole words, so that what is inside can be read in place as numbers of any width.
+    def _new_buffers(self, sizes: Sequence[int]) -> GatherBuffers:
+        # Messages start at multiples of 8 bytes, so that numbers can be read in place.
         longest = -(-max(sizes) // 8) * 8
         own = self._room("padded", 0, longest, self.device)
         everyone = self._room("arrived", 0, self.m * longest, self.device)
         rows = zip(everyone.view(self.m, -1), sizes, strict=True)
-        return Letters(own, everyone, [row[:size] for row, size in rows])
+        return GatherBuffers(own, everyone, [row[:size] for row, size in rows])
 
-    def _known(self, sizes: Sequence[int]) -> Letters:
+    def _known(self, sizes: Sequence[int]) -> GatherBuffers:
         key = tuple(sizes)
-        if key not in self._letters:
-            self._letters[key] = self._stationery(sizes)
-        return self._letters[key]
+        if key not in self._buffers:
+            self._buffers[key] = self._new_buffers(sizes)
+        return self._buffers[key]
 
     def scatter(
         self, flat: torch.Tensor, start: int, shifts: Sequence[int], place: int = 0
     ) -> Bucket:
-        """Give shard s of every rank's values to the ranks s + shift.
+        """Send shard s of every rank's values to rank s + shift, for each shift.
 
-        Buckets that are wanted at the same time must have different places.
+        ``place`` is the number of the receive buffer. Buckets that are in use at the same time must
+        have different places.
         """
         columns = {}
         for shift in shifts:
@@ -148,38 +156,38 @@ class Wire:
     def gather(
         self, parts: Sequence[torch.Tensor], sizes: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
-        """Return every rank's bytes, in the order of ranks; sizes are asked for if not known.
+        """Return every rank's bytes, in the order of ranks; unknown sizes are exchanged first.
 
-        If they are known, messages of the same sizes come in the same tensors again.
+        If sizes are known, messages of the same sizes arrive in the same tensors again.
         """
         length = sum(part.numel() for part in parts)
         if sizes is None:
             own = torch.tensor([length]).to(self.device)
             everyone = own.new_empty(self.m)
             all_gather(everyone, own, group=self.group)
-            letters = self._stationery(everyone.tolist())
+            buffers = self._new_buffers(everyone.tolist())
         else:
-            letters = self._known(sizes)
-        torch.cat([part.to(self.device) for part in parts], out=letters.own[:length])
-        all_gather(letters.everyone, letters.own, group=self.group)
-        return letters.messages
+            buffers = self._known(sizes)
+        torch.cat([part.to(self.device) for part in parts], out=buffers.own[:length])
+        all_gather(buffers.everyone, buffers.own, group=self.group)
+        return buffers.messages
 
     def gather_later(self, arrived: torch.Tensor, own: torch.Tensor) -> dist.Work:
-        """Begin to gather messages of the same length into memory that the caller keeps."""
+        """Start to gather messages of the same length into memory of the caller."""
         work: dist.Work = all_gather(arrived, own, group=self.group, async_op=True)
         return work
 
     def leave(self) -> None:
-        """Wait until all ranks are about to exit: who is still reading must not be cut off."""
-        with contextlib.suppress(RuntimeError):  # somebody has exited, or does not come
+        """Wait until all ranks are about to exit, so that no rank loses its peer while it reads."""
+        with contextlib.suppress(RuntimeError):  # a rank has exited, or does not respond
             dist.barrier(self.group, async_op=True).wait(_LEAVING)
 
     def memory(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of a purpose for so many values, which the next call uses again."""
+        """Return memory for ``size`` values; the next call with the same name reuses the memory."""
         return self._room(name, 0, size * dtype.itemsize, self.device).view(dtype)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return one rank's tensor; the others give one of its shape."""
+        """Return the tensor of one rank; the other ranks pass a tensor of the same shape."""
         tensor = tensor.clone()
         dist.broadcast(tensor, dist.get_global_rank(self.group, rank), group=self.group)
         return tensor
@@ -187,12 +195,12 @@ class Wire:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor, without a copy."""
-    # A tensor of at most one value may say any stride, but view wants to read 1.
+    # A tensor of at most one value may have any stride, but view requires 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def pack(partials: Sequence[Partial]) -> torch.Tensor:
-    """Write measurements as bytes: how many pieces, three numbers for each, and their values."""
+    """Return measurements as bytes: the number of pieces, five numbers for each, and the values."""
     m = partials[0].m
     whole = [(True, first, sums) for part in partials for first, sums in part.sums]
     edges = [(False, start, values) for part in partials for start, values in part.edges]
@@ -205,7 +213,7 @@ def pack(partials: Sequence[Partial]) -> torch.Tensor:
 
 
 def unpack(message: torch.Tensor) -> Partial:
-    """Read measurements; bytes that are none raise ValueError."""
+    """Decode measurements; raise ValueError for invalid bytes."""
     content = message.cpu().numpy().tobytes()
     sums: list[tuple[int, NDArray[np.float64]]] = []
     edges: list[tuple[int, NDArray[np.floating]]] = []
@@ -229,7 +237,7 @@ def unpack(message: torch.Tensor) -> Partial:
 
 
 def read(rank: int, message: torch.Tensor) -> Partial:
-    """Read the measurements that a rank sent; what is none is refused in its name."""
+    """Decode the measurements of a rank; the error for invalid bytes names the rank."""
     try:
         return unpack(message)
     except ValueError as error:

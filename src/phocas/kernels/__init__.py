@@ -1,6 +1,6 @@
-"""Sorting networks and distances as machine code, written in LLVM's language at run time.
+"""Column kernels (sorting networks) and distances as machine code, generated as LLVM IR.
 
-Nothing here knows of rules, torch or servers: only of rows in memory.
+The kernels read rows of numbers in memory. The package does not depend on rules, torch or servers.
 """
 
 from phocas.kernels.blocks import BLOCK_COLUMNS, spread
@@ -15,20 +15,28 @@ from phocas.kernels.calls import (
 )
 from phocas.kernels.columns import PLAIN_MEAN, Window, scale_for
 from phocas.kernels.distances import granule_columns
+from phocas.kernels.masking import cleaned
 from phocas.kernels.masses import LARGEST_TOTAL, Masses, Weighing
-from phocas.kernels.memory import Dirt, Rows, aligned, compute_dtype, half_supported, row_table
+from phocas.kernels.memory import (
+    OutlierMask,
+    Rows,
+    aligned,
+    compute_dtype,
+    half_supported,
+    row_steps,
+    row_table,
+)
 from phocas.kernels.mixes import SparseMix
 from phocas.kernels.sums import packed_sums, pair_matrix, pair_sums, square_sums
 from phocas.kernels.target import instructions
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
-from phocas.kernels.washing import cleaned
 
 __all__ = [
     "BLOCK_COLUMNS",
     "LARGEST_TOTAL",
     "PLAIN_MEAN",
-    "Dirt",
     "Masses",
+    "OutlierMask",
     "Rows",
     "SparseMix",
     "Weighing",
@@ -50,6 +58,7 @@ __all__ = [
     "pair_sums",
     "radii",
     "reduce",
+    "row_steps",
     "row_table",
     "scale_for",
     "set_num_threads",

@@ -1,15 +1,21 @@
-"""Column kernels that work a block of columns at a time: windows with a reach, and blame.
+"""Generators of column kernels that process one block of columns at a time.
 
-A block is a fixed number of columns, counted from column 0 of the whole matrix. A first sweep over
-it sorts, and leaves in scratch memory what is known of each column: where its kept values are and,
-with a reach, which values were dropped. Now the spread of the block is known, the root mean square
-of its radii, and a second sweep gives the dropped values their weights. Blame is a last sweep, over
-rows that are still in cache, a few rows at a time along the block, so that counters stay in
-registers. Marks are what cleaning needs to know of a block: centres, limits, and how many values of
-each row are beyond them.
+These kernels are needed for windows with a cutoff, and to count the dropped values of each row.
 
-The spread is summed in lanes that are the same on every processor, so that it has the same bits
-whoever works it out. It is given instead where a block is cut and others hold the rest of it.
+- Block: a fixed number of columns, counted from column 0 of the whole matrix.
+- Radius of a column: the distance from the centre to the farthest value that is always kept.
+- Spread of a block: the root mean square of the radii of the columns of the block.
+- Blame: the number of dropped values of each row.
+- Marks of a block: the centre and the limit of each column, and for each row the number of values
+  beyond the limits. A cell filter needs the marks.
+
+The first pass over a block sorts each column. It writes the bounds of the kept values to scratch
+memory and, with a cutoff, which values were dropped. The second pass weights the dropped values by
+the spread. The last pass counts blame while the rows are still in cache. It processes a few rows at
+a time along the block, so that counters stay in registers.
+
+The spread is summed in a number of lanes that is the same on every processor, so that the spread
+has the same bits everywhere. If several shards have parts of a block, the caller passes the spread.
 """
 
 from __future__ import annotations
@@ -45,28 +51,29 @@ from phocas.kernels.emit import (
 from phocas.kernels.target import Target
 
 BLOCK_COLUMNS = 1024
-LANES = {"float": 16, "double": 8}  # of the spread: fixed, so that every host adds in one order
+LANES = {"float": 16, "double": 8}  # for the spread; fixed, so that every host adds in one order
 LARGEST = {"float": float(np.finfo(np.float32).max), "double": float(np.finfo(np.float64).max)}
-TOGETHER = 4  # rows that are compared at once with the same bounds
+TOGETHER = 4  # rows that are compared with the same bounds at once
 
-# Scratch memory has a row of computed values for each of these. A value is kept if it is within
-# LOW and HIGH, or within the distance HIGH of -LOW, scaled. With a reach, the centre, the sum of
-# the kept distances and each distance that was not kept follow.
+# Scratch memory has one row of computed values for each of these. A value is kept if it is between
+# LOW and HIGH, or, for distances, if its scaled distance from -LOW is at most HIGH. With a cutoff,
+# the centre, the sum of the kept distances and each dropped distance follow.
 LOW, HIGH, CENTRE, TOTAL, BEYOND = range(5)
-FARTHEST = TOTAL  # of marks: the scaled distance of the value that is farthest from the centre
+FARTHEST = TOTAL  # in marks: the scaled distance of the value that is farthest from the centre
 
-Gives = Literal["values", "radii", "marks"]
-"""What a kernel is asked for: the means of windows, or what is known of columns or of blocks."""
+Gives = Literal["values", "mean", "radii", "marks"]
+"""What a kernel writes: the means of windows, the plain mean of all rows (the window is only used
+to count what it drops), the radii of columns, or the marks of blocks."""
 
 _SWEEP = "ptr noalias %args, ptr noalias %rows, ptr noalias %out, ptr noalias %scratch"
 _WHERE = "i64 %column, i64 %place, i64 %count"
 
 
 def spread(radii: NDArray[np.floating]) -> np.floating:
-    """Return the root mean square of a block's radii, to the bits of the kernels.
+    """Return the root mean square of a block's radii, with the same bits as the kernels.
 
-    Radii are divided by a power of two near the largest, so that no square overflows. Those of
-    columns that are lost, NaN or infinite, count as 0.
+    Radii are divided by a power of two near the largest, so that no square overflows. Radii that
+    are NaN or infinite count as 0.
 
     >>> spread(np.array([3, 4, 0, np.inf], np.float32))
     np.float32(2.5)
@@ -83,9 +90,10 @@ def spread(radii: NDArray[np.floating]) -> np.floating:
 
 
 def marks_dtype(m: int, kind: np.dtype[np.floating]) -> np.dtype[Any]:
-    """Return what is known of a block in which something is implausible; of others all is zero.
+    """Return the dtype of the marks of a block, the data that a cell filter needs.
 
-    A value is implausible if its distance from the centre, scaled, is more than the limit.
+    A value is an outlier if its scaled distance from the centre of its column is greater than the
+    limit of the column. All fields are zero if the block has no outlier.
     """
     return np.dtype(
         [("centre", kind, BLOCK_COLUMNS), ("limit", kind, BLOCK_COLUMNS), ("counts", np.int64, m)]
@@ -94,10 +102,10 @@ def marks_dtype(m: int, kind: np.dtype[np.floating]) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Sweeps:
-    """How a kernel goes over a block: functions that are written, and where its numbers are.
+    """The passes of a kernel over a block of columns, as LLVM IR functions.
 
-    The one at ``reach`` of its constants is the reach; after it comes the spread that is given, or
-    NaN.
+    ``cutoff`` is the index of the cutoff among the constants of the kernel. The next constant is
+    the spread of the block if the caller gives the spread, otherwise NaN.
     """
 
     first: str
@@ -105,7 +113,7 @@ class Sweeps:
     second: str = ""
     blame: str = ""
     gives: Gives = "values"
-    reach: int = 0
+    cutoff: int = 0
 
 
 def straight_module(
@@ -116,22 +124,22 @@ def straight_module(
     blame: bool,
     gives: Gives = "values",
 ) -> str:
-    """Write the kernel of straight-line code."""
+    """Generate the LLVM IR of a kernel over blocks whose sorting network is straight-line code."""
     f = Function(target, element)
     with f.loop("0", "%count", f.lanes) as loop:
         column = f.op(f"add i64 %column, {loop.index}")
         addresses = [f.at(f.pointer("%rows", i), column) for i in range(m)]
         rows = [f.load(address) for address in addresses]
-        if window.watched:
+        if gives == "mean":
             f.store(plain_mean(f, rows), f.at("%out", column))
         wires = run_network(f, [f.nan_to_inf(value) for value in rows], addresses, window)
         found = average(f, wires, window)
         left: tuple[str, ...] = (found.low, found.high)
         if gives == "marks":
             left += (found.centre, _farthest(f, found.beyond))
-        elif window.reach and not window.watched and gives == "values":
+        elif window.cutoff and gives == "values":
             left += (found.centre, found.total, *found.beyond)
-        elif not window.reach and not window.watched:
+        elif gives == "values":
             f.store(found.value, f.at("%out", column))
         leave(f, left, f.op(f"add i64 %place, {loop.index}"))
     scale = scale_for(window.kept(m)) if window.drop else None
@@ -149,8 +157,8 @@ def straight_module(
     sweeps = Sweeps(
         first_text(f),
         len(left),
-        second_text(target, element, scaled, None if window.watched or gives == "marks" else weigh)
-        if window.reach and gives != "radii"
+        second_text(target, element, scaled, None if gives in ("mean", "marks") else weigh)
+        if window.cutoff and gives != "radii"
         else "",
         blame_text(target, element, scaled) if blame or gives == "marks" else "",
         gives,
@@ -159,28 +167,29 @@ def straight_module(
 
 
 def _farthest(f: Function, beyond: tuple[str, ...]) -> str:
-    """Return the distance of the farthest value: it is of the first or of the last pair."""
+    """Emit code for the largest dropped distance, which is in the first or the last pair."""
     first, last = f.absolute(beyond[0]), f.absolute(beyond[-1])
     return f.select(f.compare("uge", first, last), first, last)
 
 
 def first_text(f: Function) -> str:
-    """Wrap the first sweep, over ``count`` columns from ``column`` on: those of scratch from place.
+    """Generate the IR function of the first pass over ``count`` columns, from ``column`` on.
 
-    A function over other memory than ``rows`` and ``out`` of args serves the last columns, padded.
+    The scratch memory of these columns starts at ``place``. The last columns, fewer than a vector,
+    are processed by the same function on a padded copy, because rows and output are parameters.
     """
     return _define("first", f"{_SWEEP}, {_WHERE}", f)
 
 
 def leave(f: Function, values: tuple[str, ...], place: str) -> None:
-    """Put what is known of some columns into the rows of scratch memory, in their order."""
+    """Emit code that stores the values of some columns in consecutive rows of scratch memory."""
     for i, value in enumerate(values):
         f.store_vector(value, slot(f, i, place))
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How much a value counts by its scaled distance to the centre: nothing beyond the limit."""
+    """Weights of values by their scaled distance from the centre; zero beyond the limit."""
 
     f: Vectors
     radius: str
@@ -191,9 +200,9 @@ class Weights:
     def add(
         self, distance: str, total: str, weight: str, share: str | None = None
     ) -> tuple[str, str]:
-        """Return the sums of weighted distances and of weights with one more distance.
+        """Emit code that adds one distance to the sums of weighted distances and of weights.
 
-        A ``share`` is what the value would count for if it counted in full, 1 otherwise.
+        ``share`` is the weight of a value within the cutoff; by default 1.
         """
         f = self.f
         length = f.absolute(distance)
@@ -206,31 +215,34 @@ class Weights:
         return f.add(total, moved), f.add(weight, f.select(inside, mine, f.splat(0)))
 
     def bounds(self, distance: str, value: str, low: str, high: str) -> tuple[str, str]:
-        """Return the smallest and the largest value that have a weight, with one more."""
+        """Emit code that includes a value in the bounds, if its weight is not zero.
+
+        The bounds are the smallest and the largest value with a nonzero weight.
+        """
         f = self.f
         inside = f.compare("ole", f.absolute(distance), self.limit)
         low = f.low(low, f.select(inside, value, f.splat(math.inf)))
         return low, f.high(high, f.select(inside, value, f.splat(-math.inf)))
 
 
-def reaching(f: Vectors, radius: str, spread: str, reach: str) -> Weights:
-    """Return the weights in a column of some radius, in a block of some spread."""
-    # No scaled distance between finite values is more, and an infinity is beyond twice that.
+def weights_within(f: Vectors, radius: str, spread: str, cutoff: str) -> Weights:
+    """Emit code for the weights in a column with this radius, in a block with this spread."""
+    # Scaled distances between finite values are at most this, and infinity is beyond twice that.
     largest = f.splat(LARGEST[f.scalar] / 2)
-    full = f.low(f.mul(f.high(radius, spread), reach), largest)
+    full = f.low(f.mul(f.high(radius, spread), cutoff), largest)
     twice = f.add(full, full)
-    # Infinite where the spread is subnormal: weights there are 1 up to twice the reach.
+    # Infinite if the spread is subnormal: weights are then 1 up to twice the cutoff.
     inverse = f.div(f.splat(1), full)
     return Weights(f, radius, twice, inverse, f.high(radius, twice))
 
 
 def weighted(f: Vectors, centre: str, total: str, weight: str, scale: str) -> str:
-    """Return the mean from its centre, by the sums of weighted distances and of weights."""
+    """Emit code for a column's mean, from the centre and the sums of distances and of weights."""
     return f.add(centre, f.div(total, f.mul(weight, scale)))
 
 
 Scale = Callable[[Function], str | None]
-"""The vector of the scale of distances to a centre, or None where low and high are the bounds."""
+"""Return the vector of the scale of distances, or None if LOW and HIGH bound the values."""
 
 
 def second_text(
@@ -239,13 +251,17 @@ def second_text(
     scaled: Scale,
     weigh: Callable[[Function, Weights, str], tuple[str, str]] | None,
 ) -> str:
-    """Write the second sweep: limits for blame, and the means of what ``weigh`` adds up."""
+    """Generate the IR function of the second pass over a block of columns.
+
+    The pass writes the weighted means, from the sums that the code of ``weigh`` computes, and the
+    limits that the count of dropped values needs.
+    """
     f = Function(target, element)
-    reach, spread_ = f.broadcast("%reach"), f.broadcast("%spread")
+    cutoff, spread_ = f.broadcast("%cutoff"), f.broadcast("%spread")
     scale = scaled(f) or ""
     with f.loop("0", "%count", f.lanes) as loop:
         place = f.op(f"add i64 %place, {loop.index}")
-        weights = reaching(f, f.load_vector(slot(f, HIGH, place)), spread_, reach)
+        weights = weights_within(f, f.load_vector(slot(f, HIGH, place)), spread_, cutoff)
         f.store_vector(weights.limit, slot(f, HIGH, place))
         if weigh is not None:
             total, weight = weigh(f, weights, place)
@@ -253,13 +269,13 @@ def second_text(
             column = f.op(f"add i64 %column, {loop.index}")
             bounds = partial(_kept_bounds, f, weights, column, place, scale)
             f.store(held(f, result, bounds), f.at("%out", column))
-    return _define("second", f"{_SWEEP}, {f.scalar} %reach, {f.scalar} %spread, {_WHERE}", f)
+    return _define("second", f"{_SWEEP}, {f.scalar} %cutoff, {f.scalar} %spread, {_WHERE}", f)
 
 
 def _kept_bounds(
     f: Function, weights: Weights, column: str, place: str, scale: str
 ) -> tuple[str, str]:
-    """Return the smallest and the largest of the values that have a weight."""
+    """Emit code for the smallest and the largest value with a nonzero weight."""
     minus = f.load_vector(slot(f, LOW, place))
     with f.loop("0", f.named(ColumnArguments._fields).integer("m")) as each:
         low = each.carry(f.vector, f.splat(math.inf))
@@ -274,7 +290,7 @@ def _kept_bounds(
 
 
 def blame_text(target: Target, element: Element, scaled: Scale) -> str:
-    """Write the sweep that counts, for each row, its values that are not kept."""
+    """Generate the IR function of the pass that counts the dropped values of each row."""
     f = Function(target, element)
     m = f.named(ColumnArguments._fields).integer("m")
     scale = scaled(f)
@@ -306,24 +322,27 @@ def blame_text(target: Target, element: Element, scaled: Scale) -> str:
 
 
 def _counted(f: Function, kind: str, count: str, mask: str) -> str:
-    """Return counters that are one more where the mask is set: one instruction either way."""
+    """Emit one instruction that adds one to the counters where the mask is set."""
     bits = f.element.compute_bits
-    if f.target.vector_bits >= 512:  # masks are registers of their own
+    if f.target.vector_bits >= 512:  # AVX-512 has mask registers
         more = f.op(f"add {kind} {count}, splat (i{bits} 1)")
         return f.op(f"select {f.mask} {mask}, {kind} {more}, {kind} {count}")
     return f.op(f"sub {kind} {count}, {f.op(f'sext {f.mask} {mask} to {kind}')}")
 
 
 def slot(f: Function, row: int, place: str) -> str:
-    """Return the address of a column in a row of scratch memory."""
+    """Emit code for the address of a column in a row of scratch memory."""
     return f.at(f.at("%scratch", str(row * BLOCK_COLUMNS), f.scalar), place, f.scalar)
 
 
 def _spread_text(target: Target, element: Element) -> str:
-    """Write :func:`spread`, over a whole block: radii past its last column are 0."""
+    """Generate the IR function of :func:`spread` for one block.
+
+    Radii past the last column must be 0.
+    """
     f = Function(target, element, LANES[element.compute])
     bits, mantissa = element.compute_bits, 52 if element.compute == "double" else 23
-    top = (1 << (bits - 1 - mantissa)) - 2  # the exponent of the largest numbers, as stored
+    top = (1 << (bits - 1 - mantissa)) - 2  # stored exponent of the largest numbers
 
     def finite(index: str) -> str:
         radius = f.load_vector(f.at("%radii", index, f.scalar))
@@ -371,9 +390,10 @@ entry:
 
 
 def _beyond_text(target: Target, element: Element) -> str:
-    """Write what tells whether a value of a block may be beyond its limit.
+    """Generate the IR function that tests whether a value of a block may be beyond its limit.
 
-    Of a column that is lost it may be: counts must not depend on how a block is cut.
+    The test is true for a column with an infinite limit, so that counts do not depend on how a
+    block is split.
     """
     f = Function(target, element)
     with f.loop("0", "%count", f.lanes) as loop:
@@ -397,7 +417,7 @@ entry:
 
 
 def _marked(f: Function, whole: str, last: str, at_whole: str, at_last: str) -> list[str]:
-    """Write what is done with the marks of a block: kept if something may be implausible."""
+    """Emit code that stores the marks of a block if a value may be an outlier."""
     bytes_ = f.element.compute_bits // 8
     size = BLOCK_COLUMNS * bytes_
     copy = "call void @llvm.memcpy.p0.p0.i64"
@@ -437,7 +457,10 @@ entry:
 
 
 def module_text(f: Function, sweeps: Sweeps) -> str:
-    """Join the sweeps to a ``kernel`` over blocks, the first of which begins at column 0."""
+    """Generate the LLVM IR of a ``kernel`` that applies the passes to one block after the other.
+
+    The first block starts at column 0.
+    """
     kind, scalar, lanes = f.element.memory, f.scalar, f.lanes
     bits, bytes_ = f.element.compute_bits, f.element.compute_bits // 8
     whole = "ptr %args, ptr %rows, ptr %out, ptr %scratch"
@@ -445,7 +468,7 @@ def module_text(f: Function, sweeps: Sweeps) -> str:
     at_whole, at_last = "i64 %begin, i64 0, i64 %whole", f"i64 0, i64 %whole, i64 {lanes}"
     middle, tail = [], []
     if sweeps.second:
-        numbers = f"{scalar} %reach, {scalar} %spread"
+        numbers = f"{scalar} %cutoff, {scalar} %spread"
         middle = [
             f"%own = call {scalar} @spread(ptr %radii, i64 %n)",
             f"%known = fcmp ord {scalar} %given, %given",
@@ -487,9 +510,9 @@ entry:
   %m = load i64, ptr %m_slot
   %numbers_slot = getelementptr ptr, ptr %args, i64 {numbers_at}
   %numbers = load ptr, ptr %numbers_slot
-  %reach_slot = getelementptr {scalar}, ptr %numbers, i64 {sweeps.reach}
-  %reach = load {scalar}, ptr %reach_slot
-  %given_slot = getelementptr {scalar}, ptr %numbers, i64 {sweeps.reach + 1}
+  %cutoff_slot = getelementptr {scalar}, ptr %numbers, i64 {sweeps.cutoff}
+  %cutoff = load {scalar}, ptr %cutoff_slot
+  %given_slot = getelementptr {scalar}, ptr %numbers, i64 {sweeps.cutoff + 1}
   %given = load {scalar}, ptr %given_slot
   %scratch = alloca {scalar}, i64 {sweeps.arrays * BLOCK_COLUMNS}, align 64
   %radii = getelementptr {scalar}, ptr %scratch, i64 {HIGH * BLOCK_COLUMNS}

@@ -1,26 +1,35 @@
-"""The kernels as functions of rows in memory. Knows addresses and element types, nothing else."""
+"""The kernels as functions of rows in memory.
+
+The functions take addresses and element types, not arrays.
+"""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import blocks, code, mixing, normals
-from phocas.kernels.blocks import BLOCK_COLUMNS
-from phocas.kernels.code import ColumnKernel, column_kernel, compiled, eight_words, knowing_kernel
+from phocas.kernels.blocks import BLOCK_COLUMNS, Gives
+from phocas.kernels.code import (
+    EIGHT_WORDS,
+    ColumnKernel,
+    compiled,
+    eight_words,
+    weighted_kernel,
+    window_kernel,
+)
 from phocas.kernels.columns import PLAIN_MEAN, Window
 from phocas.kernels.emit import ELEMENTS
+from phocas.kernels.masking import Patch, clean_chunks, over_columns
 from phocas.kernels.masses import Weighing
 from phocas.kernels.memory import SCRATCH, Rows, compute_dtype, row_table, tallies_of
 from phocas.kernels.mixes import SparseMix, identity
 from phocas.kernels.threads import CHUNK_COLUMNS, POOL, address
-from phocas.kernels.washing import Patch, clean_chunks, over_columns
 
-NORMAL_GROUPS = 256  # of normal numbers that a thread draws at a time
-TILE_BYTES = 20480  # a mixed tile, its sources and the next tile stay in L1
+NORMAL_GROUPS = 256  # groups of normal numbers that a thread draws at a time
+TILE_BYTES = 20480  # a mixed tile, its sources and the next tile stay in the L1 cache
 _RULE = struct.Struct(f"{len(mixing.RuleWords._fields)}Q").pack
 
 
@@ -31,40 +40,74 @@ def reduce(
     counts: NDArray[np.int64] | None = None,
     spread: float | None = None,
     weighing: Weighing | None = None,
+    *,
+    mean: bool = False,
 ) -> None:
-    """Average a window of every column into ``out``; add dropped values to ``counts``.
+    """Average a window of every column into ``out``; count the dropped values of each row.
 
-    With a reach, the first column must begin a block, unless the columns are part of one block only
-    and its spread is given. With a weighing, that says what is averaged, and not the window.
+    Args:
+        rows: the rows to reduce.
+        window: which of the sorted values of a column are averaged. If the window has a cutoff, the
+            first column must be the first of a block, unless ``spread`` is given.
+        out: address of the result.
+        counts: for each row, the number of dropped values is added here.
+        spread: root mean square of the radii of a block, if all columns belong to that one block.
+        weighing: weights of the rows; if given, they replace the window.
+        mean: write the plain mean of all rows to ``out``, and use the window for the counts only.
     """
-    m = len(rows)
-    if window.watched and (counts is None or m > code.STRAIGHT_LINE_ROWS):
-        if counts is not None:
+    m = len(rows.addresses)
+    if mean and (counts is None or window.plain or m > code.STRAIGHT_LINE_ROWS):
+        if counts is not None and not window.plain:
             unused = np.empty(rows.columns * ELEMENTS[rows.element].size, np.uint8)
-            reduce(rows, replace(window, watched=False), address(unused), counts, spread)
-        window, counts = PLAIN_MEAN, None
-    blame = counts is not None
-    kernel = column_kernel(m, rows.element, window, blame, weighing).given(spread)
-    words = eight_words(address(rows.addresses), out, *kernel.rest)
+            reduce(rows, window, address(unused), counts, spread)
+        window, counts, mean = PLAIN_MEAN, None, False
+    kernel = _kernel(
+        m, rows.element, window, weighing, counts is not None, "mean" if mean else "values"
+    )
+    if spread is not None:
+        kernel = kernel.given(spread)
+    words = EIGHT_WORDS(address(rows.addresses), out, *kernel.rest)
     local = None if counts is None else tallies_of(POOL.size(), m)
-    over_columns(rows, kernel.work, words, local, BLOCK_COLUMNS)
+    if rows.mask is None:
+        POOL.run(kernel.work, words, local, rows.columns, CHUNK_COLUMNS)
+    else:
+        over_columns(rows, kernel.work, words, local, BLOCK_COLUMNS)
     if counts is not None and local is not None:
         counts += local.sum(axis=0)
+
+
+def _kernel(
+    m: int,
+    element: str,
+    window: Window,
+    weighing: Weighing | None,
+    blame: bool = False,
+    gives: Gives = "values",
+) -> ColumnKernel:
+    """Return the kernel for columns of m values, made when it is first needed."""
+    if weighing is not None:
+        return weighted_kernel(element, weighing, blame, radii=gives == "radii")
+    straight = m <= code.STRAIGHT_LINE_ROWS
+    return window_kernel(m, element, window, blame and not window.plain, gives, straight)
 
 
 def radii(
     rows: Rows, window: Window, mix: SparseMix | None = None, weighing: Weighing | None = None
 ) -> NDArray[np.floating]:
-    """Return the radius of every column, or column of a mix, scaled as :func:`reduce` has it."""
+    """Return the radius of every column, scaled as in :func:`reduce`.
+
+    The radius is the distance from the centre to the farthest value that a window always keeps.
+    With a mix, the columns are those of the mixed rows.
+    """
     if mix is not None:
         kind = compute_dtype(rows.element)
         mixed = np.empty(rows.columns, kind)
-        inner = knowing_kernel(len(mix), kind.name, window, "radii", weighing)
+        inner = _kernel(len(mix), kind.name, window, weighing, gives="radii")
         _mix_reduce(rows, mix, inner, mixed, BLOCK_COLUMNS)
         return mixed
-    computed = values(rows)  # as the columns of a kernel are, whatever they are stored as
+    computed = values(rows)  # in the dtype that kernels compute in, whatever the stored dtype
     out = np.empty(rows.columns, computed.dtype)
-    kernel = knowing_kernel(len(rows), computed.dtype.name, window, "radii", weighing)
+    kernel = _kernel(len(rows), computed.dtype.name, window, weighing, gives="radii")
     table = row_table(computed)
     words = eight_words(address(table), address(out), *kernel.rest)
     POOL.run(kernel.work, words, None, rows.columns, CHUNK_COLUMNS)
@@ -74,11 +117,11 @@ def radii(
 def marks(
     rows: Rows, window: Window, spread: float | None = None, first: int | None = None
 ) -> NDArray[np.void]:
-    """Return what is implausible in every block: beyond twice the reach of a window.
+    """Find the values beyond twice the cutoff of a window; return the marks of every block.
 
-    They are of :func:`blocks.marks_dtype`. As for :func:`reduce`, the first column begins a block
-    unless all are part of one block, whose spread is given then. With ``first``, only so many rows
-    are looked at, and there is nothing implausible in the others.
+    Marks are records of :func:`blocks.marks_dtype`, one for each block of columns. As for
+    :func:`reduce`, the first column starts a block unless all columns belong to one block, whose
+    spread is then given. With ``first``, only the first rows are examined.
     """
     if first is not None:
         found = marks(rows.take(np.arange(first)), window, spread)
@@ -86,7 +129,7 @@ def marks(
         wide["centre"], wide["limit"] = found["centre"], found["limit"]
         wide["counts"][:, :first] = found["counts"]
         return wide
-    kernel = knowing_kernel(len(rows), rows.element, window, "marks").given(spread)
+    kernel = _kernel(len(rows), rows.element, window, None, gives="marks").given(spread)
     kind = blocks.marks_dtype(len(rows), compute_dtype(rows.element))
     found = np.zeros(-(-rows.columns // BLOCK_COLUMNS), kind)
     words = eight_words(address(rows.addresses), address(found), *kernel.rest)
@@ -96,7 +139,7 @@ def marks(
 
 def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
     """Write the mixed rows to ``out``, a (k, columns) array of computed values or of doubles."""
-    if rows.dirt is not None:
+    if rows.mask is not None:
         for begin, part in clean_chunks(rows):
             combine(part, mix, out[:, begin : begin + part.columns])
         return
@@ -118,7 +161,7 @@ def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
 
 
 def values(rows: Rows) -> NDArray[np.floating]:
-    """Return a copy of the rows in the type that they are computed in."""
+    """Return a copy of the rows in the dtype that kernels compute in."""
     out = np.empty((len(rows), rows.columns), compute_dtype(rows.element))
     combine(rows, identity(len(rows)), out)
     return out
@@ -133,13 +176,13 @@ def mix_reduce(
     spread: float | None = None,
     weighing: Weighing | None = None,
 ) -> None:
-    """Mix the rows and average a window of every column, a tile at a time; see :func:`reduce`.
+    """Mix the rows and average a window of every column, one tile at a time; see :func:`reduce`.
 
     ``out`` is an array of computed values or of doubles.
     """
     blame = counts is not None
-    kernel = column_kernel(len(mix), out.dtype.name, window, blame, weighing).given(spread)
-    tallies = _mix_reduce(rows, mix, kernel, out, BLOCK_COLUMNS if window.reach else None)
+    kernel = _kernel(len(mix), out.dtype.name, window, weighing, blame).given(spread)
+    tallies = _mix_reduce(rows, mix, kernel, out, BLOCK_COLUMNS if window.cutoff else None)
     if counts is not None:
         counts += tallies.sum(axis=0)
 
@@ -151,7 +194,7 @@ def _mix_reduce(
     out: NDArray[np.floating],
     tile: int | None,
 ) -> NDArray[np.int64]:
-    """Mix the rows and run a column kernel over them, a tile at a time; return its tallies."""
+    """Mix the rows and run a column kernel over the mixed rows, tile by tile; return the counts."""
     m, k, g = len(rows), len(mix), len(mix.centres)
     kind = out.dtype
     step = mixing.LARGEST_STEP
@@ -199,7 +242,7 @@ def _mix_reduce(
     work = compiled("fused", rows.element, kind == np.float64)
     fused, rule_words = mixing.FusedArguments._fields, mixing.RuleWords._fields
     patch = Patch(mix.centres, rule_words.index("centres"), fused.index("rule"))
-    width = 1 << (min(tile, BLOCK_COLUMNS).bit_length() - 1)  # whole parts of a block
+    width = 1 << (min(tile, BLOCK_COLUMNS).bit_length() - 1)  # divides a block
     over_columns(rows, work, eight_words(*words), local, width, patch)
     return tallies
 
@@ -207,10 +250,10 @@ def _mix_reduce(
 def draw_normals(
     out: NDArray[np.floating], key: tuple[int, int], row: int, start: int, std: float
 ) -> None:
-    """Fill floats or doubles that lie side by side with a part of a row of normal numbers.
+    """Fill a contiguous array of floats or doubles with a part of a row of normal numbers.
 
-    The numbers of a key of two words of 64 bits and a row are always the same, and do not depend on
-    where a part of them begins. They have the precision of floats.
+    Each number depends only on the key (two words of 64 bits), the row and the position in the row,
+    not on where a part begins. The numbers have the precision of floats.
     """
     size = normals.GROUP
     if misplaced := start % size:
@@ -222,7 +265,7 @@ def draw_normals(
     groups = len(out) // size
     words = np.array([half for word in key for half in divmod(word, 1 << 32)], np.uint64)
     deviation = np.array(std, np.float64)
-    arguments = normals.Arguments(
+    arguments = normals.NormalArguments(
         out=address(out),
         first=start // size,
         row=row,

@@ -1,4 +1,4 @@
-"""Which machine code does what is asked, made when it is first needed, and what it is told."""
+"""Selection of the machine code for a call, compiled on first use, and its arguments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from phocas.kernels import (
     blocks,
-    cleaning,
     columns,
     distances,
+    filtering,
     jit,
     means,
     mixing,
@@ -31,22 +31,23 @@ from phocas.kernels.sorted_masses import SORTED_ROWS
 from phocas.kernels.target import Target
 from phocas.kernels.threads import address
 
-# Straight-line code beats the program up to here: 200 rows 2.9 against 4.3 times the mean; past
-# it, compiling takes more than a second.
+# Straight-line code is faster than the table program up to here: 200 rows take 2.9 against 4.3
+# times the mean. For more rows, compiling takes longer than a second.
 STRAIGHT_LINE_ROWS = 192
-_EIGHT, _ZEROS = struct.Struct("8Q").pack, (0,) * 8
+EIGHT_WORDS = struct.Struct("8Q").pack
+_ZEROS = (0,) * 8
 
 
 def eight_words(*words: int) -> bytes:
-    """Return the eight words that a kernel takes."""
-    return _EIGHT(*words, *_ZEROS[len(words) :])
+    """Return the eight words that a kernel takes, zeros for those that are missing."""
+    return EIGHT_WORDS(*words, *_ZEROS[len(words) :])
 
 
 def compiled(name: str, element: str, wide: bool = False) -> int:
-    """Return the address of the kernel of a name for an element, or one that adds up doubles."""
+    """Return the address of a named kernel for an element; ``wide`` computes in doubles."""
     writers = {
-        "clean": cleaning.clean_module,
-        "wash": cleaning.wash_module,
+        "clean": filtering.clean_module,
+        "masked": filtering.masked_module,
         "combine": mixing.combine_module,
         "fused": mixing.fused_module,
         "pairs": distances.pairs_module,
@@ -63,7 +64,7 @@ def _write(writer: object, kind: object, target: Target) -> str:
 
 
 class ColumnKernel(NamedTuple):
-    """A kernel, its arguments after rows and output, and what they point to."""
+    """A compiled kernel, its arguments after rows and output, and the arrays they point to."""
 
     work: int
     rest: tuple[int, ...]
@@ -71,7 +72,7 @@ class ColumnKernel(NamedTuple):
     alive: object = None
 
     def given(self, spread: float | None) -> ColumnKernel:
-        """Return the kernel for a block whose spread is known."""
+        """Return the kernel for a block of columns whose spread is known."""
         if spread is None:
             return self
         constants = self.constants.copy()
@@ -79,34 +80,15 @@ class ColumnKernel(NamedTuple):
         return self._replace(rest=(*self.rest[:-1], address(constants)), constants=constants)
 
 
-def column_kernel(
-    m: int, element: str, window: Window, blame: bool, weighing: Weighing | None
-) -> ColumnKernel:
-    """Return the kernel that averages a window, or a weighing, of columns of m values."""
-    if weighing is not None:
-        return _weighted_kernel(element, weighing, blame, radii=False)
-    straight = m <= STRAIGHT_LINE_ROWS
-    return _chosen_kernel(m, element, window, blame and not window.plain, straight)
-
-
-def knowing_kernel(
-    m: int, element: str, window: Window, gives: blocks.Gives, weighing: Weighing | None = None
-) -> ColumnKernel:
-    """Return the kernel that tells how far a window goes: its radii, or marks of what is beyond."""
-    if weighing is not None:
-        return _weighted_kernel(element, weighing, blame=False, radii=True)
-    straight = m <= STRAIGHT_LINE_ROWS
-    return _chosen_kernel(m, element, window, blame=False, straight=straight, gives=gives)
-
-
-def _weighted_kernel(element: str, weighing: Weighing, blame: bool, radii: bool) -> ColumnKernel:
+def weighted_kernel(element: str, weighing: Weighing, blame: bool, radii: bool) -> ColumnKernel:
+    """Return the kernel for columns whose values have weights."""
     kind, number = ELEMENTS[element], compute_dtype(element).type
-    drop, reach = bool(weighing.masses.drop), bool(weighing.masses.reach)
+    drop, cutoff = bool(weighing.masses.drop), bool(weighing.masses.cutoff)
     m = len(weighing.units)
     straight = (m, Sure.of(weighing)) if m <= SORTED_ROWS else None
     work = jit.address(
-        ("weighted", element, drop, reach, blame, radii, straight),
-        lambda target: weighted.weighted_module(target, kind, drop, reach, blame, radii, straight),
+        ("weighted", element, drop, cutoff, blame, radii, straight),
+        lambda target: weighted.weighted_module(target, kind, drop, cutoff, blame, radii, straight),
     )
     units = weighted.padded_weights(weighing.units, number)
     numbers = weighted.constants(weighing.masses, int(weighing.units.sum()), number)
@@ -116,25 +98,21 @@ def _weighted_kernel(element: str, weighing: Weighing, blame: bool, radii: bool)
 
 
 @lru_cache(maxsize=1024)
-def _chosen_kernel(
-    m: int,
-    element: str,
-    window: Window,
-    blame: bool,
-    straight: bool,
-    gives: blocks.Gives = "values",
+def window_kernel(
+    m: int, element: str, window: Window, blame: bool, gives: blocks.Gives, straight: bool
 ) -> ColumnKernel:
+    """Return the kernel for a window of columns of m values, in straight-line code or not."""
     kind = ELEMENTS[element]
-    reach = bool(window.reach)
+    cutoff = bool(window.cutoff)
     number = compute_dtype(element).type
     if straight:
-        numbers = np.array([window.reach, np.nan], number)
-        code = replace(window, reach=float(reach))  # the reach itself is a number, not code
+        numbers = np.array([window.cutoff, np.nan], number)
+        code = replace(window, cutoff=float(cutoff))  # the cutoff's value is data, not code
         work = jit.address(
             ("straight", element, m, code, blame, gives),
             lambda target: (
                 blocks.straight_module(target, kind, m, code, blame, gives)
-                if reach or blame
+                if cutoff or blame
                 else columns.straight_module(target, kind, m, code)
             ),
         )
@@ -144,10 +122,10 @@ def _chosen_kernel(
         return _column_arguments(work, means.constants(m, number), m=m)
     drop = bool(window.drop)
     work = jit.address(
-        ("table", element, drop, reach, blame, gives),
+        ("table", element, drop, cutoff, blame, gives),
         lambda target: (
-            programs.blocks_module(target, kind, drop, reach, blame, gives)
-            if reach or blame
+            programs.blocks_module(target, kind, drop, cutoff, blame, gives)
+            if cutoff or blame
             else programs.table_module(target, kind, drop)
         ),
     )

@@ -1,20 +1,20 @@
-"""Kernels that reduce each column of m values to one: a window of the sorted values, averaged.
+"""Generators of kernels that reduce each column of m values to the average of a window of them.
 
 Median, trimmed mean, Phocas and MeaMed differ only in their :class:`Window`. One vector register
-holds one row of as many columns as fit, a sorting network runs across the registers, and what is
-averaged follows in closed form, without a branch or an index:
+holds one row of as many columns as fit, and a sorting network runs across the registers. The
+average follows in closed form, without a branch or an index:
 
     with u_1 <= ... <= u_m and y the centre, the m - b values nearest to y are u_{b+1..m-b} and, for
     k = 1..b, the nearer to y of u_k and u_{m-b+k}.
 
-(y - u_k falls and u_{m-b+k} - y rises with k, so the choice flips at most once.) If b is more than
-half of m, as in Bulyan, more than two of them share a place modulo m - b; the window has one of
-each place, the nearest to y.
+(y - u_k falls and u_{m-b+k} - y rises with k, so the choice changes at most once.) If b is more
+than half of m, as in Bulyan, more than two values share an index modulo m - b. The window then has
+one value of each index modulo m - b, the nearest to y.
 
-Means are taken as one value plus the mean of the scaled distances to it. Equal values then give
-exactly that value, no sum of finite values overflows, and a mean of up to 4096 values cannot be
-rounded to beyond the smallest or largest of them. Scaled subnormal numbers have few digits: a mean
-near zero is held within those two by comparison.
+A mean is computed as one value plus the mean of the scaled distances to it. So equal values give
+exactly that value, no sum of finite values overflows, and rounding cannot move a mean of up to 4096
+values beyond the smallest or largest of them. Scaled subnormal numbers have few digits, so a mean
+near zero is clamped to those two.
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ from phocas.kernels.target import Target
 class Window:
     """Which of a column's m sorted values are averaged.
 
-    The centre is the mean of what is left when ``trim`` values are cut from each end. With
-    ``drop`` it is only the point to measure from: all but the ``drop`` values farthest from it
-    are averaged. ``plain`` is the mean of everything, NaN included.
+    The centre is the mean of the values that remain when ``trim`` values are cut from each end.
+    With ``drop``, the centre is only the point that distances are measured from: all but the
+    ``drop`` values farthest from it are averaged.
 
-    With a ``reach``, dropped values that are plausible come back: in full up to so many spreads
-    from the centre, with a weight that falls to nothing at twice as many. The spread of a column
-    is its radius, the distance to the farthest value kept in any case, or the root mean square of
-    the radii of its block of columns if that is more.
-
-    ``watched`` is the mean of everything as well; the window only tells what is outside.
+    With a ``cutoff``, dropped values that are plausible are included again. Their weight is 1 up to
+    ``cutoff`` spreads from the centre and falls to 0 at twice that distance. The spread of a column
+    is its radius, the distance of the farthest value that is kept in any case, or the root mean
+    square of the radii of its block of columns, if that is larger.
 
     Args:
-        trim: how many values are cut from each end to find the centre.
-        drop: how many of the farthest from the centre are left out, if it is only the centre.
+        trim: number of values cut from each end to find the centre.
+        drop: number of values farthest from the centre that are dropped; None averages the trimmed
+            values themselves.
         plain: whether everything is averaged, NaN included.
-        reach: up to how many spreads a dropped value comes back in full.
-        watched: whether everything is averaged, and the window only tells.
+        cutoff: number of spreads up to which a dropped value counts in full; 0 for none.
 
     >>> Window(trim=2).kept(9), Window(trim=2, drop=2).kept(9)
     (5, 7)
@@ -57,8 +55,7 @@ class Window:
     trim: int = 0
     drop: int | None = None
     plain: bool = False
-    reach: float = 0.0
-    watched: bool = False
+    cutoff: float = 0.0
 
     def kept(self, m: int) -> int:
         """Return how many of m values are averaged."""
@@ -69,7 +66,7 @@ PLAIN_MEAN = Window(plain=True)
 
 
 def wanted_wires(window: Window, m: int) -> dict[int, Hashable]:
-    """Name the sorted positions that the window needs, for :func:`prune`."""
+    """Return the sorted positions that the window needs, with labels for :func:`prune`."""
     centre: dict[int, Hashable] = dict.fromkeys(range(window.trim, m - window.trim), "centre")
     if window.plain or window.drop is None:
         return centre
@@ -82,26 +79,26 @@ def wanted_wires(window: Window, m: int) -> dict[int, Hashable]:
 
 
 def scale_for(values: int) -> float:
-    """Return a power of two such that so many scaled distances add up without overflow."""
+    """Return a power of two with which so many scaled distances add up without overflow."""
     return 0.5 ** math.ceil(math.log2(2 * values))
 
 
 def plain_scale(values: int) -> float:
-    """Return a power of two such that so many scaled values add up without overflow."""
+    """Return a power of two with which so many scaled values add up without overflow."""
     return 0.5 ** math.ceil(math.log2(values))
 
 
 def prefetch_bytes(m: int) -> int:
-    """Return how far ahead to fetch: the more rows, the longer one turn of the loop takes.
+    """Return the prefetch distance in bytes; with more rows one iteration takes longer.
 
-    Measured on AVX-512 with two threads, d = 1M: 64 rows 1.9 -> 1.3 times the mean, 128 rows
-    3.0 -> 1.8; hardware follows about 32 streams by itself.
+    Measured on AVX-512 with two threads and d = 1M: for 64 rows the time falls from 1.9 to 1.3
+    times the mean, for 128 rows from 3.0 to 1.8. Hardware follows only about 32 streams by itself.
     """
     return 512 if m <= 64 else 128
 
 
 def straight_module(target: Target, element: Element, m: int, window: Window) -> str:
-    """Write a kernel whose network is straight-line code."""
+    """Generate the LLVM IR of a kernel whose sorting network is straight-line code."""
     f = Function(target, element)
     args = f.named(ColumnArguments._fields)
     rows_table, out = args.pointer("rows"), args.pointer("out")
@@ -116,7 +113,10 @@ def straight_module(target: Target, element: Element, m: int, window: Window) ->
 
 
 def run_network(f: Vectors, rows: list[str], addresses: list[str], window: Window) -> list[str]:
-    """Sort across the registers; fetch the next turn's rows meanwhile, a few at a time."""
+    """Emit code that sorts across the registers with a network.
+
+    Between the steps of the network, the code prefetches the rows of the next iteration.
+    """
     wires = list(rows)
     m = len(rows)
     network = () if window.plain else prune(sorting_network(m), wanted_wires(window, m))
@@ -136,10 +136,11 @@ def run_network(f: Vectors, rows: list[str], addresses: list[str], window: Windo
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """A window's mean, and how to tell a kept value from a dropped one.
+    """A window's mean, and the bounds that separate kept from dropped values.
 
-    It is within [``low``, ``high``]; with a scale, within the distance ``high`` of ``-low``, all
-    scaled. What is not used is dead code.
+    The fields are names of vectors in the generated code. A kept value is within [``low``,
+    ``high``]. With a scale, the scaled distance of a kept value from ``-low`` is at most ``high``.
+    Unused vectors are dead code, which the compiler removes.
     """
 
     value: str
@@ -147,20 +148,23 @@ class Averaged:
     high: str = ""
     centre: str = ""
     total: str = ""
-    """The sum of the scaled distances of the kept values to the centre."""
+    """The sum of the scaled distances of the kept values from the centre."""
     beyond: tuple[str, ...] = ()
-    """The scaled distances of the dropped values, where each is one of a pair."""
+    """The scaled distances of the dropped values, if each is one of a pair."""
 
 
 def outside(f: Vectors, value: str, low: str, high: str, scale: str | None) -> str:
-    """Return where a value is not kept, by the bounds of :class:`Averaged`; NaN never is."""
+    """Emit code for the mask of dropped values, by the bounds of :class:`Averaged`.
+
+    NaN is dropped.
+    """
     if scale is None:
         return f.either(f.compare("ult", value, low), f.compare("ugt", value, high))
     return f.compare("ugt", f.absolute(f.multiply_add(value, scale, low)), high)
 
 
 def average(f: Vectors, wires: list[str], window: Window) -> Averaged:
-    """Average a window of sorted values."""
+    """Emit code that averages a window of sorted values."""
     m = len(wires)
     if window.plain:
         return Averaged(plain_mean(f, wires))
@@ -176,7 +180,7 @@ def average(f: Vectors, wires: list[str], window: Window) -> Averaged:
     total = radius = ""
     choices, beyond = [], []
     for k in range(min(b, m - b)):
-        # Scaled, so that no finite distance overflows to that of an infinity.
+        # Scaled, so that a finite distance does not overflow to infinity.
         if 2 * b <= m:
             down = f.scaled_add(wires[k], -scale, scaled_y)
             up = f.scaled_add(wires[m - b + k], scale, minus_y)
@@ -191,14 +195,14 @@ def average(f: Vectors, wires: list[str], window: Window) -> Averaged:
         total = f.add(total, nearer) if total else nearer
         distance = f.absolute(nearer)
         radius = f.high(radius, distance) if radius else distance
-    # The centre's own distances to its mean add up to nothing.
+    # The distances of the centre's values from their own mean add up to zero.
     for wire in wires[b : window.trim] + wires[m - window.trim : m - b]:
         distance = f.scaled_add(wire, scale, minus_y)
         total = f.add(total, distance)
         radius = f.high(radius, f.absolute(distance))
     for wire in centre:
         radius = f.high(radius, f.absolute(f.scaled_add(wire, scale, minus_y)))
-    if window.reach:
+    if window.cutoff:
         return Averaged("", minus_y, radius, y, total, tuple(beyond))
     result = f.fma(total, f.splat(1 / (scale * (m - b))), y)
     result = held(
@@ -208,7 +212,7 @@ def average(f: Vectors, wires: list[str], window: Window) -> Averaged:
 
 
 def _nearest_of(f: Vectors, values: list[str], scale: float, minus_y: str) -> tuple[str, str]:
-    """Return the scaled distance to y of the nearest of ordered values, and that value."""
+    """Emit code that finds the value nearest to y; return its scaled distance and the value."""
     chosen, nearest = values[0], f.scaled_add(values[0], scale, minus_y)
     for value in values[1:]:
         other = f.scaled_add(value, scale, minus_y)
@@ -218,7 +222,7 @@ def _nearest_of(f: Vectors, values: list[str], scale: float, minus_y: str) -> tu
 
 
 def _bounds(f: Vectors, values: list[str]) -> tuple[str, str]:
-    """Return the smallest and the largest of some values."""
+    """Emit code for the smallest and the largest of some values."""
     low = high = values[0]
     for value in values[1:]:
         low, high = f.low(low, value), f.high(high, value)
@@ -226,10 +230,10 @@ def _bounds(f: Vectors, values: list[str]) -> tuple[str, str]:
 
 
 def held(f: Vectors, mean: str, bounds: Callable[[], tuple[str, str]]) -> str:
-    """Return a mean within the values that it is of; away from zero it is there by itself.
+    """Emit code that clamps a mean near zero to the smallest and largest averaged value.
 
-    Always to compare took a tenth more time at d = 118,282. Half precision has no number that
-    scaling makes subnormal.
+    Away from zero the mean is between these two anyway. Clamping every mean took 10% more time at
+    d = 118,282. Half precision has no number that scaling makes subnormal.
     """
     if f.element.name == "float16":
         return mean
@@ -239,13 +243,13 @@ def held(f: Vectors, mean: str, bounds: Callable[[], tuple[str, str]]) -> str:
 
 
 def within(f: Vectors, value: str, low: str, high: str) -> str:
-    """Return the value within bounds; NaN stays NaN."""
+    """Emit code that clamps a value to bounds; NaN stays NaN."""
     value = f.select(f.compare("ogt", low, value), low, value)
     return f.select(f.compare("olt", high, value), high, value)
 
 
 def _mean_from(f: Vectors, pivot: str, others: list[str]) -> str:
-    """Return the mean of the pivot and the others, from the others' distances to the pivot."""
+    """Emit code for the mean of a pivot and other values, from their distances to the pivot."""
     if not others:
         return pivot
     size = 1 + len(others)
@@ -258,7 +262,7 @@ def _mean_from(f: Vectors, pivot: str, others: list[str]) -> str:
 
 
 def plain_mean(f: Vectors, values: list[str]) -> str:
-    """Return the mean of all values, NaN if one is."""
+    """Emit code for the mean of all values, NaN if one is NaN."""
     scale = plain_scale(len(values))
     total = f.mul(values[0], f.splat(scale))
     for value in values[1:]:

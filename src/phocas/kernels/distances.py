@@ -1,11 +1,14 @@
-"""Kernels that sum (a - b)^2 for every pair of rows, a granule of columns at a time.
+"""Generators of kernels that sum (a - b)^2 for every pair of rows, one granule at a time.
 
-A granule is a fixed number of columns, counted from column 0 of the whole matrix, and its sums are
-taken in a fixed order. Servers that hold column ranges therefore get the same granule sums as one
-server would, and adding those up in order gives the same bits.
+- Granule: a fixed number of columns, counted from column 0 of the whole matrix. The sums of a
+  granule are computed in a fixed order. So servers that hold ranges of columns get the same granule
+  sums as one server, and adding these in order gives the same bits.
+- Block: here, a few consecutive rows whose pairs have their accumulators in registers.
+- Panel: consecutive blocks that stay in cache together.
+- Tile: the columns of a granule that are processed at a time.
 
-Differences are squared directly, or for many rows by products (:mod:`phocas.kernels.products`). A
-sum that overflows or meets NaN is +inf.
+Differences are squared directly or, for many rows, computed by products
+(:mod:`phocas.kernels.products`). A sum that overflows or contains NaN is +inf.
 """
 
 from __future__ import annotations
@@ -27,22 +30,25 @@ PANEL_ROWS = 64
 
 
 def block_rows(target: Target) -> int:
-    """Return the side of a block of pairs: as many accumulators as registers allow."""
+    """Return the number of rows of a block, whose pairs all have accumulators in registers."""
     return 4 if target.vector_bits >= 512 else 2
 
 
 def granule_columns(m: int) -> int:
-    """Return the columns of a granule; its sums weigh at most 1/32 of its values."""
+    """Return the number of columns of a granule, the unit in which squares are summed.
+
+    The sums of a granule take at most 1/32 of the memory of the values.
+    """
     return 1024 * max(1, -(-m // 64))
 
 
 def tile_columns(m: int) -> int:
-    """Return the columns worked on at a time: two panels of rows and their sums stay in cache."""
+    """Return the number of columns of a tile, such that two panels and their sums stay in cache."""
     return 128 if m <= 32 else 256 if m <= 64 else 512
 
 
 def scratch_words(target: Target, m: int) -> int:
-    """Return a thread's memory in words: a vector for every pair of rows of two panels."""
+    """Return the size of a thread's memory in words: one vector per pair of rows of two panels."""
     side = block_rows(target)
     rows = min(PANEL_ROWS, -(-m // side) * side)
     return rows * rows * 8
@@ -50,12 +56,12 @@ def scratch_words(target: Target, m: int) -> int:
 
 @lru_cache(maxsize=64)
 def panel_pairs(m: int, panel: int) -> NDArray[np.int64]:
-    """Return the pairs of panels (I, J), I <= J, that m rows fall into."""
+    """Return the pairs (I, J), I <= J, of panels (groups of blocks of rows) of m rows."""
     return np.stack(np.triu_indices(-(-m // panel)), axis=1).astype(np.int64)
 
 
-class Arguments(NamedTuple):
-    """What the kernels take: ``rows`` is padded to whole blocks, columns to whole vectors."""
+class DistanceArguments(NamedTuple):
+    """Arguments of the kernels; ``rows`` is padded to whole blocks, columns to whole vectors."""
 
     rows: int
     out: int
@@ -64,21 +70,23 @@ class Arguments(NamedTuple):
     granule: int
     tile: int
     pairs: int = 0
-    number: int = 1  # of pairs of panels
-    panel: int = 0  # rows of one
-    sampled: int = 0  # a table of rows, for the centre of products
+    number: int = 1  # number of pairs of panels
+    panel: int = 0  # rows per panel
+    sampled: int = 0  # table of the rows that give the centre of products
 
 
 def pairs_module(target: Target, element: Element) -> str:
-    """Write the kernel of pairwise sums; its range is over pairs of panels, granule by granule.
+    """Generate the LLVM IR of the kernel that sums squared differences of all pairs of rows.
 
-    ``out`` gets, as doubles, for each granule and each pair of blocks I <= J, the sums of block
-    I's rows against block J's; of a block with itself, those of rows i < j. Blocks are worked on
-    in panels: 64 rows against 64 are read once from memory and meet in cache.
+    The kernel iterates over granules and, in each granule, over pairs of panels.
+
+    For each granule and each pair of blocks I <= J, ``out`` receives the sums of block I's rows
+    against block J's, as doubles. For a block with itself it receives those of rows i < j. Blocks
+    are processed in panels: 64 rows against 64 rows are read from memory once and stay in cache.
     """
     side = block_rows(target)
     f = Function(target, element, LANES[element.compute])
-    args = f.named(Arguments._fields)
+    args = f.named(DistanceArguments._fields)
     rows = args.pointer("rows")
     square = [(i, j) for i in range(side) for j in range(side)]
     with f.loop("%start", "%stop") as item:
@@ -106,7 +114,7 @@ def pairs_module(target: Target, element: Element) -> str:
 class Panels:
     """Two panels of a granule, the second not before the first, as ranges of blocks.
 
-    LLVM moves nothing out of loops here: what does not change is worked out once.
+    LLVM does not hoist code out of loops here, so values that do not change are computed once.
     """
 
     granule: str
@@ -115,14 +123,14 @@ class Panels:
     height: str
     width: str
     same: str
-    number: str  # of pairs of blocks
-    above: str  # rows of the first panel
-    everyone: str  # rows of both
-    to_first: str  # from a place among those rows to the row
-    to_second: str
+    number: str  # number of pairs of blocks
+    above: str  # number of rows of the first panel
+    everyone: str  # number of rows of both panels
+    to_first: str  # offset from an index among those rows to the row in the first panel
+    to_second: str  # the same for the second panel
 
     def line(self, f: Function, row: str) -> str:
-        """Return what makes a block of the second panel the number of its pair with this row."""
+        """Emit code for the offset from a block of the second panel to the index of its pair."""
         i = f.op(f"sub i64 {row}, {self.rows[0]}")
         upper = f.op(f"sub i64 {triangle(f, i, self.width)}, {i}")
         whole = f.op(f"mul i64 {i}, {self.width}")
@@ -131,19 +139,22 @@ class Panels:
 
     @contextmanager
     def diagonal(self, f: Function, row: str, condition: str) -> Iterator[None]:
-        """Write what is done for a block with itself, on a condition."""
+        """Emit the code of a block with itself, if the condition holds."""
         following = f.op(f"add i64 {row}, 1")
         with f.loop(row, f.op(f"select i1 {condition}, i64 {following}, i64 {row}")):
             yield
 
     def beyond(self, f: Function, row: str, past: int = 1) -> str:
-        """Return the first block to pair with a row: those before it have met it."""
+        """Emit code for the first block to pair with a block of rows.
+
+        The pairs with earlier blocks are already done.
+        """
         following = f.op(f"add i64 {row}, {past}")
         return f.op(f"select i1 {self.same}, i64 {following}, i64 {self.columns[0]}")
 
     @contextmanager
     def blocks(self, f: Function, args: Words, size: int) -> Iterator[tuple[str, str, str, str]]:
-        """Write the loops over all pairs of blocks: row, column, number, and where sums go."""
+        """Emit the loops over pairs of blocks; yield row, column, pair index, output address."""
         blocks = args.integer("blocks")
         before = f.op(f"mul i64 {self.granule}, {triangle(f, blocks, blocks)}")
         sums = sums_at(f, args.pointer("out"), before, size)
@@ -155,13 +166,16 @@ class Panels:
                 yield row.index, column.index, slot, sums_at(f, sums, to, size)
 
     def fetching(self, f: Function, row: str, line: str) -> str:
-        """Return what makes a block the number of its pair among those off the diagonal."""
+        """Emit code for the offset from a block's number to the number of its pair.
+
+        Only pairs of different blocks are counted.
+        """
         i = f.op(f"sub i64 {row}, {self.rows[0]}")
         skipped = f.op(f"select i1 {self.same}, i64 {f.op(f'add i64 {i}, 1')}, i64 0")
         return f.op(f"sub i64 {line}, {skipped}")
 
     def fetched(self, f: Function, rows: str, number: str) -> list[str]:
-        """Return two of the panels' rows, others for every pair, whose next tile to ask for."""
+        """Emit code for two of the panels' rows to prefetch, different ones for every pair."""
         place = f.op(f"urem i64 {f.op(f'shl i64 {number}, 1')}, {self.everyone}")
         upper = f.op(f"icmp slt i64 {place}, {self.above}")
         shift = f.op(f"select i1 {upper}, i64 {self.to_first}, i64 {self.to_second}")
@@ -170,7 +184,7 @@ class Panels:
 
 
 def open_panels(f: Function, args: Words, item: str, side: int) -> Panels:
-    """Return the panels of an item of work."""
+    """Emit code for the panels of a work item."""
     blocks, pairs = args.integer("blocks"), args.integer("number")
     granule = f.op(f"udiv i64 {item}, {pairs}")
     place = f.op(f"shl i64 {f.op(f'urem i64 {item}, {pairs}')}, 1")
@@ -199,10 +213,10 @@ def open_panels(f: Function, args: Words, item: str, side: int) -> Panels:
 
 
 def norms_module(target: Target, element: Element) -> str:
-    """Write the kernel of sums of squares over a range of granules: one sum for each row."""
+    """Generate the LLVM IR of the kernel that sums the squares of each row in each granule."""
     side = block_rows(target)
     f = Function(target, element, LANES[element.compute])
-    args = f.named(Arguments._fields)
+    args = f.named(DistanceArguments._fields)
     rows, blocks = args.pointer("rows"), args.integer("blocks")
     with f.loop("%start", "%stop") as granule:
         clear(f, blocks, side)
@@ -218,30 +232,30 @@ def norms_module(target: Target, element: Element) -> str:
 
 
 def _panel(f: Function, pair: str, which: int, blocks: str, size: str) -> tuple[str, str]:
-    """Return the range of blocks of one panel of a pair."""
+    """Emit code for the range of blocks of one panel of a pair."""
     first = f.op(f"mul i64 {f.integer(pair, which)}, {size}")
     return first, lesser(f, f.op(f"add i64 {first}, {size}"), blocks)
 
 
 def triangle(f: Function, row: str, blocks: str) -> str:
-    """Return how many pairs of blocks (I, J), I <= J, come before those with I = row."""
+    """Emit code for the number of pairs of blocks (I, J), I <= J, before those with I = row."""
     above = f.op(f"mul i64 {row}, {f.op(f'sub i64 {row}, 1')}")
     return f.op(f"sub i64 {f.op(f'mul i64 {row}, {blocks}')}, {f.op(f'lshr i64 {above}, 1')}")
 
 
 def lesser(f: Function, a: str, b: str) -> str:
-    """Return the smaller of two integers."""
+    """Emit code for the smaller of two integers."""
     return f.op(f"select i1 {f.op(f'icmp slt i64 {a}, {b}')}, i64 {a}, i64 {b}")
 
 
 def clear(f: Function, blocks: str, size: int, start: str = "%local") -> None:
-    """Set the accumulators of some blocks to zero."""
+    """Emit code that sets the accumulators of some blocks to zero."""
     bytes_ = f.op(f"mul i64 {blocks}, {size * 64}")
     f.line(f"  call void @llvm.memset.p0.i64(ptr {start}, i8 0, i64 {bytes_}, i1 false)")
 
 
 def granule_range(f: Function, args: Words, granule: str) -> tuple[str, str]:
-    """Return the columns of a granule, the last of which may be cut short."""
+    """Emit code for the range of columns of a granule; the last granule may be shorter."""
     size = args.integer("granule")
     begin = f.op(f"mul i64 {granule}, {size}")
     return begin, lesser(f, f.op(f"add i64 {begin}, {size}"), args.integer("columns"))
@@ -249,7 +263,7 @@ def granule_range(f: Function, args: Words, granule: str) -> tuple[str, str]:
 
 @contextmanager
 def tiles(f: Function, args: Words, granule: str) -> Iterator[tuple[str, str]]:
-    """Write the loop over the tiles of a granule."""
+    """Emit the loop over the tiles of a granule."""
     begin, end = granule_range(f, args, granule)
     tile = args.integer("tile")
     with f.loop(begin, end, tile) as loop:
@@ -257,12 +271,12 @@ def tiles(f: Function, args: Words, granule: str) -> Iterator[tuple[str, str]]:
 
 
 def sums_at(f: Function, out: str, block: str, size: int) -> str:
-    """Return where the sums of a block begin."""
+    """Emit code for the address of the sums of a block."""
     return f.at(out, f.op(f"mul i64 {block}, {size}"), "double")
 
 
 def block_sums(f: Function, block: str, size: int, start: str = "%local") -> str:
-    """Return the sums of the lanes of a block's accumulators, as doubles."""
+    """Emit code for the sums of the lanes of a block's accumulators, as doubles."""
     total = lane_sums(f, [f.load_vector(place) for place in slots(f, block, size, start)])
     if f.scalar == "double":
         return total
@@ -270,7 +284,7 @@ def block_sums(f: Function, block: str, size: int, start: str = "%local") -> str
 
 
 def store_sums(f: Function, sums: str, size: int, where: str) -> None:
-    """Store doubles; what is not a number is infinite."""
+    """Emit code that stores doubles, with infinity in place of NaN."""
     kind, mask = f"<{size} x double>", f"<{size} x i1>"
     lost = f.op(f"fcmp uno {kind} {sums}, {sums}")
     infinite = f"splat (double {constant(float('inf'), 'double')})"
@@ -279,13 +293,13 @@ def store_sums(f: Function, sums: str, size: int, where: str) -> None:
 
 
 def slots(f: Function, block: str, size: int, start: str = "%local") -> list[str]:
-    """Return the addresses of a block's accumulators."""
+    """Emit code for the addresses of a block's accumulators."""
     first = f.at(start, f.op(f"mul i64 {block}, {size}"), f.vector)
     return [f.at(first, str(i), f.vector) for i in range(size)]
 
 
 def row_block(f: Function, rows: str, block: str, side: int) -> list[str]:
-    """Load the pointers of a block's rows."""
+    """Emit code that loads the pointers to a block's rows."""
     start = f.op(f"mul i64 {block}, {side}")
     return [f.pointer(rows, f.op(f"add i64 {start}, {i}")) for i in range(side)]
 
@@ -300,10 +314,10 @@ def accumulate(
     block: str,
     fetch: Sequence[str] = (),
 ) -> None:
-    """Add squared differences of pairs of rows over a tile to the accumulators of a block.
+    """Emit code that adds squared differences of rows over a tile to the accumulators of a block.
 
-    Pair (i, j) has slot i * (rows on the right) + j. Without rows on the right, the differences
-    are to the origin.
+    Pair (i, j) has slot i * (number of rights) + j. Without ``rights``, rows are squared
+    themselves. ``fetch`` are rows whose next tile is prefetched.
     """
     width = max(1, len(rights))
     places = slots(f, block, len(lefts) * width)
@@ -315,7 +329,7 @@ def accumulate(
         totals = [loop.carry(f.vector, value) for value in initial]
         left = [f.load(f.at(row, loop.index)) for row in lefts]
         for row in following:
-            # The next tile is asked for while this one is worked on, a little in every turn.
+            # Prefetch the next tile while this one is processed, a little in every iteration.
             f.prefetch(f.at(row, loop.index), 0)
         right = left if rights is lefts else [f.load(f.at(row, loop.index)) for row in rights]
         for total, (i, j) in zip(totals, pairs, strict=True):
@@ -326,7 +340,10 @@ def accumulate(
 
 
 def lane_sums(f: Function, vectors: list[str]) -> str:
-    """Return the sums of the lanes of each vector, as one vector, adding neighbours first."""
+    """Emit code that sums the lanes of each vector; the sums are the lanes of one vector.
+
+    Neighbouring lanes are added first.
+    """
     size, lanes, step = len(vectors), f.lanes, 1
     if size > lanes:
         halves = [lane_sums(f, vectors[:lanes]), lane_sums(f, vectors[lanes:])]
@@ -355,7 +372,7 @@ def _shuffle(f: Function, a: str, b: str, order: list[int]) -> str:
 
 
 def finish(f: Function) -> str:
-    """Wrap the body into a kernel."""
+    """Return the LLVM IR of a kernel with the given body."""
     body = "\n".join(f.lines)
     return f"""{declarations(f)}
 define void @kernel{SIGNATURE} {{

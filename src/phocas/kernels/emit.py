@@ -1,6 +1,6 @@
-"""A small writer of LLVM IR text: element types, vectors and loops.
+"""A small generator of LLVM IR text: element types, vectors and loops.
 
-Text is written directly because a network of 128 wires is ten thousand instructions, and building
+Text is generated directly because a network of 128 wires is ten thousand instructions. Building
 them as objects takes longer than compiling them.
 """
 
@@ -19,7 +19,14 @@ from phocas.kernels.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A type of stored values, and the type they are computed in."""
+    """A type of stored values, and the type that they are computed in.
+
+    Attributes:
+        name: NumPy's or torch's name of the stored type.
+        size: bytes of a stored value.
+        memory: LLVM's stored type.
+        compute: LLVM's type for computation.
+    """
 
     name: str
     size: int
@@ -28,11 +35,11 @@ class Element:
 
     @property
     def compute_bits(self) -> int:
-        """Return the width of one computed value."""
+        """Return the width of a computed value in bits."""
         return 64 if self.compute == "double" else 32
 
     def wide(self) -> Element:
-        """Return the same stored values, computed in double precision."""
+        """Return the same stored type, computed in double precision."""
         return replace(self, compute="double")
 
 
@@ -44,17 +51,18 @@ ELEMENTS = {
 
 
 def constant(value: float, kind: str) -> str:
-    """Write a constant, rounded to its type; LLVM wants the bits of the double that it equals."""
+    """Return a constant, rounded to its type; LLVM expects the bits of the equal double."""
     if kind == "float":
         (value,) = struct.unpack("f", struct.pack("f", value))
     return "0x" + struct.pack(">d", value).hex().upper()
 
 
 class Vectors(Protocol):
-    """Arithmetic on vectors of columns, written down for a processor or for a GPU.
+    """The operations on vectors that a back end, for CPU or GPU, generates code for.
 
-    Values are the names that the writer gave them. What a window does to a column is written once,
-    with these operations; each back end has a writer.
+    Arguments and results are names of values in the generated code. Each operation emits code and
+    returns the name of the result. The reduction of a column by a window is written once, with
+    these operations.
     """
 
     element: Element
@@ -65,59 +73,59 @@ class Vectors(Protocol):
         """Return a constant in every lane."""
 
     def add(self, a: str, b: str) -> str:
-        """Return a + b."""
+        """Emit code for a + b."""
 
     def sub(self, a: str, b: str) -> str:
-        """Return a - b."""
+        """Emit code for a - b."""
 
     def mul(self, a: str, b: str) -> str:
-        """Return a * b, rounded on its own."""
+        """Emit code for a * b, rounded separately."""
 
     def div(self, a: str, b: str) -> str:
-        """Return a / b, rounded to nearest."""
+        """Emit code for a / b, rounded to nearest."""
 
     def fma(self, a: str, b: str, c: str) -> str:
-        """Return a * b + c, rounded once."""
+        """Emit code for a * b + c, rounded once."""
 
     def multiply_add(self, a: str, b: str, c: str) -> str:
-        """Return a * b + c, rounded once or twice."""
+        """Emit code for a * b + c, rounded once if the target can fuse, else twice."""
 
     def scaled_add(self, a: str, power: float, c: str) -> str:
-        """Return a * power + c for a power of two."""
+        """Emit code for a * power + c for a power of two."""
 
     def compare(self, predicate: str, a: str, b: str) -> str:
-        """Return the mask of a comparison, by the name that LLVM has for it."""
+        """Emit code for the mask of a comparison; the predicate has LLVM's name."""
 
     def either(self, a: str, b: str) -> str:
-        """Return where one of two masks is set."""
+        """Emit code for the mask that is set where one of two masks is set."""
 
     def select(self, mask: str, a: str, b: str) -> str:
-        """Return a where the mask is set, b elsewhere."""
+        """Emit code for a where the mask is set, b elsewhere."""
 
     def where_any(self, mask: str, rare: Callable[[], str], usual: str) -> str:
-        """Return what ``rare`` writes if the mask is set anywhere, and what is usual otherwise."""
+        """Emit code for the result of ``rare`` if the mask is set anywhere, otherwise ``usual``."""
 
     def low(self, a: str, b: str) -> str:
-        """Return the smaller of two ordered values."""
+        """Emit code for the smaller of two ordered values."""
 
     def high(self, a: str, b: str) -> str:
-        """Return the larger of two ordered values."""
+        """Emit code for the larger of two ordered values."""
 
     def negate(self, a: str) -> str:
-        """Return -a."""
+        """Emit code for -a."""
 
     def absolute(self, a: str) -> str:
-        """Return |a|."""
+        """Emit code for |a|."""
 
     def nan_to_inf(self, a: str) -> str:
-        """Make NaN the largest value of all."""
+        """Emit code that replaces NaN by infinity."""
 
     def prefetch(self, address: str, distance: int) -> None:
-        """Ask for the cache line that many bytes further on."""
+        """Emit code that prefetches the cache line ``distance`` bytes further on."""
 
 
 class Function:
-    """The body of one function over vectors of ``lanes`` computed values."""
+    """A generator of the LLVM IR of one function, which works on vectors of ``lanes`` values."""
 
     everywhere = "splat (i1 true)"
 
@@ -131,7 +139,7 @@ class Function:
         self.block = "entry"
 
     def set_lanes(self, lanes: int) -> None:
-        """Work on vectors of so many values from here on."""
+        """Use vectors of ``lanes`` values from here on."""
         self.lanes = lanes
         self.vector = f"<{lanes} x {self.scalar}>"
         self.mask = f"<{lanes} x i1>"
@@ -140,29 +148,29 @@ class Function:
 
     # -- plumbing ------------------------------------------------------------------------------
     def name(self) -> str:
-        """Return a fresh value name."""
+        """Return a new value name."""
         self._names += 1
         return f"%v{self._names}"
 
     def line(self, text: str) -> None:
-        """Write one line."""
+        """Append one line."""
         self.lines.append(text)
 
     def op(self, text: str) -> str:
-        """Write an instruction and return the name of its result."""
+        """Append an instruction and return the name of its result."""
         self._names += 1
         name = f"%v{self._names}"
         self.lines.append(f"  {name} = {text}")
         return name
 
     def label(self, name: str) -> None:
-        """Begin a basic block."""
+        """Start a basic block."""
         self.lines.append(f"{name}:")
         self.block = name
 
     @contextmanager
     def loop(self, start: str, stop: str, step: int | str = 1) -> Iterator[Loop]:
-        """Write ``for i in range(start, stop, step)``; carried values go through ``Loop.carry``."""
+        """Emit ``for i in range(start, stop, step)``; carried values use ``Loop.carry``."""
         self._names += 1
         loop = Loop(self, f"{self._names}", start, stop, step)
         yield loop
@@ -174,58 +182,58 @@ class Function:
         return f"splat ({self.scalar} {constant(value, self.scalar)})"
 
     def broadcast(self, scalar: str) -> str:
-        """Return a vector whose lanes all hold the scalar."""
+        """Emit code for a vector whose lanes all hold the scalar."""
         first = self.op(f"insertelement {self.vector} poison, {self.scalar} {scalar}, i32 0")
         zero = f"<{self.lanes} x i32> zeroinitializer"
         return self.op(f"shufflevector {self.vector} {first}, {self.vector} poison, {zero}")
 
     def add(self, a: str, b: str) -> str:
-        """Return a + b."""
+        """Emit code for a + b."""
         return self.op(f"fadd {self.vector} {a}, {b}")
 
     def sub(self, a: str, b: str) -> str:
-        """Return a - b."""
+        """Emit code for a - b."""
         return self.op(f"fsub {self.vector} {a}, {b}")
 
     def mul(self, a: str, b: str) -> str:
-        """Return a * b, rounded on its own: contraction would make bits depend on the host."""
+        """Emit code for a * b, rounded separately, so that all hosts give the same bits."""
         return self.op(f"fmul {self.vector} {a}, {b}")
 
     def div(self, a: str, b: str) -> str:
-        """Return a / b, rounded to nearest."""
+        """Emit code for a / b, rounded to nearest."""
         return self.op(f"fdiv {self.vector} {a}, {b}")
 
     def fma(self, a: str, b: str, c: str) -> str:
-        """Return a * b + c, rounded once, which hosts without such an instruction do slowly."""
+        """Emit code for a * b + c, rounded once; slow on hosts without such an instruction."""
         v = self.vector
         return self.op(f"call {v} @llvm.fma.{self.suffix}({v} {a}, {v} {b}, {v} {c})")
 
     def multiply_add(self, a: str, b: str, c: str) -> str:
-        """Return a * b + c, fused where the host can."""
+        """Emit code for a * b + c, fused if the host can."""
         if self.target.has_fma:
             return self.fma(a, b, c)
         return self.add(self.mul(a, b), c)
 
     def scaled_add(self, a: str, power: float, c: str) -> str:
-        """Return a * power + c for a power of two: the product is exact, fused or not."""
+        """Emit code for a * power + c for a power of two: the product is exact, fused or not."""
         if self.target.has_fma:
             return self.fma(a, self.splat(power), c)
         return self.add(self.mul(a, self.splat(power)), c)
 
     def compare(self, predicate: str, a: str, b: str) -> str:
-        """Return the mask of a comparison."""
+        """Emit code for the mask of a comparison."""
         return self.op(f"fcmp {predicate} {self.vector} {a}, {b}")
 
     def either(self, a: str, b: str) -> str:
-        """Return where one of two masks is set."""
+        """Emit code for the mask that is set where one of two masks is set."""
         return self.op(f"or {self.mask} {a}, {b}")
 
     def both(self, a: str, b: str) -> str:
-        """Return where two masks are set."""
+        """Emit code for the mask that is set where both masks are set."""
         return self.op(f"and {self.mask} {a}, {b}")
 
     def where_any(self, mask: str, rare: Callable[[], str], usual: str) -> str:
-        """Return what ``rare`` writes if the mask is set anywhere, and what is usual otherwise."""
+        """Emit code for the result of ``rare`` if the mask is set anywhere, otherwise ``usual``."""
         bits = self.op(f"bitcast {self.mask} {mask} to i{self.lanes}")
         any_ = self.op(f"icmp ne i{self.lanes} {bits}, 0")
         before, tag = self.block, self.name()[1:]
@@ -238,67 +246,70 @@ class Function:
         return self.op(f"phi {self.vector} [ {usual}, %{before} ], [ {other}, %{after} ]")
 
     def select(self, mask: str, a: str, b: str) -> str:
-        """Return a where the mask is set, b elsewhere."""
+        """Emit code for a where the mask is set, b elsewhere."""
         return self.op(f"select {self.mask} {mask}, {self.vector} {a}, {self.vector} {b}")
 
     def low(self, a: str, b: str) -> str:
-        """Return the smaller of two ordered values: one ``vminps``."""
+        """Emit code for the smaller of two ordered values; compiles to one ``vminps``."""
         return self.select(self.op(f"fcmp nnan olt {self.vector} {a}, {b}"), a, b)
 
     def high(self, a: str, b: str) -> str:
-        """Return the larger, such that (low, high) is an exchange even of -0.0 and 0.0."""
+        """Emit code for the larger of two values.
+
+        ``low`` and ``high`` are both values in some order, even for -0.0 and 0.0.
+        """
         return self.select(self.op(f"fcmp nnan ogt {self.vector} {b}, {a}"), b, a)
 
     def negate(self, a: str) -> str:
-        """Return -a."""
+        """Emit code for -a."""
         return self.op(f"fneg {self.vector} {a}")
 
     def absolute(self, a: str) -> str:
-        """Return |a|."""
+        """Emit code for |a|."""
         return self.op(f"call {self.vector} @llvm.fabs.{self.suffix}({self.vector} {a})")
 
     def nan_to_inf(self, a: str) -> str:
-        """Make NaN the largest value of all, so that every value is ordered."""
+        """Emit code that replaces NaN by infinity, so that all values are ordered."""
         # One instruction: x < inf is false for NaN.
         return self.select(self.compare("olt", a, self.splat(math.inf)), a, self.splat(math.inf))
 
     # -- memory --------------------------------------------------------------------------------
     def pointer(self, table: str, index: str | int) -> str:
-        """Load the pointer at an index of a table of pointers."""
+        """Emit code that loads the pointer at an index of a table of pointers."""
         slot = self.op(f"getelementptr ptr, ptr {table}, i64 {index}")
         return self.op(f"load ptr, ptr {slot}")
 
     def named(self, names: tuple[str, ...], table: str = "%args") -> Words:
-        """Read a table of 64-bit words by their names."""
+        """Return access to a table of 64-bit words by name."""
         return Words(self, names, table)
 
     def integer(self, table: str, index: int) -> str:
-        """Load the 64-bit integer at an index of a table."""
+        """Emit code that loads the 64-bit integer at an index of a table."""
         return self.op(f"load i64, ptr {self.at(table, str(index), 'i64')}")
 
     def scalar_at(self, table: str, index: int | str) -> str:
-        """Load one computed value from an array of them."""
+        """Emit code that loads one computed value from an array of them."""
         return self.op(f"load {self.scalar}, ptr {self.at(table, str(index), self.scalar)}")
 
     def load_vector(self, address: str) -> str:
-        """Load a vector of computed values from aligned scratch memory."""
+        """Emit code that loads a vector of computed values from aligned scratch memory."""
         return self.op(f"load {self.vector}, ptr {address}, align 16")
 
     def store_vector(self, value: str, address: str) -> None:
-        """Store a vector of computed values to aligned scratch memory."""
+        """Emit code that stores a vector of computed values to aligned scratch memory."""
         self.line(f"  store {self.vector} {value}, ptr {address}, align 16")
 
     def at(self, base: str, offset: str, kind: str | None = None) -> str:
-        """Return the address of an element."""
+        """Emit code for the address of an element."""
         return self.op(f"getelementptr {kind or self.element.memory}, ptr {base}, i64 {offset}")
 
     def prefetch(self, address: str, distance: int) -> None:
-        """Ask for the cache line that many bytes further on."""
+        """Emit code that prefetches the cache line ``distance`` bytes further on."""
         ahead = self.at(address, str(distance), "i8")
         self.line(f"  call void @llvm.prefetch.p0(ptr {ahead}, i32 0, i32 3, i32 1)")
 
     def load(self, address: str) -> str:
-        """Load a vector of stored values and convert it to the computing type."""
+        """Emit code that loads a vector of stored values and converts it to the computing type."""
         memory = self.element.memory
         raw = f"<{self.lanes} x {memory}>"
         value = self.op(f"load {raw}, ptr {address}, align {self.element.size}")
@@ -315,7 +326,7 @@ class Function:
         return value
 
     def store(self, value: str, address: str) -> None:
-        """Convert a vector to the stored type, to nearest even, and store it."""
+        """Emit code that rounds a vector to the stored type, to nearest even, and stores it."""
         memory = self.element.memory
         raw = f"<{self.lanes} x {memory}>"
         if self.element.name == "bfloat16":
@@ -331,7 +342,7 @@ class Function:
         odd = self.op(f"and {words} {odd}, splat (i32 1)")
         bias = self.op(f"add {words} {odd}, splat (i32 32767)")
         rounded = self.op(f"add {words} {bits}, {bias}")
-        # Rounding could carry a NaN's payload into the sign; a quiet NaN is kept as it is.
+        # Rounding could carry a NaN's payload into the sign, so NaN is stored as a quiet NaN.
         quiet = self.op(f"or {words} {bits}, splat (i32 4194304)")
         nan = self.compare("uno", value, value)
         chosen = self.op(f"select {self.mask} {nan}, {words} {quiet}, {words} {rounded}")
@@ -348,20 +359,20 @@ class Words:
     table: str
 
     def pointer(self, name: str) -> str:
-        """Load a word as a pointer."""
+        """Emit code that loads a word as a pointer."""
         return self.function.pointer(self.table, self.names.index(name))
 
     def integer(self, name: str) -> str:
-        """Load a word as an integer."""
+        """Emit code that loads a word as an integer."""
         return self.function.integer(self.table, self.names.index(name))
 
     def slot(self, name: str) -> str:
-        """Return the address of a word."""
+        """Emit code for the address of a word."""
         return self.function.at(self.table, str(self.names.index(name)), "i64")
 
 
 class Loop:
-    """A counted loop being written: its index, and values carried from turn to turn."""
+    """A counted loop under construction: its index, and values carried between iterations."""
 
     def __init__(
         self, function: Function, tag: str, start: str, stop: str, step: int | str
@@ -388,18 +399,18 @@ class Loop:
         return name
 
     def update(self, carried: str, value: str) -> None:
-        """Set what a carried value becomes in the next turn."""
+        """Set the value of a carried variable in the next iteration."""
         self._carried = [
             (kind, initial, name, value if name == carried else old)
             for kind, initial, name, old in self._carried
         ]
 
     def carried(self) -> list[str]:
-        """Return the carried values: after the loop, their last."""
+        """Return the carried values; after the loop, they have their last values."""
         return [name for _, _, name, _ in self._carried]
 
     def close(self) -> None:
-        """Write the end of the loop and its phi nodes."""
+        """Emit the end of the loop and its phi nodes."""
         function = self.function
         following = function.op(f"add nsw i64 {self.index}, {self.step}")
         latch = function.block
@@ -416,7 +427,7 @@ class Loop:
 
 
 def declarations(f: Function) -> str:
-    """Declare the intrinsics that functions of this type may use."""
+    """Return declarations of the intrinsics that functions of this type may use."""
     v = f.vector
     return f"""
 declare {v} @llvm.fma.{f.suffix}({v}, {v}, {v})
@@ -428,9 +439,9 @@ declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
 
 
 class ColumnArguments(NamedTuple):
-    """What a kernel of columns takes: eight words, of which each reads those that it needs."""
+    """Arguments of a column kernel: eight words, of which each kernel reads those it needs."""
 
-    rows: int  # a table of m pointers
+    rows: int  # table of m pointers
     out: int
     m: int
     program: int = 0
@@ -444,9 +455,9 @@ SIGNATURE = "(ptr noalias %args, ptr noalias %local, i64 %start, i64 %stop)"
 
 
 def pad_text(f: Function) -> str:
-    """Write the function that copies the last columns, fewer than a vector, into a padded block.
+    """Generate an IR function that copies the last columns, fewer than a vector, with padding.
 
-    So code over whole vectors is compiled once. The padding is zero in every row, and a zero among
+    So only code for whole vectors is compiled. The padding is zero in every row, and a zero among
     zeros is never dropped.
     """
     lanes, kind, size = f.lanes, f.element.memory, f.element.size
@@ -479,7 +490,7 @@ done:
 
 
 def module_text(f: Function) -> str:
-    """Wrap a body over whole vectors of columns into a ``kernel`` over any number of columns.
+    """Generate a ``kernel`` over any number of columns from a body over whole vectors of columns.
 
     ``args`` are :class:`ColumnArguments`.
     """

@@ -1,4 +1,4 @@
-"""From IR text to a callable address, remembered in memory and in the user's cache folder."""
+"""Compilation of IR text to a callable address, cached in memory and in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from phocas import machine
 from phocas.kernels.target import Target, host
 
 _addresses: dict[tuple[Hashable, str], int] = {}
-_engines: dict[Hashable, llvm.ExecutionEngine] = {}  # the code lives as long as its engine
+_engines: dict[Hashable, llvm.ExecutionEngine] = {}  # code is freed with its engine
 _lock = threading.Lock()
 
 
 def address(key: Hashable, write: Callable[[Target], str], symbol: str = "kernel") -> int:
-    """Return the address of a function in the module that ``write`` writes, compiled once a key."""
+    """Compile the IR text that ``write`` returns, once per key; return a function's address."""
     known = _addresses.get((key, symbol))
     if known is not None:
         return known
@@ -34,7 +34,7 @@ def address(key: Hashable, write: Callable[[Target], str], symbol: str = "kernel
 
 
 def compile_text(text: str, target: Target) -> bytes:
-    """Compile IR text to an object file for a processor, which need not be the host's."""
+    """Compile IR text to an object file for a processor, which may differ from the host's."""
     machine = target.machine()
     module = llvm.parse_assembly(text)
     module.triple = target.triple
@@ -44,7 +44,7 @@ def compile_text(text: str, target: Target) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Return where compiled kernels are kept: ``PHOCAS_CACHE``, or the user's cache folder."""
+    """Return the folder of compiled kernels: ``PHOCAS_CACHE``, or the user's cache folder."""
     explicit = os.environ.get("PHOCAS_CACHE")
     if explicit:
         return Path(explicit) / "kernels"
@@ -63,7 +63,7 @@ def _object_code(key: Hashable, write: Callable[[Target], str]) -> bytes:
     name = hashlib.sha256(repr((key, target, _version())).encode()).hexdigest()
     try:
         path = cache_folder() / f"{name}.o"
-    except RuntimeError:  # nobody's home is known, as in some containers
+    except RuntimeError:  # no home folder is known, as in some containers
         return compile_text(write(target), target)
     code = _read(path)
     if code is None:
@@ -74,7 +74,7 @@ def _object_code(key: Hashable, write: Callable[[Target], str]) -> bytes:
 
 @lru_cache(maxsize=1)
 def _version() -> str:
-    """Identify the compiler and the source that writes the IR: either may change the code."""
+    """Return a digest of the compiler and of the sources that generate IR."""
     digest = hashlib.sha256(repr(llvm.llvm_version_info).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -82,7 +82,10 @@ def _version() -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return cached code if it is whole, ours and of that name: it is going to be executed."""
+    """Return cached code if it is intact, owned by this user and has that name, else None.
+
+    The checks are strict because the code will be executed.
+    """
     try:
         with _folder(path.parent) as folder:
             handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
@@ -96,7 +99,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Keep code for other processes; a folder that cannot be written only costs time."""
+    """Store compiled code for other processes; do nothing if the folder is not writable."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _folder(path.parent) as folder:
@@ -112,13 +115,13 @@ def _write(path: Path, code: bytes) -> None:
 
 
 def _digest(name: str, code: bytes) -> bytes:
-    """Bind code to its name: under another's, it would be another kernel."""
+    """Return a digest of code and name; under another name it would be another kernel."""
     return hashlib.sha256(name.encode() + code).digest()
 
 
 @contextlib.contextmanager
 def _folder(path: Path) -> Iterator[int]:
-    """Open a folder, which no link may lead to and where only we may put anything."""
+    """Open a folder that is not a symbolic link and that only this user can write to."""
     if os.open not in os.supports_dir_fd:
         raise OSError("files cannot be checked here before they are executed")
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -130,15 +133,15 @@ def _folder(path: Path) -> Iterator[int]:
 
 
 def _check_ours(handle: int) -> None:
-    """Refuse what others own or may write, as it is now that it is open."""
+    """Raise PermissionError if others own or can write to an open file or folder."""
     info = os.fstat(handle)
     if info.st_uid != os.getuid() or info.st_mode & 0o022:
-        raise PermissionError("only what nobody else can write is executed")
+        raise PermissionError("only files that no other user can write are executed")
 
 
 if hasattr(os, "register_at_fork"):
-    # A child of a process that was forked while a thread compiles would wait without end for that
-    # thread: for our lock, and for one in llvmlite that only code under ours ever takes.
+    # A process forked while a thread compiles would wait forever for that thread: for this lock,
+    # and for one in llvmlite that is only taken under this lock.
     os.register_at_fork(
         before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
     )

@@ -1,8 +1,8 @@
-"""What is averaged of rows that have weights, and what is known of it before values are.
+"""Windows over weighted rows; the mass of some values is their total weight.
 
-Weights are whole numbers, few enough in all that any sum of them and of their halves is exact in
-single precision. So what is cut is cut to the unit, in whatever order weights are added: rounded,
-a share of 1e-8 of a lie of 1e38 would be left.
+Weights are integers whose total is so small that any sum of weights and of halves of weights is
+exact in single precision. So exactly the given mass is cut, in whatever order weights are added.
+With rounding, a share of 1e-8 of a Byzantine value of 1e38 would remain.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_TOTAL = 1 << 22
-"""Of so many units, halves too are exact in single precision."""
+"""Largest total of units for which halves are also exact in single precision."""
 SCALE = 0.5
-"""Of distances, so that none between finite values overflows."""
+"""Scale of distances with which none between finite values overflows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Masses:
-    """Which mass of a column is averaged, in units of weight: as :class:`Window` in values.
+    """Which mass of a column is averaged, in units of weight; the counterpart of :class:`Window`.
 
-    ``trim`` is cut from each end of the sorted column, and with ``drop`` all but so much that is
-    farthest from the mean of the rest is averaged. ``reach`` is that of a window.
+    The mass ``trim`` is cut from each end of the sorted column. With ``drop``, the mean of the rest
+    is only a centre: the mass ``drop`` that is farthest from the centre is dropped, and all other
+    mass is averaged. ``cutoff`` has the same meaning as in a window.
     """
 
     trim: float
     drop: float | None = None
-    reach: float = 0.0
+    cutoff: float = 0.0
 
     def kept(self, total: float) -> float:
         """Return how much of a total is averaged."""
@@ -37,7 +38,7 @@ class Masses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weighing:
-    """The weights of rows, in whole units of at most ``LARGEST_TOTAL``, and what is cut of them."""
+    """The weights of rows, in integer units of at most ``LARGEST_TOTAL``, and what is cut."""
 
     units: NDArray[np.int64]
     masses: Masses
@@ -45,12 +46,13 @@ class Weighing:
 
 @dataclass(frozen=True, slots=True)
 class Sure:
-    """What is known of every column whatever its values are, as counts of values.
+    """Numbers of values with the same fate in every column, whatever the values are.
 
-    ``cut`` are cut from either end of the sorted column, all of each, and nothing but the ``outer``
-    ones at either end loses anything, of which the innermost never lose all. All of each is lost of
-    the ``dropped`` that are farthest from the centre, nothing of as many nearest as are ``kept``,
-    and not all of the next.
+    Attributes:
+        cut: values that are cut completely from either end of the sorted column.
+        outer: values at either end that may lose mass; the innermost of them never loses all.
+        dropped: values farthest from the centre that are dropped completely.
+        kept: values nearest to the centre that lose nothing; the next one does not lose all.
     """
 
     cut: int
@@ -60,7 +62,7 @@ class Sure:
 
     @staticmethod
     def of(weighing: Weighing) -> Sure:
-        """Compare what is cut with the mass of the heaviest and of the lightest."""
+        """Compare the masses that are cut with those of the heaviest and of the lightest values."""
         units, trim, drop = np.sort(weighing.units), weighing.masses.trim, weighing.masses.drop
         lightest, heaviest = np.cumsum(units), np.cumsum(units[::-1])
         cut = int(np.count_nonzero(heaviest <= trim))
@@ -71,5 +73,5 @@ class Sure:
         return Sure(cut, outer, dropped, int(np.count_nonzero(heaviest < heaviest[-1] - drop)))
 
     def inner(self, m: int) -> range:
-        """Return the places in the sorted column that lose nothing."""
+        """Return the positions in the sorted column that lose nothing."""
         return range(self.outer, m - self.outer)

@@ -1,7 +1,7 @@
-"""The mean of many rows: a loop over them, for a tile of columns in registers.
+"""The mean of many rows: a loop over the rows, with a tile of columns in registers.
 
-Straight-line code for 5000 rows took 22 s to compile. Rows are added in their order, as there, so
-that the bits are the same.
+Straight-line code for 5000 rows took 22 s to compile. The loop adds rows in the same order, so the
+bits are the same.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from phocas.kernels.columns import plain_scale
 from phocas.kernels.emit import ColumnArguments, Element, Function, module_text
 from phocas.kernels.target import Target
 
-UNROLL = 8  # vectors of columns at once: a row is read a few cache lines at a time
+UNROLL = 8  # vectors of columns at once, so that a few cache lines of a row are read at a time
 
 
 def constants(m: int, kind: type[np.floating]) -> NDArray[np.floating]:
-    """Return the scale that keeps sums from overflowing, and what makes a mean of them."""
+    """Return the scale that prevents overflow of sums, and the factor from a sum to the mean."""
     scale = plain_scale(m)
     return np.array([scale, 1 / (scale * m)], kind)
 
 
 def mean_module(target: Target, element: Element) -> str:
-    """Write the kernel of the plain mean of any number of rows."""
+    """Generate the LLVM IR of the kernel that computes the plain mean of any number of rows."""
     f = Function(target, element)
     args = f.named(ColumnArguments._fields)
     rows, out, m = args.pointer("rows"), args.pointer("out"), args.integer("m")

@@ -1,4 +1,4 @@
-"""Rows in memory: where they begin, what is in them, and memory for kernels to work in."""
+"""Rows in memory: their addresses and element type, and scratch memory for kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from phocas.kernels.threads import address
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dirt:
-    """What of rows is to be read as something else: implausible values as their centre.
+class OutlierMask:
+    """Which values of rows are outliers, to be read as their column's centre.
 
-    ``marks`` are those of the blocks from the first column on, ``scale`` that of their window.
-    ``chosen`` says which of the marked rows these are; those of them that are ``out`` are NaN.
+    Attributes:
+        marks: marks of the blocks, from the first column on.
+        scale: scale of distances of their window.
+        out: which of the marked rows are excluded; they are read as NaN.
+        chosen: indices of these rows among the marked rows.
     """
 
     marks: NDArray[np.void]
@@ -31,18 +34,18 @@ class Dirt:
     chosen: NDArray[np.intp]
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that takes a microsecond to make
+@dataclass(slots=True, eq=False)  # not frozen, because that costs a microsecond per object
 class Rows:
-    """Where m rows of ``columns`` adjacent values begin, and what keeps them alive.
+    """The addresses of m rows of ``columns`` contiguous values, and the owner of their memory.
 
-    With dirt in them, the rows begin where a block does.
+    The first column of rows with an outlier mask is the first column of a block.
     """
 
     addresses: NDArray[np.uint64]
     columns: int
     element: str
     owner: object
-    dirt: Dirt | None = None
+    mask: OutlierMask | None = None
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -50,41 +53,41 @@ class Rows:
     def shifted(self, start: int, stop: int) -> Rows:
         """Return a range of columns of the same rows."""
         offset = np.uint64(start * ELEMENTS[self.element].size)
-        dirt = self.dirt
-        if dirt is not None:
-            dirt = replace(dirt, marks=dirt.marks[start // BLOCK_COLUMNS :])
-        return Rows(self.addresses + offset, stop - start, self.element, self.owner, dirt)
+        mask = self.mask
+        if mask is not None:
+            mask = replace(mask, marks=mask.marks[start // BLOCK_COLUMNS :])
+        return Rows(self.addresses + offset, stop - start, self.element, self.owner, mask)
 
     def take(self, indices: NDArray[np.intp]) -> Rows:
         """Return some of the rows."""
-        dirt = self.dirt
-        if dirt is not None:
-            dirt = replace(dirt, chosen=dirt.chosen[indices])
-        return Rows(self.addresses[indices], self.columns, self.element, self.owner, dirt)
+        mask = self.mask
+        if mask is not None:
+            mask = replace(mask, chosen=mask.chosen[indices])
+        return Rows(self.addresses[indices], self.columns, self.element, self.owner, mask)
 
 
 def stored_dtype(element: str) -> np.dtype[Any]:
-    """Return what NumPy has an element's values as."""
+    """Return NumPy's dtype for an element's stored values."""
     return np.dtype(np.uint16 if element == "bfloat16" else element)
 
 
 def stored_nan(element: str) -> np.generic:
-    """Return a NaN as it is stored."""
+    """Return NaN in the stored dtype."""
     return np.uint16(0x7FC0) if element == "bfloat16" else stored_dtype(element).type(np.nan)
 
 
 def half_supported(element: str) -> bool:
-    """Tell whether the host converts the element's values by itself."""
+    """Return whether the host converts the element's values in hardware."""
     return element != "float16" or host().has_half
 
 
 def compute_dtype(element: str) -> np.dtype[np.floating]:
-    """Return the type that an element's values are computed in."""
+    """Return the dtype that an element's values are computed in."""
     return np.dtype(np.float64 if element == "float64" else np.float32)
 
 
 def aligned(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
-    """Return an uninitialised array at the start of a cache line."""
+    """Return an uninitialised array that starts at a cache line."""
     size = math.prod(shape) * kind.itemsize
     block = np.empty(size + 64, np.uint8)
     skip = -address(block) % 64
@@ -92,15 +95,16 @@ def aligned(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
 
 
 class Scratch(threading.local):
-    """Memory that a caller's thread keeps from call to call.
+    """Memory that a calling thread keeps between calls.
 
-    Fresh memory comes page by page: 1000 faults, 3.5 ms of processor time, in a Krum of 100 rows.
+    New memory is mapped page by page: 1000 page faults, 3.5 ms of processor time, in a Krum of 100
+    rows.
     """
 
     block = np.empty(0, np.uint64)
 
     def take(self, shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
-        """Return memory whose values are anybody's, until the thread takes some again."""
+        """Return uninitialised memory, valid until the thread calls this again."""
         words = -(-math.prod(shape) * kind.itemsize // 8)
         if len(self.block) < words:
             self.block = aligned((words,), np.dtype(np.uint64))
@@ -111,18 +115,18 @@ SCRATCH = Scratch()
 
 
 def tallies_of(threads: int, size: int) -> NDArray[np.int64]:
-    """Return a row of zeros for each thread, on lines that it shares with no other."""
+    """Return a row of zeros for each thread, on cache lines that no other thread uses."""
     rows = aligned((threads, -(-size // 16) * 16), np.dtype(np.int64))
     rows[:] = 0
     return rows[:, :size]
 
 
 def row_table(rows: NDArray[np.generic]) -> NDArray[np.uint64]:
-    """Return where each row of an array begins."""
-    return _steps(len(rows), rows.strides[0]) + np.uint64(address(rows))
+    """Return the address of each row of an array."""
+    return row_steps(len(rows), rows.strides[0]) + np.uint64(address(rows))
 
 
 @lru_cache(maxsize=256)
-def _steps(m: int, stride: int) -> NDArray[np.uint64]:
-    """Return how far from the first each of m rows is; backwards is the long way round."""
+def row_steps(m: int, stride: int) -> NDArray[np.uint64]:
+    """Return the offset of each of m rows from the first; negative ones wrap around."""
     return (np.arange(m) * stride).astype(np.uint64)

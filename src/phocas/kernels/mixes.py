@@ -1,4 +1,4 @@
-"""Mixes of rows: matrices of weights, most of which are zero."""
+"""Mixes of rows: sparse matrices of weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from phocas.kernels import columns, mixing
 
 @dataclass(frozen=True, slots=True)
 class SparseMix:
-    """A k x m matrix of weights as its nonzero entries, row by row.
+    """A k x m matrix of weights, stored as its nonzero entries, row by row.
 
-    If the weights of every row add up to one, it is mixed around a row of ``centres``: that of the
-    group of each of the m rows, and then of each of the k mixes. Mixes of rows that nobody else
-    has are groups of their own; otherwise the centre is the row that most of them have. Around a
-    far row of small weight, the near ones would be lost to rounding.
+    If the weights of every row sum to one, rows are mixed around a row of ``centres``. ``groups``
+    gives the index of the centre for each of the m rows and then for each of the k mixes. If no two
+    mixes share a row, each mix is a group of its own. Otherwise the centre is the row that most
+    mixes share: around a distant row of small weight, near rows would be lost to rounding.
     """
 
     starts: NDArray[np.int64]
@@ -30,7 +30,7 @@ class SparseMix:
 
     @staticmethod
     def of(matrix: NDArray[np.float64]) -> SparseMix:
-        """Return the nonzero entries of each row."""
+        """Return the mix of a dense matrix."""
         k, m = matrix.shape
         rows, indices = np.nonzero(matrix)
         weights = matrix[rows, indices]
@@ -52,7 +52,7 @@ class SparseMix:
         return SparseMix(starts, np.append(indices, 0), weights, mode, centres, groups)
 
     def scales(self) -> tuple[float, float]:
-        """Return what distances are scaled by, so that no sum overflows, and their sums then."""
+        """Return the scale of distances that prevents overflow, and the factor of their sums."""
         if self.mode == mixing.PLAIN:
             return 1.0, 1.0
         if self.mode == mixing.CONVEX:
@@ -66,7 +66,7 @@ class SparseMix:
 
 @lru_cache(maxsize=64)
 def identity(m: int) -> SparseMix:
-    """Return the mix that leaves m rows as they are."""
-    everyone = np.arange(m + 1)
+    """Return the mix (matrix of weights) that leaves m rows unchanged."""
+    indices = np.arange(m + 1)
     groups = np.zeros(2 * m, np.int64)
-    return SparseMix(everyone, everyone, np.ones(m), mixing.PLAIN, np.zeros(1, np.intp), groups)
+    return SparseMix(indices, indices, np.ones(m), mixing.PLAIN, np.zeros(1, np.intp), groups)

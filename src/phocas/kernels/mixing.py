@@ -1,10 +1,12 @@
-"""Kernels that replace m rows by weighted sums of them, alone or in one go with a column rule.
+"""Generators of kernels that replace m rows by weighted sums of the rows (mixes).
 
-A mix is a sparse matrix in rows of (index, weight): a row that has no weight is never touched, so
-that its NaN stays where it is. Weights that add up to one are applied to the distances to a centre
-row c, as c + sum of w (x - c): equal rows then mix to exactly that row. Distances are scaled down
-and their sum up again, so that neither overflows. Mixes that share no row have centres of their
-own: a NaN in one must not reach another.
+A mix kernel runs alone, or fused with a column kernel that reduces the mixed rows.
+
+A mix is a sparse matrix in rows of (index, weight). A row without weight is never read, so its NaN
+has no effect. Weights that sum to one are applied to the distances from a centre row c, as c + sum
+of w (x - c), so that equal rows mix to exactly that row. Distances are scaled down and their sum is
+scaled up again, so that neither overflows. Mixes that share no row have centres of their own, so
+that a NaN in one does not affect another.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from phocas.kernels.emit import (
 )
 from phocas.kernels.target import Target
 
-UNROLL = 8  # vectors at once: many sums hide the latency of an addition and of a loop
-LARGEST_STEP = 16 * UNROLL  # columns, of the widest vectors
-PLAIN, CONVEX, UNIFORM = range(3)  # modes: weights as they are, that add up to one, all the same
+UNROLL = 8  # vectors at once: many sums hide the latency of additions and of the loop
+LARGEST_STEP = 16 * UNROLL  # columns, with the widest vectors
+PLAIN, CONVEX, UNIFORM = range(3)  # modes: any weights, weights that sum to one, all equal
 
 
 class CombineArguments(NamedTuple):
-    """What the mix alone takes.
+    """Arguments of the mix alone.
 
-    ``out`` is a table of k pointers to rows of computed values, ``centres`` of the rows to measure
-    from unless mode is plain.
+    ``out`` is a table of k pointers to rows of computed values. ``centres`` is a table of the
+    centre rows, unless the mode is plain.
     """
 
     rows: int
@@ -44,7 +46,7 @@ class CombineArguments(NamedTuple):
 
 
 class FusedArguments(NamedTuple):
-    """What a mix with a column kernel takes: ``rule`` points to :class:`RuleWords`."""
+    """Arguments of a mix fused with a column kernel; ``rule`` points to :class:`RuleWords`."""
 
     rows: int
     out: int
@@ -57,11 +59,11 @@ class FusedArguments(NamedTuple):
 
 
 class RuleWords(NamedTuple):
-    """A column kernel, its arguments but for rows and output, and how tiles are centred.
+    """A column kernel, its arguments except rows and output, and how tiles are centred.
 
-    ``groups`` says which of the g centres each of the m rows and then each of the k mixes has,
-    ``scales`` what distances and their sums are multiplied by. ``memory`` is a table of the rows
-    where they are, whose next tile is asked for: those that are read may be copies.
+    ``groups`` holds the index of the centre, of g, for each of the m rows and then each of the k
+    mixes. ``scales`` are the factors of distances and of their sums. ``memory`` is a table of the
+    original rows, whose next tile is prefetched; the rows that are read may be copies.
     """
 
     work: int
@@ -84,7 +86,7 @@ class ThreadWords(NamedTuple):
 
 
 def combine_module(target: Target, element: Element) -> str:
-    """Write the kernel of the mix alone."""
+    """Generate the kernel of the mix alone."""
     f = Function(target, element)
     args = f.named(CombineArguments._fields)
     rows, out, centres = (args.pointer(name) for name in ("rows", "out", "centres"))
@@ -126,10 +128,10 @@ def combine_module(target: Target, element: Element) -> str:
 
 
 def fused_module(target: Target, element: Element) -> str:
-    """Write the kernel of a mix and a column kernel, a tile at a time.
+    """Generate the kernel of a mix fused with a column kernel, one tile at a time.
 
     ``local`` is :class:`ThreadWords`: rows are centred into the first table, mixed into the second
-    and reduced from there, all in cache. Scratch rows have room for a whole vector more.
+    and reduced from there, all in cache. Scratch rows have space for one more vector.
     """
     f = Function(target, element)
     args = f.named(FusedArguments._fields)
@@ -179,10 +181,10 @@ def fused_module(target: Target, element: Element) -> str:
 
 
 def _fetch_next(f: Function, rows: str, m: str, k: str, row: str, end: str, columns: str) -> None:
-    """Ask for the next tile of a k-th of the rows.
+    """Emit code that prefetches the next tile of a k-th of the rows.
 
-    All of them at once is more than a core can wait for: between the mixes, a tile's reading hides
-    behind their arithmetic.
+    All rows at once are more outstanding reads than a core supports. Between the mixes, the reads
+    overlap with arithmetic.
     """
     following = f.op(f"add i64 {row}, 1")
     first, last = (
@@ -204,7 +206,10 @@ def _copy_centres(
     columns: str,
     around: str,
 ) -> None:
-    """Copy a tile of the centre rows behind the m scratch rows; zero stands for no centre."""
+    """Emit code that copies a tile of the centre rows behind the m scratch rows.
+
+    Without a centre, zeros are written.
+    """
     lanes = f.lanes
     whole = f.op(f"sub i64 {columns}, {f.op(f'srem i64 {columns}, {lanes}')}")
     with f.loop("0", g) as each:
@@ -229,7 +234,7 @@ def _centre_tile(
     columns: str,
     down: str,
 ) -> None:
-    """Write the scaled x - c for every row of a tile."""
+    """Emit the scaled x - c for every row of a tile."""
     lanes = f.lanes
     whole = f.op(f"sub i64 {columns}, {f.op(f'srem i64 {columns}, {lanes}')}")
     with f.loop("0", m) as row:
@@ -251,7 +256,7 @@ def _centre_tile(
 
 
 def _middle_row(f: Function, centred: str, groups: str, m: str, place: str) -> str:
-    """Return the scratch row of the centre that a row or a mix has."""
+    """Emit code for the scratch row of the centre of a row or mix."""
     group = f.op(f"load i64, ptr {f.at(groups, place, 'i64')}")
     return f.pointer(centred, f.op(f"add i64 {m}, {group}"))
 
@@ -266,7 +271,10 @@ def _weighted(
     offsets: list[str],
     uniform: str,
 ) -> list[str]:
-    """Return the weighted sums of centred rows: equal weights are in the scale of the sum."""
+    """Emit code for the weighted sums of centred rows.
+
+    If all weights are equal, the rows are only added, and the scale contains the weight.
+    """
     tag = f.name()[1:]
     f.line(f"  br i1 {uniform}, label %same{tag}, label %each{tag}")
     results = []
@@ -300,7 +308,9 @@ def _entries(f: Function, starts: str, row: str) -> tuple[str, str]:
 
 
 def _centre(f: Function, centre: str, offset: str, around: str) -> str:
-    """Load the centre's values, or zeros where they are not finite or there is no centre.
+    """Emit code that loads the values of the centre row, with zeros in place of NaN and inf.
+
+    Without a centre, all values are zero.
 
     Around -inf, a mix with -inf would be NaN.
     """
@@ -311,7 +321,7 @@ def _centre(f: Function, centre: str, offset: str, around: str) -> str:
 
 
 def _scale(f: Function, around: str, factor: float) -> str:
-    """Return a factor for distances; values without a centre stay as they are."""
+    """Emit code that loads a factor of distances; the factor is 1 without a centre."""
     given, one = (constant(value, f.scalar) for value in (factor, 1.0))
     return f.op(f"select i1 {around}, {f.scalar} {given}, {f.scalar} {one}")
 
@@ -322,7 +332,7 @@ def _put(f: Function, value: str, address: str) -> None:
 
 
 def finish(f: Function) -> str:
-    """Wrap a body over vectors and single values into a ``kernel``."""
+    """Generate a ``kernel`` from a body that works on vectors and on single values."""
     body = "\n".join(f.lines)
     lanes = f.lanes
     f.set_lanes(1)

@@ -1,4 +1,4 @@
-"""Sorting networks, and what is left of them when some outputs are not needed."""
+"""Sorting networks, and their parts that are needed for some of the outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Comparator:
-    """Put the smaller of two wires on ``low`` and the larger on ``high``, or only one of them."""
+    """A comparator that puts the smaller of two wires on ``low`` and the larger on ``high``.
+
+    If ``keep_low`` or ``keep_high`` is false, that output is not computed.
+    """
 
     low: int
     high: int
@@ -19,8 +22,8 @@ class Comparator:
     keep_high: bool = True
 
 
-# The smallest networks known for 10 and 16 wires (Knuth, The Art of Computer Programming, 5.3.4).
-# Up to 8 wires, merging makes the smallest by itself.
+# The smallest known networks for 10 and 16 wires (Knuth, The Art of Computer Programming, 5.3.4).
+# Up to 8 wires, merging gives the smallest networks anyway.
 _TEN = """
     4-9 3-8 2-7 1-6 0-5 1-4 6-9 0-3 5-8 0-2 3-6 7-9 0-1 2-4 5-7 8-9 1-2 4-6 7-8 3-5 2-5 6-8 1-3 4-7
     2-3 6-7 3-4 5-6 4-5
@@ -43,9 +46,9 @@ def sorting_network(size: int) -> tuple[tuple[int, int], ...]:
     """Return a network that sorts any number of wires, as (low, high) pairs.
 
     Halves are sorted, down to the small networks above, and merged by Batcher's odd-even merge. The
-    order is depth first: a half is sorted before the other is touched, and a merge of even wires
-    ends before that of odd ones begins. Blocks of 32 wires so stay in 32 registers, which measured
-    2-3 times faster than layer by layer for 64 and 128 wires.
+    order is depth first: one half is sorted before the other is touched, and the merge of even
+    wires ends before that of odd wires begins. So blocks of 32 wires stay in 32 registers, which
+    measured 2-3 times faster than layer by layer for 64 and 128 wires.
 
     >>> sorting_network(3)
     ((0, 1), (0, 2), (1, 2))
@@ -53,9 +56,9 @@ def sorting_network(size: int) -> tuple[tuple[int, int], ...]:
     93
     """
     pairs, order = _sort(list(range(size)))
-    # Merges of odd numbers of wires leave them in another order: renamed, it is that of the values.
-    place = {wire: position for position, wire in enumerate(order)}
-    return tuple((place[low], place[high]) for low, high in pairs)
+    # Merges of odd numbers of wires permute them, so wires are renamed to the order of the values.
+    rank = {wire: position for position, wire in enumerate(order)}
+    return tuple((rank[low], rank[high]) for low, high in pairs)
 
 
 def _sort(wires: list[int]) -> tuple[Pairs, list[int]]:
@@ -84,7 +87,7 @@ def _merge(a: list[int], b: list[int]) -> tuple[Pairs, list[int]]:
 
 
 def valley_network(size: int) -> tuple[tuple[int, int], ...]:
-    """Return a network that sorts what falls and then rises: the last layers of a bitonic sort.
+    """Return a network that sorts values that fall and then rise (the end of a bitonic sort).
 
     >>> valley_network(3)
     ((0, 2), (0, 1))
@@ -99,11 +102,11 @@ def valley_network(size: int) -> tuple[tuple[int, int], ...]:
 def prune(
     pairs: tuple[tuple[int, int], ...], groups: Mapping[int, Hashable]
 ) -> tuple[Comparator, ...]:
-    """Leave out every comparator, or half of one, that the wanted outputs do not depend on.
+    """Remove comparators, or halves of them, that the wanted outputs do not depend on.
 
-    ``groups`` names the group of each wanted wire. Wires of one group are wanted as a set, in any
-    order, so a last comparator between two of them changes nothing. A wire that is alone in its
-    group is wanted exactly; a wire without a group is not wanted.
+    ``groups`` gives the group of each wanted wire. Wires of one group are wanted as a set, in any
+    order, so a last comparator between two of them can be removed. A wire that is alone in its
+    group is wanted exactly. A wire without a group is not wanted.
 
     >>> prune(sorting_network(3), {1: "median"})[-1]
     Comparator(low=1, high=2, keep_low=True, keep_high=False)
@@ -119,7 +122,7 @@ def prune(
         if group_low == group_high:
             continue
         kept.append(Comparator(low, high, group_low is not None, group_high is not None))
-        # Each input now decides an output on its own: it belongs to no group any more.
+        # Each input now determines an output exactly, so it no longer belongs to a group.
         wanted[low] = ("wire", low)
         wanted[high] = ("wire", high)
     return tuple(reversed(kept))

@@ -1,9 +1,9 @@
-"""Normal random numbers at the speed of memory, each a function of a key and its own place.
+"""Normal random numbers at memory speed, each a function of a key and its own position.
 
-Nothing is carried from number to number, so that threads and servers draw any part of a row in any
-order. Threefry (Salmon, Moraes, Dror and Shaw, 2011) turns places into bits, and the transform of
-Box and Muller turns pairs of those into pairs of normal numbers, with polynomials of our own: only
-additions, products and square roots, which every host rounds alike.
+No state is carried from number to number, so threads and servers can draw any part of a row in any
+order. Threefry (Salmon, Moraes, Dror and Shaw, 2011) maps positions to random bits. The Box-Muller
+transform maps pairs of these to pairs of normal numbers. Its polynomials use only additions,
+products and square roots, which every host rounds in the same way.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from phocas.kernels.emit import ELEMENTS, SIGNATURE, Element, Function, declarations
 from phocas.kernels.target import Target
 
-LANES = 16  # fixed: they are part of how places are numbered
-GROUP = 4 * LANES  # numbers made at once, 4 from the bits of each lane
+LANES = 16  # fixed, because positions are numbered by lanes
+GROUP = 4 * LANES  # numbers generated at once, 4 from the bits of each lane
 ROTATIONS = ((10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20))
 ROUNDS = 20
 PARITY = 0x1BD11BDA
@@ -31,20 +31,20 @@ LN2 = 0.693147181
 QUARTER_TURN = 1.57079633
 
 
-class Arguments(NamedTuple):
-    """What the kernel takes: key words are of 32 bits, the first group is that of ``out``."""
+class NormalArguments(NamedTuple):
+    """Arguments of the kernel; key words have 32 bits, ``first`` is the group at ``out``."""
 
     out: int
     first: int
     row: int
-    key: int  # 4 words of 64 bits, of which the lower halves count
-    std: int  # a double
+    key: int  # address of 4 words of 64 bits, of which the lower halves are used
+    std: int  # address of a double
 
 
 def normals_module(target: Target, element: Element) -> str:
-    """Write the kernel; its range is over groups of 64 numbers, stored as floats or doubles."""
+    """Generate the kernel; its range is over groups of 64 numbers, stored as floats or doubles."""
     f = Function(target, ELEMENTS["float32"], LANES)
-    args = f.named(Arguments._fields)
+    args = f.named(NormalArguments._fields)
     out, first, row = args.pointer("out"), args.integer("first"), args.integer("row")
     key = [_word(f, f.integer(args.pointer("key"), i)) for i in range(4)]
     parity = splat_word(PARITY)
@@ -79,7 +79,10 @@ entry:
 
 
 def threefry(f: Function, counter: list[str], key: list[str]) -> list[str]:
-    """Return four words of bits for each lane's counter and key, whose fifth word is the parity."""
+    """Emit code for four words of random bits for the counter of each lane.
+
+    The fifth key word is the parity.
+    """
     x = [_words(f, "add", word, key[i]) for i, word in enumerate(counter)]
     for number in range(ROUNDS):
         one, three = (1, 3) if number % 2 == 0 else (3, 1)
@@ -97,12 +100,12 @@ def threefry(f: Function, counter: list[str], key: list[str]) -> list[str]:
 
 
 def _pair(f: Function, size: str, direction: str) -> tuple[str, str]:
-    """Return two independent normal numbers from two words of bits: a length, and an angle.
+    """Emit code for two independent normal numbers from two words of bits: a length and an angle.
 
-    The angle is one of 2^30 within a quarter of the circle, turned by the two other bits.
+    The angle is one of 2^30 within a quarter of the circle, rotated by the two other bits.
     """
     uniform = f.op(f"uitofp {f.words} {size} to {f.vector}")
-    uniform = f.fma(uniform, f.splat(2.0**-32), f.splat(2.0**-33))  # never 0, at most 1
+    uniform = f.fma(uniform, f.splat(2.0**-32), f.splat(2.0**-33))  # in (0, 1]
     squared = f.mul(_logarithm(f, uniform), f.splat(-2.0))
     length = f.op(f"call {f.vector} @llvm.sqrt.{f.suffix}({f.vector} {squared})")
     within = _words(f, "shl", direction, splat_word(2))
@@ -123,7 +126,7 @@ def _pair(f: Function, size: str, direction: str) -> tuple[str, str]:
 
 
 def _logarithm(f: Function, value: str) -> str:
-    """Return the natural logarithm of positive numbers, zero for exactly 1."""
+    """Emit code for the natural logarithm of positive numbers; exactly zero for 1."""
     bits = f.op(f"bitcast {f.vector} {value} to {f.words}")
     from_root = _words(f, "sub", bits, splat_word(ROOT_HALF))
     exponent = _words(f, "ashr", from_root, splat_word(23))
@@ -143,7 +146,7 @@ def _polynomial(f: Function, coefficients: tuple[float, ...], x: str) -> str:
 
 
 def _store(f: Function, number: str, std: str, where: str, memory: str) -> None:
-    """Multiply by the deviation in the precision that is stored, and store."""
+    """Emit code that multiplies by the standard deviation in the stored precision, and stores."""
     kind = f"<{LANES} x {memory}>"
     if memory == "double":
         number = f.op(f"fpext {f.vector} {number} to {kind}")
@@ -157,12 +160,12 @@ def _store(f: Function, number: str, std: str, where: str, memory: str) -> None:
 
 
 def splat_word(value: int) -> str:
-    """Return a constant of 32 bits in every lane."""
+    """Emit code for a constant of 32 bits in every lane."""
     return f"splat (i32 {value})"
 
 
 def _word(f: Function, value: str) -> str:
-    """Return the lower 32 bits of an integer in every lane."""
+    """Emit code for the lower 32 bits of an integer in every lane."""
     low = f.op(f"trunc i64 {value} to i32")
     first = f.op(f"insertelement {f.words} poison, i32 {low}, i32 0")
     return f.op(f"shufflevector {f.words} {first}, {f.words} poison, {f.words} zeroinitializer")

@@ -1,20 +1,24 @@
-"""Columns of any number of rows with weights: every row meets every other.
+"""Column kernels for any number of weighted rows, by comparing every pair of rows.
 
-There is no order in registers to be had for values and weights at less than five instructions a
-comparator. Instead each value's place is the mass before it, one comparison and one masked sum for
-each pair of rows:
+In one column, u_i is the value of row i, and w_i is the weight (mass) of row i. T is the sum of all
+weights. The kernel cuts the mass t from each end of the sorted column. If the window drops values,
+the kernel also drops the mass D that is farthest from the mean of the rest.
+
+Sorting values with their weights in registers takes at least five instructions per comparator.
+Instead, the position of a value is the mass before the value, with one comparison and one masked
+sum for each pair of rows:
 
     C_i = sum of w_j over u_j < u_i (of equal values, the first row's is before),
 
-so that value i covers the mass from C_i to C_i + w_i, and what is left of it when t is cut from
-both ends of the total T is p_i = min(C_i + w_i, T - t) - max(C_i, t). With y the mean of that and
-e_i = u_i - y, the mass that is farther from y than value i is
+so that value i covers the mass from C_i to C_i + w_i. After the cut of t from each end, value i
+keeps the mass p_i = min(C_i + w_i, T - t) - max(C_i, t). Let y be the mean of the mass that is kept
+and e_i = u_i - y. Then the mass that is farther from y than value i is
 
     F_i = C_i + T - N_i              if e_i <= 0,
-    F_i = T - C_i - w_i + N_i        if e_i > 0,      N_i = sum of w_j over e_j < -e_i,
+    F_i = T - C_i - w_i + N_i        if e_i > 0,      N_i = sum of w_j over e_j < -e_i.
 
-(of two values at the same distance the smaller is nearer), and of the mass D that is dropped, value
-i loses D - F_i, within 0 and w_i. One comparison serves both rows of a pair.
+(Of two values at the same distance the smaller is nearer.) Of the dropped mass D, value i loses D -
+F_i, limited to 0 and w_i. One comparison serves both rows of a pair.
 """
 
 from __future__ import annotations
@@ -29,12 +33,12 @@ from phocas.kernels.emit import ColumnArguments, Function
 from phocas.kernels.masses import SCALE
 
 TOGETHER = 4
-"""Rows that are compared with as many others at a time."""
+"""Number of rows that are compared with as many others at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """A vector of columns on the stack: values, masses and distances, with the rows' weights."""
+    """The data of one vector of columns on the stack: values, masses, distances and weights."""
 
     f: Function
     values: str
@@ -53,14 +57,14 @@ class _Tile:
         return self.f.broadcast(self.f.scalar_at(self.units, row))
 
     def add_where(self, mask: str, total: str, weight: str) -> str:
-        """Return the total with a weight more where the mask is set, in one or two instructions."""
+        """Emit one or two instructions that add a weight to the total where the mask is set."""
         f = self.f
-        if f.target.vector_bits >= 512:  # where masks are registers, additions take one
+        if f.target.vector_bits >= 512:  # with mask registers, one masked addition
             return f.select(mask, f.add(total, weight), total)
         return f.add(total, f.select(mask, weight, f.splat(0.0)))
 
     def take_where(self, mask: str, total: str, weight: str) -> str:
-        """Return the total with a weight less where the mask is set."""
+        """Emit code for the total minus a weight where the mask is set."""
         f = self.f
         if f.target.vector_bits >= 512:
             return f.select(mask, f.sub(total, weight), total)
@@ -69,7 +73,7 @@ class _Tile:
 
 @contextmanager
 def paired_columns(f: Function, drop: bool) -> Iterator[tuple[str, Averaged]]:
-    """Write the loop over vectors of columns, each with its values in a tile on the stack."""
+    """Emit the loop over vectors of columns, each with its values in a tile on the stack."""
     args = f.named(ColumnArguments._fields)
     m, padded = args.integer("m"), args.integer("steps")
     units, numbers = args.pointer("program"), args.pointer("constants")
@@ -98,23 +102,26 @@ def paired_columns(f: Function, drop: bool) -> Iterator[tuple[str, Averaged]]:
 
 
 def _masses_before(tile: _Tile, padded: str) -> None:
-    """Find the mass before each value: all that comes later, and what turns out otherwise."""
-    f = tile.f
-    later = f.at(tile.units, padded, f.scalar)  # the weights of all rows after each
+    """Emit code for the mass before each value.
 
-    def meet(pair: _Pair) -> None:
+    The code starts with the mass of all later rows, and corrects this mass pair by pair.
+    """
+    f = tile.f
+    later = f.at(tile.units, padded, f.scalar)  # total weight of the rows after each row
+
+    def compare(pair: _Pair) -> None:
         before = f.compare("ole", pair.value, pair.other)
         pair.mass = tile.take_where(before, pair.mass, pair.other_weight)
         pair.other_mass = tile.add_where(before, pair.other_mass, pair.weight)
 
     with f.loop("0", padded) as each:
         tile.store(tile.masses, each.index, f.broadcast(f.scalar_at(later, each.index)))
-    _pairs(tile, tile.values, tile.masses, padded, meet)
+    _pairs(tile, tile.values, tile.masses, padded, compare)
 
 
 @dataclass(slots=True)
 class _Pair:
-    """Two rows that meet: their values, weights and masses, which may change."""
+    """Two rows that are compared: their values, weights and masses; masses may change."""
 
     value: str
     other: str
@@ -124,8 +131,10 @@ class _Pair:
     other_mass: str
 
 
-def _pairs(tile: _Tile, values: str, sums: str, padded: str, meet: Callable[[_Pair], None]) -> None:
-    """Let every row meet every later one, in groups that registers hold."""
+def _pairs(
+    tile: _Tile, values: str, sums: str, padded: str, compare: Callable[[_Pair], None]
+) -> None:
+    """Emit the code of ``compare`` for every pair of rows, in groups that fit into registers."""
     f = tile.f
     with f.loop("0", padded, TOGETHER) as group:
         places = [f.op(f"add i64 {group.index}, {i}") for i in range(TOGETHER)]
@@ -135,7 +144,7 @@ def _pairs(tile: _Tile, values: str, sums: str, padded: str, meet: Callable[[_Pa
         for i in range(TOGETHER):
             for j in range(i + 1, TOGETHER):
                 pair = _Pair(mine[i], mine[j], weights[i], weights[j], masses[i], masses[j])
-                meet(pair)
+                compare(pair)
                 masses[i], masses[j] = pair.mass, pair.other_mass
         after = f.op(f"add i64 {group.index}, {TOGETHER}")
         with f.loop(after, padded, TOGETHER) as others:
@@ -147,7 +156,7 @@ def _pairs(tile: _Tile, values: str, sums: str, padded: str, meet: Callable[[_Pa
                 mass = tile.load(sums, place)
                 for i in range(TOGETHER):
                     pair = _Pair(mine[i], other, weights[i], weight, more[i], mass)
-                    meet(pair)
+                    compare(pair)
                     more[i], mass = pair.mass, pair.other_mass
                 tile.store(sums, place, mass)
             for name, mass in zip(carried, more, strict=True):
@@ -163,9 +172,9 @@ def _folded(
     add: Callable[[str, list[str]], list[str]],
     join: Sequence[Callable[[str, str], str]],
 ) -> list[str]:
-    """Go over the rows with several results in hand, even rows and odd rows apart.
+    """Emit code that reduces over the rows, with separate results for even and odd rows.
 
-    Each addition waits for the one before: two chains of them take half the time.
+    Each addition depends on the previous one, so two chains take half the time.
     """
     f = tile.f
     with f.loop("0", padded, TOGETHER) as group:
@@ -177,11 +186,11 @@ def _folded(
         for chain, values in zip(chains, found, strict=True):
             for name, value in zip(chain, values, strict=True):
                 group.update(name, value)
-    return [meet(even, odd) for meet, even, odd in zip(join, *chains, strict=True)]
+    return [combine(even, odd) for combine, even, odd in zip(join, *chains, strict=True)]
 
 
 def _uncut(tile: _Tile, row: str, all_: str, trim: str) -> tuple[str, str]:
-    """Return what is left of a row's mass between the ends that are cut, and where it is any."""
+    """Emit code for a row's mass between the cut ends, and the mask where it is positive."""
     f = tile.f
     start = tile.load(tile.masses, row)
     end = f.add(start, tile.weight(row))
@@ -190,9 +199,10 @@ def _uncut(tile: _Tile, row: str, all_: str, trim: str) -> tuple[str, str]:
 
 
 def _centre(tile: _Tile, padded: str, all_: str, trim: str, inverse: str) -> str:
-    """Return the mean of the mass between the ends that are cut, scaled.
+    """Emit code for the scaled mean of the mass between the cut ends.
 
-    It is a point to measure from: what is rounded here is added again with the distances.
+    This mean is only a point to measure distances from. Its rounding error is corrected when the
+    distances are added.
     """
     f = tile.f
 
@@ -206,9 +216,9 @@ def _centre(tile: _Tile, padded: str, all_: str, trim: str, inverse: str) -> str
 
 
 def _trimmed(tile: _Tile, padded: str, all_: str, trim: str, inverse: str) -> Averaged:
-    """Return the mean of the mass between the ends that are cut, and its bounds.
+    """Emit code for the mean of the mass between the cut ends, and its bounds.
 
-    Distances are from the value that covers the middle of the mass, which is never cut.
+    Distances are measured from the value that covers the middle of the mass, which is never cut.
     """
     f = tile.f
     half = f.mul(all_, f.splat(0.5))
@@ -241,7 +251,7 @@ def _trimmed(tile: _Tile, padded: str, all_: str, trim: str, inverse: str) -> Av
 
 
 def _nearest(tile: _Tile, padded: str, centre: str, all_: str, cut: str, inverse: str) -> Averaged:
-    """Return the mean of all but the mass farthest from the scaled centre, and its radius."""
+    """Emit code for the mean and radius of the mass that remains without the farthest values."""
     f = tile.f
     rest, minus = f.sub(all_, cut), f.negate(centre)
     with f.loop("0", padded) as each:
@@ -251,12 +261,12 @@ def _nearest(tile: _Tile, padded: str, centre: str, all_: str, cut: str, inverse
         own = tile.add_where(below, f.splat(0.0), tile.weight(each.index))
         tile.store(tile.opposite, each.index, own)
 
-    def meet(pair: _Pair) -> None:
+    def compare(pair: _Pair) -> None:
         lower = f.compare("olt", pair.other, f.negate(pair.value))
         pair.mass = tile.add_where(lower, pair.mass, pair.other_weight)
         pair.other_mass = tile.add_where(lower, pair.other_mass, pair.weight)
 
-    _pairs(tile, tile.distances, tile.opposite, padded, meet)
+    _pairs(tile, tile.distances, tile.opposite, padded, compare)
 
     def add(row: str, found: list[str]) -> list[str]:
         total, radius, low, high = found

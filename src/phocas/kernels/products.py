@@ -1,19 +1,19 @@
 """Distances between many rows by products: |a - b|^2 = |a|^2 + |b|^2 - 2ab, around a centre.
 
-That is half the arithmetic of squared differences, which shows where rows are many: measured on
-AVX-512, Krum took 14 ms of processor time instead of 20 for 100 rows of 118,282 columns.
+This needs half the arithmetic of squared differences. Measured on AVX-512, Krum of 100 rows of
+118,282 columns took 14 ms of processor time instead of 20.
 
-The form cancels where two rows are nearer to one another than to the centre. The centre is the
-median of a few rows, column by column, so that this is rare; and where it happens in a granule,
-that granule's differences of the two rows are squared directly. The centre thus decides on speed
-and not on the result: nobody who sends rows gains anything by moving it.
+The formula loses digits by cancellation if two rows are nearer to one another than to the centre.
+The centre is the median of a few rows, column by column, so this is rare. If it happens in a
+granule, the differences of the two rows in that granule are squared directly. So the centre affects
+speed but not the result, and a worker gains nothing by moving it.
 """
 
 from __future__ import annotations
 
 from phocas.kernels.distances import (
     LANES,
-    Arguments,
+    DistanceArguments,
     Panels,
     accumulate,
     block_rows,
@@ -32,15 +32,15 @@ from phocas.kernels.emit import Element, Function, Words, constant
 from phocas.kernels.target import Target
 
 TILE = 512  # columns
-STRIDE = TILE + 16  # from row to row of a packed tile: a power of two would crowd the cache's sets
-GROUP_ROWS = 12  # of a tile that stay in L1
-MOST_ROWS = 128  # in cache at a time, in one panel or two
+STRIDE = TILE + 16  # between rows of a packed tile; a power of two would cause cache conflicts
+GROUP_ROWS = 12  # rows of a tile that stay in the L1 cache
+MOST_ROWS = 128  # rows in cache at a time, in one panel or two
 FEW_GRANULES = 8
-SAMPLED = 5  # rows whose median is the centre
-CANCELLED = 1 / 8  # the part of |a|^2 + |b|^2 below which a distance is measured directly
+SAMPLED = 5  # number of rows whose median is the centre
+CANCELLED = 1 / 8  # share of |a|^2 + |b|^2 below which a distance is computed directly
 
-# A thread's memory, in words of 8 bytes: accumulators for the pairs of rows of one panel or two,
-# and for their squares; the sums of those; a tile of the centre, and of the rows around it.
+# Layout of a thread's memory, in words of 8 bytes: accumulators for the pairs of rows of one panel
+# or two, and for their squares; the sums of those; a tile of the centre, and the centred rows.
 SQUARES = MOST_ROWS * (MOST_ROWS + 4) // 2 * 8
 SUMS = SQUARES + MOST_ROWS * 8
 CENTRE = SUMS + MOST_ROWS
@@ -49,18 +49,22 @@ SCRATCH_WORDS = PACKED + MOST_ROWS * STRIDE // 2
 
 
 def panel_rows(m: int, granules: int) -> int:
-    """Return the rows of a panel: all of them, or half of what there is memory for.
+    """Return the number of rows of a panel (rows that are multiplied together).
 
-    Half as well where there are few granules, so that several threads have something to do.
+    A panel has as many rows as fit into memory. With few granules of columns, it has half as many,
+    so that several threads have work.
     """
     return MOST_ROWS if m <= MOST_ROWS and granules >= FEW_GRANULES else MOST_ROWS // 2
 
 
 def products_module(target: Target, element: Element) -> str:
-    """Write the kernel: what it takes and gives is as for differences."""
+    """Generate the LLVM IR of the kernel of distances by products.
+
+    Arguments and output are those of :func:`phocas.kernels.distances.pairs_module`.
+    """
     side = block_rows(target)
     f = Function(target, element, LANES["float"])
-    args = f.named(Arguments._fields)
+    args = f.named(DistanceArguments._fields)
     rows = args.pointer("rows")
     squares = f.at("%local", str(SQUARES), "i64")
     square = [(i, j) for i in range(side) for j in range(side)]
@@ -74,7 +78,7 @@ def products_module(target: Target, element: Element) -> str:
             once = f.op(f"select i1 {panels.same}, i64 {first}, i64 {last}")
             for panel, (top, bottom) in enumerate((panels.rows, (first, once))):
                 with f.loop(top, bottom) as each:
-                    place = _place(f, panels, panel, each.index)
+                    place = _block_index(f, panels, panel, each.index)
                     _pack(f, row_block(f, rows, each.index, side), place, begin, end)
             with f.loop(first, last, GROUP_ROWS // side) as group:
                 following = f.op(f"add i64 {group.index}, {GROUP_ROWS // side}")
@@ -88,13 +92,16 @@ def products_module(target: Target, element: Element) -> str:
 
 
 def _group(f: Function, panels: Panels, group: tuple[str, str], columns: str, side: int) -> None:
-    """Multiply all of the first panel with a few blocks of the second, which stay in L1."""
+    """Emit code that multiplies the whole first panel with a few blocks of the second panel.
+
+    These blocks stay in the L1 cache.
+    """
     square = [(i, j) for i in range(side) for j in range(side)]
     first, last = group
     bottom = f.op(f"select i1 {panels.same}, i64 {last}, i64 {panels.rows[1]}")
     with f.loop(panels.rows[0], bottom) as row:
         line = panels.line(f, row.index)
-        lefts = _packed(f, _place(f, panels, 0, row.index), side)
+        lefts = _packed(f, _block_index(f, panels, 0, row.index), side)
         inside = f.op(f"icmp sge i64 {row.index}, {first}")
         meets = f.op(f"and i1 {panels.same}, {inside}")
         with panels.diagonal(f, row.index, meets):
@@ -104,13 +111,13 @@ def _group(f: Function, panels: Panels, group: tuple[str, str], columns: str, si
         following = f.op(f"add i64 {row.index}, 1")
         start = f.op(f"select i1 {meets}, i64 {following}, i64 {first}")
         with f.loop(start, last) as column:
-            rights = _packed(f, _place(f, panels, 1, column.index), side)
+            rights = _packed(f, _block_index(f, panels, 1, column.index), side)
             slot = f.op(f"add i64 {line}, {column.index}")
             _multiply(f, lefts, rights, columns, square, slot)
 
 
-def _place(f: Function, panels: Panels, panel: int, block: str) -> str:
-    """Return the number of a block of one of the panels among those of both."""
+def _block_index(f: Function, panels: Panels, panel: int, block: str) -> str:
+    """Emit code for the index of a block of one of the panels among the blocks of both."""
     if panel == 0:
         return f.op(f"sub i64 {block}, {panels.rows[0]}")
     before = f.op(f"select i1 {panels.same}, i64 0, i64 {panels.height}")
@@ -118,7 +125,7 @@ def _place(f: Function, panels: Panels, panel: int, block: str) -> str:
 
 
 def _packed(f: Function, place: str, side: int) -> list[str]:
-    """Return where the packed rows of a block begin."""
+    """Emit code for the addresses of the packed rows of a block."""
     start = f.at(
         f.at("%local", str(PACKED), "i64"), f.op(f"mul i64 {place}, {side * STRIDE}"), "float"
     )
@@ -126,7 +133,7 @@ def _packed(f: Function, place: str, side: int) -> list[str]:
 
 
 def _centre(f: Function, sampled: str, begin: str, end: str) -> None:
-    """Write the median of the sampled rows to a tile; what is not finite becomes zero."""
+    """Emit code that writes the median of the sampled rows to a tile, 0 where it is not finite."""
     rows = [f.pointer(sampled, i) for i in range(SAMPLED)]
     tile = f.at("%local", str(CENTRE), "i64")
     with f.loop(begin, end, f.lanes) as loop:
@@ -140,7 +147,7 @@ def _centre(f: Function, sampled: str, begin: str, end: str) -> None:
 
 
 def _pack(f: Function, sources: list[str], place: str, begin: str, end: str) -> None:
-    """Write a tile of a block's rows around the centre, and add up their squares."""
+    """Emit code that writes a tile of a block's rows minus the centre, and sums their squares."""
     side = len(sources)
     centre = f.at("%local", str(CENTRE), "i64")
     totals = slots(f, place, side, f.at("%local", str(SQUARES), "i64"))
@@ -166,7 +173,7 @@ def _multiply(
     pairs: list[tuple[int, int]],
     block: str,
 ) -> None:
-    """Add products of pairs of packed rows over a tile to the accumulators of a block."""
+    """Emit code that adds products of packed rows over a tile to the accumulators of a block."""
     side = len(lefts)
     places = slots(f, block, side * side)
     used = [places[i * side + j] for i, j in pairs]
@@ -185,7 +192,7 @@ def _multiply(
 
 
 def _sum_squares(f: Function, squares: str, side: int) -> None:
-    """Add up the lanes of all rows' squares."""
+    """Emit code that sums the lanes of all rows' squares."""
     sums = f.at("%local", str(SUMS), "i64")
     with f.loop("0", str(MOST_ROWS // side)) as each:
         total = block_sums(f, each.index, side, squares)
@@ -196,15 +203,17 @@ def _sum_squares(f: Function, squares: str, side: int) -> None:
 def _distances(
     f: Function, args: Words, panels: Panels, row: str, column: str, slot: str, side: int
 ) -> str:
-    """Return the squared distances of a block from its products, or directly if one cancels.
+    """Emit code for the squared distances between the rows of a block, from their products.
 
-    A row with NaN is at infinite distance. One whose squares overflow may still be near another.
+    If too many digits cancel, the differences of the rows are squared directly.
+
+    A row with NaN is at infinite distance. A row whose squares overflow may still be near another.
     """
     size = side * side
     kind, mask = f"<{size} x double>", f"<{size} x i1>"
     products = block_sums(f, slot, size)
     lengths = [
-        _spread(f, _place(f, panels, panel, block), side, panel)
+        _pair_lengths(f, _block_index(f, panels, panel, block), side, panel)
         for panel, block in enumerate((row, column))
     ]
     both = f.op(f"fadd {kind} {lengths[0]}, {lengths[1]}")
@@ -216,7 +225,7 @@ def _distances(
     finite = f.op(f"fcmp olt {kind} {both}, {infinite}")
     lost = f.op(f"fcmp uno {kind} {both}, {both}")
     sure = f.op(f"or {mask} {lost}, {f.op(f'and {mask} {enough}, {finite}')}")
-    # Of a block with itself, pairs count once, and a row with itself is nothing to measure.
+    # In a block with itself, pairs count once, and a row with itself is not measured.
     upper = ", ".join(
         f"i1 {'true' if i < j else 'false'}" for i in range(side) for j in range(side)
     )
@@ -228,17 +237,17 @@ def _distances(
     all_ = f.op(f"icmp eq i{size} {known}, -1")
     f.line(f"  br i1 {all_}, label %known{tag}, label %again{tag}")
     f.label(f"again{tag}")
-    direct = _directly(f, args, panels, row, column, slot, side)
-    mended = f.op(f"select {mask} {sure}, {kind} {squared}, {kind} {direct}")
+    direct = _direct_distances(f, args, panels, row, column, slot, side)
+    corrected = f.op(f"select {mask} {sure}, {kind} {squared}, {kind} {direct}")
     after = f.block
     f.line(f"  br label %known{tag}")
     f.label(f"known{tag}")
-    found = f.op(f"phi {kind} [ {squared}, %{before} ], [ {mended}, %{after} ]")
+    found = f.op(f"phi {kind} [ {squared}, %{before} ], [ {corrected}, %{after} ]")
     return f.op(f"select {mask} {counts}, {kind} {found}, {kind} zeroinitializer")
 
 
-def _spread(f: Function, place: str, side: int, panel: int) -> str:
-    """Return the squared lengths of a block's rows, each where its pairs are."""
+def _pair_lengths(f: Function, place: str, side: int, panel: int) -> str:
+    """Emit code for the squared lengths of a block's rows, each at the positions of its pairs."""
     sums = f.at("%local", str(SUMS), "i64")
     where = f.at(sums, f.op(f"mul i64 {place}, {side}"), "double")
     own = f.op(f"load <{side} x double>, ptr {where}, align 8")
@@ -248,10 +257,10 @@ def _spread(f: Function, place: str, side: int, panel: int) -> str:
     return f.op(f"shufflevector {kind} {own}, {kind} poison, <{len(order)} x i32> <{lanes}>")
 
 
-def _directly(
+def _direct_distances(
     f: Function, args: Words, panels: Panels, row: str, column: str, slot: str, side: int
 ) -> str:
-    """Return the sums of squared differences of a block over the granule."""
+    """Emit code for the sums of squared differences of a block over the granule."""
     size = side * side
     for place in slots(f, slot, size):
         f.store_vector("zeroinitializer", place)

@@ -1,12 +1,12 @@
-"""The column kernel for many rows: the network is a program, run over a tile that stays in cache.
+"""The column kernel for many rows: a network as a program, run over a tile in cache.
 
-Straight-line code grows with the network (1024 rows: 24,000 comparators). Here one kernel serves
-any number of rows. The tile holds one vector a row, and the program is a bitonic sort in steps of
-32 wires that run in registers: sort 32 of them, or do up to five layers of a merge at once.
+Straight-line code grows with the network (24,000 comparators for 1024 rows). This one kernel works
+for any number of rows. The tile has one vector per row. The program is a bitonic sort in steps of
+32 wires that run in registers: each step sorts 32 wires, or does up to five layers of a merge.
 
-A bitonic merge has more comparators than Batcher's but falls into such steps without rest: at 1024
-rows, comparators one by one from memory took 216 ms, Batcher's in blocks with wide layers between
-them 118 ms, this 79 ms.
+A bitonic merge has more comparators than Batcher's, but divides into such steps exactly. At 1024
+rows, single comparators from memory took 216 ms, Batcher's network in blocks with wide layers
+between them 118 ms, this 79 ms.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from phocas.kernels.networks import sorting_network
 from phocas.kernels.target import Target
 
 BLOCK = 32
-LAYERS = 5  # of comparators between 32 wires
-SORT = 0  # the kinds of steps: 0 sorts, k > 0 does k layers of a merge
+LAYERS = 5  # layers of comparators between 32 wires
+SORT = 0  # kinds of steps: 0 sorts, k > 0 does k layers of a merge
 
 Step = tuple[int, int, int, int]
 
 
 def padded_rows(m: int) -> int:
-    """Return the rows of the tile: those past m hold +inf, and a sort leaves them there."""
+    """Return the rows of the tile; those past m are +inf, and sorting leaves them there."""
     return max(BLOCK, 1 << (m - 1).bit_length())
 
 
@@ -39,8 +39,8 @@ def padded_rows(m: int) -> int:
 def program(m: int) -> np.ndarray:
     """Return the network as rows of (kind, first wire, stride, unit).
 
-    Wire number g * (32 >> kind) + c of a step stands at first + g * stride + c * unit. A negative
-    unit walks backwards, which sorts in descending order.
+    Wire number g * (32 >> kind) + c of a step is at first + g * stride + c * unit. A negative unit
+    reverses the order, so the step sorts in descending order.
     """
     return np.array(list(_sort_steps(0, padded_rows(m), 1, m)), np.int32).reshape(-1, 4)
 
@@ -75,16 +75,16 @@ def _merge_steps(begin: int, length: int, direction: int) -> Iterator[Step]:
 
 
 def constants(window: Window, m: int, kind: type[np.floating]) -> np.ndarray:
-    """Return the scales and their inverses for the two means, the reach and no given spread."""
+    """Return the scales and inverse scales of the two means, the cutoff, and NaN (no spread)."""
     centre = m - 2 * window.trim
     kept = window.kept(m)
     first, second = scale_for(centre), scale_for(kept)
     inverses = 1 / (first * centre), 1 / (second * kept)
-    return np.array([first, inverses[0], second, inverses[1], window.reach, np.nan], kind)
+    return np.array([first, inverses[0], second, inverses[1], window.cutoff, np.nan], kind)
 
 
 def table_module(target: Target, element: Element, drop: bool) -> str:
-    """Write the kernel of any number of rows."""
+    """Generate the LLVM IR of the kernel for any number of rows."""
     f = Function(target, element)
     args = f.named(ColumnArguments._fields)
     rows, out = args.pointer("rows"), args.pointer("out")
@@ -97,18 +97,27 @@ def blocks_module(
     target: Target,
     element: Element,
     drop: bool,
-    reach: bool,
+    cutoff: bool,
     blame: bool,
     gives: blocks.Gives = "values",
 ) -> str:
-    """Write the kernel over blocks, for blame or with a reach."""
+    """Generate the LLVM IR of the kernel that processes one block of columns at a time.
+
+    Args:
+        target: the processor.
+        element: the type of the values.
+        drop: whether the window drops the values farthest from the centre.
+        cutoff: whether the window has a cutoff.
+        blame: whether to count the dropped values of each row.
+        gives: what the kernel writes to its output.
+    """
     f = Function(target, element)
     end = f.op("add i64 %column, %count")
     with _columns(f, "%rows", "%column", end, drop) as (column, found):
         left: tuple[str, ...] = (found.low, found.high)
         if gives == "marks":
-            left += (found.centre, f.splat(float("inf")))  # every block is marked
-        elif reach and gives == "values":
+            left += (found.centre, f.splat(float("inf")))  # infinite: every block gets marks
+        elif cutoff and gives == "values":
             left += (found.centre,)
         elif gives == "values":
             f.store(found.value, f.at("%out", column))
@@ -116,7 +125,11 @@ def blocks_module(
         blocks.leave(f, left, place)
 
     def weigh(g: Function, weights: blocks.Weights, place: str) -> tuple[str, str]:
-        """Go over the rows again: what a block drops of many rows is more than a cache holds."""
+        """Emit code that sums the weighted dropped values of a column.
+
+        The code reads the rows again, because the dropped values of a block of many rows do not fit
+        into a cache.
+        """
         column = g.op(f"add i64 %column, {g.op(f'sub i64 {place}, %place')}")
         minus = g.load_vector(blocks.slot(g, blocks.LOW, place))
         with g.loop("0", g.named(ColumnArguments._fields).integer("m")) as each:
@@ -137,11 +150,11 @@ def blocks_module(
         blocks.first_text(f),
         len(left),
         blocks.second_text(target, element, scaled, None if gives == "marks" else weigh)
-        if reach and gives != "radii"
+        if cutoff and gives != "radii"
         else "",
         blocks.blame_text(target, element, scaled) if blame or gives == "marks" else "",
         gives,
-        reach=4,
+        cutoff=4,
     )
     return blocks.module_text(f, sweeps) + _sort_function(target, element)
 
@@ -150,7 +163,7 @@ def blocks_module(
 def _columns(
     f: Function, rows: str, start: str, stop: str, drop: bool
 ) -> Iterator[tuple[str, Averaged]]:
-    """Write the loop that sorts a vector of columns after the other and averages their windows."""
+    """Emit the loop that sorts vectors of columns and averages their windows."""
     args = f.named(ColumnArguments._fields)
     m, steps, trim, b = (args.integer(name) for name in ("m", "steps", "trim", "drop"))
     text, numbers = args.pointer("program"), args.pointer("constants")
@@ -181,7 +194,7 @@ def _columns(
 
 
 def _tile(f: Function, m: str) -> tuple[str, str]:
-    """Allocate the padded tile on the stack and return it with its number of rows."""
+    """Emit code that allocates the padded tile on the stack; return the tile and its row count."""
     less = f.op(f"sub i64 {m}, 1")
     zeros = f.op(f"call i64 @llvm.ctlz.i64(i64 {less}, i1 false)")
     power = f.op(f"shl i64 1, {f.op(f'sub i64 64, {zeros}')}")
@@ -191,7 +204,7 @@ def _tile(f: Function, m: str) -> tuple[str, str]:
 
 
 def _sort_function(target: Target, element: Element) -> str:
-    """Write the interpreter of the program."""
+    """Generate the IR function that executes a sorting program on a tile."""
     f = Function(target, element)
     row_bytes = f.lanes * element.compute_bits // 8
     with f.loop("0", "%steps") as loop:
@@ -232,7 +245,7 @@ def _bitonic_layers(count: int) -> tuple[tuple[int, int], ...]:
 
 
 def _wires(f: Function, start: str, stride: str, unit: str, groups: int) -> list[str]:
-    """Return the addresses of a step's 32 wires."""
+    """Emit code for the addresses of a step's 32 wires."""
     addresses = []
     group = start
     for g in range(groups):
@@ -258,12 +271,12 @@ def _in_registers(f: Function, addresses: list[str], network: tuple[tuple[int, i
 def _nearest(
     f: Function, tile: str, m: str, trim: str, b: str, y: str, scale: str, inverse: str
 ) -> tuple[str, str, str]:
-    """Return the mean of the m - b values nearest to y, the kept radius, and -y, both scaled."""
+    """Emit code for the mean of the m - b values nearest to y, and for scaled radius and -y."""
     minus_y = f.negate(f.mul(y, scale))
     beyond = f.op(f"sub i64 {m}, {b}")
     fewer = f.op(f"icmp slt i64 {b}, {beyond}")
     places = f.op(f"select i1 {fewer}, i64 {b}, i64 {beyond}")
-    # What is kept in any case: the middle, if there is one.
+    # The middle, if there is one, is kept in any case.
     smallest = _or(f, fewer, f.at(tile, b, f.vector), float("inf"))
     largest = _or(f, fewer, f.at(tile, f.op(f"sub i64 {beyond}, 1"), f.vector), float("-inf"))
     with f.loop("0", places) as each:
@@ -272,7 +285,7 @@ def _nearest(
         low, high = each.carry(f.vector, smallest), each.carry(f.vector, largest)
         below = f.load_vector(f.at(tile, each.index, f.vector))
         first = f.fma(below, scale, minus_y)
-        # One turn, or more if b is more than half of m.
+        # One iteration, or more if b is more than half of m.
         with f.loop(f.op(f"add i64 {beyond}, {each.index}"), m, beyond) as partner:
             nearest, value = partner.carry(f.vector, first), partner.carry(f.vector, below)
             above = f.load_vector(f.at(tile, partner.index, f.vector))
@@ -284,7 +297,8 @@ def _nearest(
         each.update(high, f.high(high, value))
         each.update(total, f.add(total, nearest))
         each.update(radius, f.high(radius, f.absolute(nearest)))
-    # The centre's own distances to its mean add up to nothing: the middle is what is around it.
+    # The distances of the centre's values from their mean add up to zero, so only the values around
+    # it are added.
     last = f.op(f"sub i64 {m}, {trim}")
     for begin, end in ((b, trim), (last, beyond)):
         with f.loop(begin, end) as each:
@@ -301,6 +315,6 @@ def _nearest(
 
 
 def _or(f: Function, condition: str, address: str, otherwise: float) -> str:
-    """Load a vector if a condition holds."""
+    """Emit code for the vector at an address if a condition holds, otherwise a constant."""
     value = f.load_vector(address)
     return f.op(f"select i1 {condition}, {f.vector} {value}, {f.vector} {f.splat(otherwise)}")

@@ -1,4 +1,4 @@
-"""Columns of few rows with weights, sorted in registers by straight-line code."""
+"""Column kernels for few weighted rows, sorted in registers by straight-line code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from phocas.kernels.masses import SCALE, Sure
 from phocas.kernels.networks import Comparator, prune, sorting_network, valley_network
 
 SORTED_ROWS = 32
-"""Up to so many rows are sorted."""
+"""Largest number of rows that are sorted in registers."""
 
 
 class _Limits(NamedTuple):
-    """The first of the constants, in every lane."""
+    """The limits of the averaged mass: names of vectors with the same number in every lane.
+
+    The fields are the first constants of the kernel, in the order of
+    :func:`phocas.kernels.weighted.constants`. Mass is the total weight of some values.
+    """
 
     all: str
     trim: str
@@ -28,7 +32,7 @@ class _Limits(NamedTuple):
 
 @contextmanager
 def sorted_columns(f: Function, m: int, sure: Sure, drop: bool) -> Iterator[tuple[str, Averaged]]:
-    """Write the loop over vectors of columns that are sorted in registers, with their weights."""
+    """Emit the loop over vectors of columns, sorted in registers with their weights."""
     args = f.named(ColumnArguments._fields)
     units, numbers = args.pointer("program"), args.pointer("constants")
     limits = _Limits(*(f.broadcast(f.scalar_at(numbers, i)) for i in range(5)))
@@ -42,7 +46,7 @@ def sorted_columns(f: Function, m: int, sure: Sure, drop: bool) -> Iterator[tupl
         values = [f.nan_to_inf(f.load(address)) for address in addresses]
         masses = list(weights)
         wanted: dict[int, Hashable] = {i: i for i in range(m)}
-        if not drop:  # of what is cut, no more is asked than how much is below
+        if not drop:  # of the cut values only their total mass is needed
             wanted = {i: i for i in range(sure.cut, m - sure.cut)}
             wanted |= dict.fromkeys(range(sure.cut), "below")
         wanted |= dict.fromkeys(sure.inner(m), "inner")
@@ -58,7 +62,7 @@ def sorted_columns(f: Function, m: int, sure: Sure, drop: bool) -> Iterator[tupl
 
 
 def _exchange(f: Function, step: Comparator, in_order: str, masses: list[str]) -> None:
-    """Let masses follow what they are of."""
+    """Emit code that applies a comparator's exchange to the masses."""
     a, b = masses[step.low], masses[step.high]
     if step.keep_low:
         masses[step.low] = f.select(in_order, a, b)
@@ -69,7 +73,7 @@ def _exchange(f: Function, step: Comparator, in_order: str, masses: list[str]) -
 def _mean(
     f: Function, values: list[str], masses: list[str], sure: Sure, limits: _Limits, drop: bool
 ) -> Averaged:
-    """Return the mean of the mass that is kept of sorted values."""
+    """Emit code for the mean of the mass that is kept of sorted values."""
     m = len(values)
     inner = sure.inner(m)
     places = range(sure.cut, m - sure.cut)
@@ -125,11 +129,12 @@ def _nearest(
     sure: Sure,
     limits: _Limits,
 ) -> Averaged:
-    """Return the mean of the mass nearest to the scaled centre.
+    """Emit code for the mean of the mass nearest to the scaled centre.
 
-    Distances of sorted values fall and then rise, so half a bitonic sort puts them in order, and
-    less of it does for those at which the mass may end. They are compared as whole numbers, the
-    sign last: of equal ones that of the smaller value is first.
+    Distances of sorted values fall and then rise, so half a bitonic sort orders them. Even less is
+    needed, because only the ranks at which the mass may end must be exact. Distances are compared
+    as integers with the sign as the last bit, so that of equal distances the smaller value comes
+    first.
     """
     m = len(values)
     minus = f.negate(centre)
@@ -166,7 +171,7 @@ def _nearest(
         total = f.select(inside, f.fma(share, distance, total), total)
         radius = f.select(inside, f.absolute(distance), radius)
         left = f.sub(left, masses[rank])
-    # The first that is kept has so many after it, and the last so many before.
+    # The first kept value has sure.kept values after it, and the last has as many before it.
     low, high, lowest = f.splat(math.inf), f.splat(-math.inf), f.negate(radius)
     for place in outer:
         value, distance = values[place], signed[place]
@@ -184,9 +189,10 @@ def _words(f: Function) -> str:
 
 
 def _key(f: Function, distance: str) -> str:
-    """Return a whole number that grows with the length of a distance; above is farther than below.
+    """Emit code for an integer key that grows with the absolute value of a distance.
 
-    The sign goes from the first bit, turned around, to the last.
+    The sign is moved from the first bit to the last and inverted, so that of two equal distances
+    the value above the centre has the larger key.
     """
     words, bits = _words(f), f.element.compute_bits
     word = f.op(f"bitcast {f.vector} {distance} to {words}")
@@ -197,7 +203,7 @@ def _key(f: Function, distance: str) -> str:
 
 
 def _distance(f: Function, key: str) -> str:
-    """Return the distance that a key stands for."""
+    """Emit code for the distance of a key."""
     words, bits = _words(f), f.element.compute_bits
     length = f.op(f"lshr {words} {key}, splat (i{bits} 1)")
     turned = f.op(f"xor {words} {key}, splat (i{bits} 1)")

@@ -1,4 +1,4 @@
-"""Squared distances of all pairs of rows, and their squares, as sums over granules of columns."""
+"""Squared distances of all pairs of rows, and squared norms, as sums over granules of columns."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from numpy.typing import NDArray
 from phocas.kernels import distances, products
 from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.code import compiled
+from phocas.kernels.masking import FilteredCall, clean_chunks, run_masked
 from phocas.kernels.memory import SCRATCH, Rows
 from phocas.kernels.target import host
 from phocas.kernels.threads import POOL, address
-from phocas.kernels.washing import Job, clean_chunks, wash
 
-PRODUCT_ROWS = 64  # more than so many are measured by products
-_MEASURED = struct.Struct(f"{len(distances.Arguments._fields)}Q").pack
+PRODUCT_ROWS = 64  # more rows than this are measured by products
+_MEASURED = struct.Struct(f"{len(distances.DistanceArguments._fields)}Q").pack
 
 
 def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
-    """Return the sums of squared differences of granules: (granules, padded pairs).
+    """Return the sums of squared differences of all pairs of rows: (granules, padded pairs).
 
-    The last granule may be cut short, after a whole number of vectors.
+    A granule is a fixed number of columns. Each granule has sums of its own.
+
+    The last granule may be shorter, by a whole number of vectors.
     """
     blocks = _blocks(len(rows))
     side = distances.block_rows(host())
@@ -34,13 +36,13 @@ def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
 
 
 def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
-    """Return the sums of squares of granules: (granules, padded rows)."""
+    """Return the sum of squares of each row in each granule: (granules, padded rows)."""
     width = _blocks(len(rows)) * distances.block_rows(host())
     return _granule_sums(rows, granule, "norms", True, width)
 
 
 def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
-    """Return the symmetric m x m matrix that a vector of padded pairs stands for."""
+    """Return the symmetric m x m matrix of a vector of padded pairs."""
     padded = _blocks(m) * distances.block_rows(host())
     above = np.zeros(padded * padded)
     above[_pair_places(padded)] = sums
@@ -49,9 +51,9 @@ def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
 
 
 def packed_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return sums of granules that others made, (granules, m, m) or (granules, m), as ours are.
+    """Convert sums of granules from other back ends to the layout of these kernels.
 
-    Of pairs, those above the diagonal count.
+    The shape is (granules, m, m) or (granules, m). Of pairs, only those above the diagonal count.
     """
     granules, m = sums.shape[:2]
     padded = _blocks(m) * distances.block_rows(host())
@@ -66,7 +68,7 @@ def _blocks(m: int) -> int:
 
 @lru_cache(maxsize=16)
 def _pair_places(padded: int) -> NDArray[np.intp]:
-    """Return where each of the padded pairs stands in a flat square matrix."""
+    """Return the positions of the padded pairs in a flat square matrix."""
     side = distances.block_rows(host())
     lefts, rights = np.triu_indices(padded // side)
     corners = (lefts * padded + rights) * side
@@ -78,8 +80,8 @@ def _granule_sums(
     rows: Rows, granule: int, name: str, wide: bool, width: int
 ) -> NDArray[np.float64]:
     m = len(rows)
-    washed = rows.dirt is not None and granule == BLOCK_COLUMNS and name == "pairs"
-    if rows.dirt is not None and not washed:
+    masked = rows.mask is not None and granule == BLOCK_COLUMNS and name == "pairs"
+    if rows.mask is not None and not masked:
         parts = [_granule_sums(part, granule, name, wide, width) for _, part in clean_chunks(rows)]
         return np.concatenate(parts)
     blocks = _blocks(m)
@@ -93,7 +95,7 @@ def _granule_sums(
     pairs = distances.panel_pairs(m, panel)
     sampled = rows.addresses[:: -(-m // products.SAMPLED)].copy() if by_products else addresses
     out = np.empty((granules, width))
-    words = distances.Arguments(
+    words = distances.DistanceArguments(
         rows=address(addresses),
         out=address(out),
         blocks=blocks,
@@ -108,9 +110,9 @@ def _granule_sums(
     size = products.SCRATCH_WORDS if by_products else distances.scratch_words(host(), m)
     local = SCRATCH.take((POOL.size(), size), np.dtype(np.uint64))
     work, items = compiled(name, rows.element, wide), granules * words.number
-    if washed:
+    if masked:
         padded_rows = rows.take(np.resize(np.arange(m), padded))
-        wash(Job(padded_rows, work, _MEASURED(*words), local, items, 1), 1, granule)
+        run_masked(FilteredCall(padded_rows, work, _MEASURED(*words), local, items, 1), 1, granule)
     else:
         POOL.run(work, _MEASURED(*words), local, items, 1)
     return out

@@ -1,4 +1,4 @@
-"""What the host's processor can do, as far as the kernels care."""
+"""Properties of the host's processor that the kernels need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from llvmlite import binding as llvm
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A processor: its LLVM names and the width of its vectors."""
+    """A processor that kernels are compiled for.
+
+    Attributes:
+        triple: LLVM's target triple.
+        cpu: LLVM's name of the processor.
+        features: LLVM's list of features.
+        vector_bits: width of the widest vectors to use.
+        has_fma: whether it has fused multiply-add instructions.
+        has_half: whether it converts half precision in hardware.
+    """
 
     triple: str
     cpu: str
@@ -26,7 +35,7 @@ class Target:
         )
 
 
-# The processors that the IR is compile-tested for, whatever the host is.
+# Processors for which tests compile the IR, whatever the host is.
 X86_BASELINE = Target("x86_64-unknown-linux-gnu", "x86-64", "", 128, False, False)
 X86_AVX2 = Target("x86_64-unknown-linux-gnu", "haswell", "+avx2,+fma,+f16c", 256, True, True)
 X86_AVX512 = Target(
@@ -43,7 +52,7 @@ ALL_TARGETS = {
 
 @lru_cache(maxsize=1)
 def host() -> Target:
-    """Describe the processor that this process runs on."""
+    """Return the processor that this process runs on."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     triple = llvm.get_process_triple()
@@ -52,7 +61,8 @@ def host() -> Target:
         return Target(triple, llvm.get_host_cpu_name(), _flatten(features), 128, True, True)
     if features.get("avx512f") and features.get("avx512vl"):
         bits = 512
-        # LLVM splits 512-bit vectors on such hosts unless this is off; whole ones measured faster.
+        # LLVM splits 512-bit vectors on such hosts unless this is off; whole vectors measured
+        # faster.
         features["prefer-256-bit"] = False
     elif features.get("avx2"):
         bits = 256
@@ -69,7 +79,7 @@ def host() -> Target:
 
 
 def instructions() -> str:
-    """Name what decides the bits of results: hosts of one name agree, whatever their vectors."""
+    """Return what determines the bits of results; hosts with the same value give the same bits."""
     target = host()
     family = target.triple.partition("-")[0]
     return f"{family}, {'fused' if target.has_fma else 'separate'} multiply-add"

@@ -1,12 +1,12 @@
 """Run a kernel over many columns on several threads, outside the interpreter's lock.
 
-A job is cut into chunks, and every thread takes the next chunk from a shared counter until none is
-left, in machine code: a thread that wakes late takes fewer, and one that has not begun when the
-work is done is not waited for. A chunk's result does not depend on who computes it, so the number
-of threads changes no bit.
+A job is divided into chunks. Every thread takes the next chunk from a shared counter until none is
+left, in machine code. A thread that wakes late takes fewer chunks, and the caller does not wait for
+a thread that has not started when the work is done. A chunk's result does not depend on the thread,
+so the number of threads changes no bit.
 
 Waking a sleeping thread takes 60-120 microseconds on a virtual machine, as long as a small
-aggregation. A helper therefore watches for the next job a little while before it sleeps.
+aggregation. So a helper polls for the next job for a short time before it sleeps.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from phocas.kernels import jit
 from phocas.kernels.target import Target
 from phocas.machine import available_cores
 
-# The board is lines of memory: first the counter, then a mailbox for each helper with its state,
-# the state to go back to if it does not begin, and the job. The state is one of:
+# The board consists of cache lines: first the counter, then a mailbox for each helper with its
+# state, the state to restore if it does not start, and the job. The state is one of:
 IDLE, POSTED, ASLEEP, RUNNING = range(4)
 LINE_WORDS = 16
-BACK, JOB = 1, 8  # where the state to go back to and the job are, in words
-CHUNK_COLUMNS = 4096  # that a thread takes at a time
-WATCH_TURNS = 2000  # about 100 microseconds of pauses
-# What the caller asks for (``local`` is that of the first thread, ``stride`` the bytes to the next)
-# and what of it goes into a mailbox.
+BACK, JOB = 1, 8  # offsets of the state to restore and of the job, in words
+CHUNK_COLUMNS = 4096  # columns that a thread takes at a time
+WATCH_TURNS = 2000  # polls before a helper sleeps, about 100 microseconds
+# The fields of an order of the caller (``local`` is the memory of the first thread, ``stride`` the
+# bytes to the next), and the fields that are copied to a mailbox.
 ORDER = ("ptr work", "ptr local", "i64 stride", "i64 total", "i64 chunk")
 POST = ("ptr work", "ptr args", "ptr own", "i64 total", "i64 chunk", "ptr board")
 _ORDER = struct.Struct(f"{len(ORDER)}Q").pack
 
 
 def write_threads(target: Target) -> str:
-    """Write the caller's functions (``alone``, ``begin``, ``lead``) and a helper's, ``serve``.
+    """Generate the caller's functions (``alone``, ``begin``, ``lead``) and a helper's, ``serve``.
 
-    ``begin`` posts a job and leads it, unless a helper has to be woken: then it returns how many,
-    and ``lead`` is for the caller to call.
+    ``begin`` posts a job and runs it, unless helpers must be woken. It then returns their number,
+    and the caller wakes them and calls ``lead``.
     """
     if target.triple.startswith(("aarch64", "arm64")):
         declare, pause = "declare void @llvm.aarch64.hint(i32)", "@llvm.aarch64.hint(i32 1)"
@@ -180,7 +180,7 @@ done:
 
 
 def _fields(table: str, first: int, *fields: str) -> str:
-    """Write the loads of typed words of a table under their names."""
+    """Return the loads of a table's typed words, under their names."""
     lines = []
     for i, field in enumerate(fields, first):
         kind, name = field.split()
@@ -190,7 +190,7 @@ def _fields(table: str, first: int, *fields: str) -> str:
 
 
 class Functions(NamedTuple):
-    """The machine code above as functions that release the interpreter's lock."""
+    """The functions of :func:`write_threads`, called without the interpreter's lock."""
 
     alone: Any
     begin: Any
@@ -216,16 +216,16 @@ _byte: Any = ctypes.c_char.from_buffer
 
 
 def address(block: NDArray[Any] | bytearray) -> int:
-    """Return where a block of memory begins."""
+    """Return the address of a block of memory."""
     try:
-        # A fifth of the time of ``block.ctypes``; only for adjacent values that may be written.
+        # A fifth of the time of ``block.ctypes``, but only for contiguous writable memory.
         return ctypes.addressof(_byte(block))
     except (TypeError, ValueError):
         return int(block.ctypes.data)  # type: ignore[union-attr]
 
 
 def default_threads() -> int:
-    """Return ``PHOCAS_NUM_THREADS``, or the number of cores this process may use."""
+    """Return ``PHOCAS_NUM_THREADS``, or the number of cores that this process may use."""
     text = os.environ.get("PHOCAS_NUM_THREADS")
     if text:
         if not text.isdecimal() or int(text) < 1:
@@ -235,20 +235,20 @@ def default_threads() -> int:
 
 
 class Helper:
-    """A thread that serves a mailbox, and sleeps on a lock when there is nothing to do."""
+    """A thread that executes the jobs of a mailbox, and sleeps on a lock while there is none."""
 
     def __init__(self, mailbox: int) -> None:
         self._mailbox = mailbox
         self._wake = threading.Lock()
         self._wake.acquire()
-        threading.Thread(target=self._live, name="phocas-kernel", daemon=True).start()
+        threading.Thread(target=self._serve_forever, name="phocas-kernel", daemon=True).start()
 
     def wake(self) -> None:
-        """Let it see the job in its mailbox, unless it is on its way already."""
+        """Wake the thread, unless it is already awake."""
         with contextlib.suppress(RuntimeError):
             self._wake.release()
 
-    def _live(self) -> None:
+    def _serve_forever(self) -> None:
         serve = _functions().serve
         while True:
             self._wake.acquire()
@@ -256,7 +256,7 @@ class Helper:
 
 
 class Pool:
-    """The helpers of this process; the caller's thread works too."""
+    """The helper threads of this process; the caller's thread works too."""
 
     def __init__(self) -> None:
         self._helpers: list[Helper] = []
@@ -266,13 +266,13 @@ class Pool:
         self.threads: int | None = None
 
     def size(self) -> int:
-        """Return how many threads a job may use."""
+        """Return the number of threads that a job may use."""
         if self.threads is None:
             self.threads = default_threads()
         return self.threads
 
     def busy(self) -> bool:
-        """Tell whether the helpers work for someone."""
+        """Return whether the helpers are working on a job."""
         return bool(self._leading)
 
     def states(self) -> list[int]:
@@ -284,7 +284,7 @@ class Pool:
     ) -> None:
         """Call ``work(args, local, start, stop)`` for all of range(total), a chunk at a time.
 
-        ``local``, if the work needs it, has a row of memory for each thread that may take part.
+        ``local``, if the work needs it, has one row of memory for each thread that may participate.
         """
         threads = min(self.size() if local is None else len(local), -(-total // chunk))
         base, stride = (0, 0) if local is None else (address(local), local.strides[0])
@@ -292,17 +292,17 @@ class Pool:
         functions = _functions()
         helpers = threads - 1
         asleep = 0
-        # Not a lock: an exception from a signal may come when one is acquired and before anybody
-        # knows. Whose order stands here is known at any time, and is asked below without a call,
-        # after which signals would be looked at.
+        # Not a lock: a signal may raise an exception after a lock is acquired and before the
+        # acquisition is recorded. The order in this dictionary is always known. It is checked below
+        # without a call, because Python handles signals after a call.
         try:
-            # A second caller at the same time works alone rather than wait.
+            # A second caller at the same time works alone instead of waiting.
             if helpers < 1 or self._leading.setdefault("order", order) is not order:
                 functions.alone(order, arguments)
                 return
             if len(self._helpers) < helpers:
-                self._hire(helpers)
-            # Ctrl-C from here on must not free memory that helpers still write to.
+                self._start_helpers(helpers)
+            # From here on, Ctrl-C must not free memory that helpers still write to.
             asleep = helpers
             asleep = functions.begin(self._start, helpers, order, arguments)
             if asleep:
@@ -318,12 +318,12 @@ class Pool:
                 if "order" in self._leading and self._leading["order"] is order:
                     del self._leading["order"]
 
-    def _hire(self, number: int) -> None:
-        """Replace the helpers by more; the old ones sleep for good."""
+    def _start_helpers(self, number: int) -> None:
+        """Replace the helper threads by a larger number of them; the old threads sleep forever."""
         words = np.zeros((number + 2) * LINE_WORDS, np.uint64)
         skip = -address(words) % (8 * LINE_WORDS) // 8
         board = words[skip : skip + (number + 1) * LINE_WORDS].reshape(-1, LINE_WORDS)
-        _retired.append(words)  # a helper may look at its mailbox as long as the process lives
+        _retired.append(words)  # an old helper may read its mailbox as long as the process lives
         board[1:, 0] = ASLEEP
         start = address(board)
         helpers = [Helper(start + 8 * LINE_WORDS * (i + 1)) for i in range(number)]
@@ -335,10 +335,10 @@ POOL = Pool()
 
 
 def set_num_threads(number: int) -> None:
-    """Set how many threads aggregation may use in this process.
+    """Set the number of threads that aggregation may use in this process.
 
     Args:
-        number: at least 1; results have the same bits for any.
+        number: at least 1; results have the same bits for any number.
 
     >>> import phocas
     >>> phocas.set_num_threads(phocas.get_num_threads())
@@ -349,7 +349,7 @@ def set_num_threads(number: int) -> None:
 
 
 def get_num_threads() -> int:
-    """Return how many threads aggregation may use in this process.
+    """Return the number of threads that aggregation may use in this process.
 
     >>> import phocas
     >>> before = phocas.get_num_threads()
@@ -362,7 +362,7 @@ def get_num_threads() -> int:
 
 
 def _after_fork() -> None:
-    """Forget the parent's helpers: threads do not survive a fork."""
+    """Discard the parent's helpers, because threads do not survive a fork."""
     threads = POOL.threads
     POOL.__init__()  # type: ignore[misc]
     POOL.threads = threads

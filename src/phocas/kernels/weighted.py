@@ -1,4 +1,4 @@
-"""Kernels for values that have weights: a window of the mass of each column, averaged."""
+"""Generators of kernels for weighted rows: the average of a window of the weight of each column."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phocas.kernels.paired_masses import TOGETHER, paired_columns
 from phocas.kernels.sorted_masses import sorted_columns
 from phocas.kernels.target import Target
 
-_REACH = 6  # where the reach is among the constants
+_CUTOFF = 6  # index of the cutoff among the constants
 
 
 def padded_weights(units: NDArray[np.int64], kind: type[np.floating]) -> NDArray[np.floating]:
-    """Return two rows of numbers: weights, and the weights of all later rows.
+    """Return two rows of numbers: the weights, and the total weight of all later rows.
 
-    Zeros follow up to a whole number of groups of rows.
+    Zeros are appended up to a whole number of groups of rows.
     """
     found = np.zeros((2, -(-len(units) // TOGETHER) * TOGETHER), kind)
     found[0, : len(units)] = units
@@ -27,7 +27,11 @@ def padded_weights(units: NDArray[np.int64], kind: type[np.floating]) -> NDArray
 
 
 def constants(masses: Masses, total: int, kind: type[np.floating]) -> NDArray[np.floating]:
-    """Return the total, what is cut, what makes means of sums, the reach and no given spread."""
+    """Return the constants of a kernel for weighted rows.
+
+    The constants are the total weight, the weight cut from each end, the dropped weight, the
+    factors from three sums to means, the cutoff, and NaN (the spread of the block is not known).
+    """
     drop = masses.drop or 0.0
     return np.array(
         [
@@ -37,7 +41,7 @@ def constants(masses: Masses, total: int, kind: type[np.floating]) -> NDArray[np
             1 / (total - 2 * masses.trim),
             1 / (total - drop),
             1 / total,
-            masses.reach,
+            masses.cutoff,
             np.nan,
         ],
         kind,
@@ -48,18 +52,22 @@ def weighted_module(
     target: Target,
     element: Element,
     drop: bool,
-    reach: bool,
+    cutoff: bool,
     blame: bool,
     radii: bool,
     straight: tuple[int, Sure] | None = None,
 ) -> str:
-    """Write the kernel over blocks of columns: straight-line code for m rows, or for any number."""
+    """Generate the LLVM IR of the kernel for weighted rows, which processes blocks of columns.
+
+    With ``straight``, the kernel sorts a fixed number of rows by straight-line code. Otherwise it
+    compares every pair of any number of rows.
+    """
     f = Function(target, element)
     loop = paired_columns(f, drop) if straight is None else sorted_columns(f, *straight, drop)
     with loop as (index, found):
         left: tuple[str, ...] = (found.low, found.high)
         column = f.op(f"add i64 %column, {index}")
-        if reach and not radii:
+        if cutoff and not radii:
             left += (found.centre,)
         elif not radii:
             f.store(found.value, f.at("%out", column))
@@ -89,9 +97,9 @@ def weighted_module(
     sweeps = blocks.Sweeps(
         blocks.first_text(f),
         len(left),
-        blocks.second_text(target, element, scaled, weigh) if reach and not radii else "",
+        blocks.second_text(target, element, scaled, weigh) if cutoff and not radii else "",
         blocks.blame_text(target, element, scaled) if blame else "",
         "radii" if radii else "values",
-        reach=_REACH,
+        cutoff=_CUTOFF,
     )
     return blocks.module_text(f, sweeps)

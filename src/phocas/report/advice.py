@@ -1,19 +1,19 @@
-"""What a run says about its b and its reach, as text."""
+"""What a run says about its b and its cutoff, as text."""
 
 from __future__ import annotations
 
 import textwrap
 from typing import TYPE_CHECKING
 
+from phocas.detection.outlier_counts import GROSS
 from phocas.report.tables import WIDTH, listing, print_table
-from phocas.rules.census import GROSS
 
 if TYPE_CHECKING:
     from phocas.experiments.advice import Advice, Cost
 
 
 def print_advice(advice: Advice) -> None:
-    """Print what was seen, what it would have needed, and what other choices would have cost."""
+    """Print the implausible values of a run, the b it needed, and bounds of other choices."""
     record = advice.record
     m = record.config["workers"]
     attack = record.attack or "no attack"
@@ -23,7 +23,7 @@ def print_advice(advice: Advice) -> None:
     _say(f"values far from the others, in a thousand columns of {advice.counted} rounds:")
     print_table(
         {
-            "beyond": [f"{one.reach:g} spreads" for one in advice.seen],
+            "beyond": [f"{one.cutoff:g} deviations" for one in advice.seen],
             "most in a column": [f"{one.most} of {m}" for one in advice.seen],
             "most workers": [f"{one.rows} of {m}" for one in advice.seen],
             "rounds": [str(one.rounds) for one in advice.seen],
@@ -41,58 +41,56 @@ def print_advice(advice: Advice) -> None:
     print()
     _say(
         "Only values far from the others were counted, in some columns of some rounds. Attacks that"
-        " stay within the honest distribution were not, and tomorrow may be worse: b is what you"
-        " fear, not what you saw."
+        " stay within the honest distribution were not, and later faults may be worse: choose b for"
+        " the faults that you expect, not for those of one run."
     )
 
 
 def _verdict(advice: Advice) -> list[str]:
-    record, needed, told = advice.record, advice.needed, advice.told
+    record, needed, told = advice.record, advice.needed, advice.tolerated
     seen = " and for ".join(advice.grounds)
-    why = f"for {seen}" if seen else f"nothing was beyond {GROSS:g} spreads"
+    why = f"for {seen}" if seen else f"nothing was beyond {GROSS:g} deviations"
     need = f"b >= {needed}, {why}"
     if advice.hopeless:
         m = record.config["workers"]
-        need = f"no b is enough, {why}: {needed} of {m} were wrong, and more must be right"
+        need = f"no b is enough, {why}: {needed} of {m} were wrong, and most must be honest"
     lines = [f"needed: {need}"]
     if advice.watched is not None:
         lines.append(
-            "NO PROTECTION: watch takes the mean, which survives nothing; "
-            f"{advice.watched}, which it only asks, would survive {advice.would}"
+            "NO PROTECTION: monitor returns the mean, which tolerates nothing; "
+            f"{advice.watched}, which it observes, would tolerate {advice.would}"
         )
     elif told is None:
-        lines.append(f"{record.rule} is your own: what it survives is not asked here")
+        lines.append(f"{record.rule} is your own: its guarantee is not known here")
     elif told < needed:
-        lines.append(
-            f"NOT ENOUGH: {record.rule} survives {told}, so there is no bound on its error"
-        )
+        lines.append(f"NOT ENOUGH: {record.rule} tolerates {told}, so that its error has no bound")
     elif advice.unused and advice.unknown is not None:
         more = listing(tuple(advice.unused))
         lines.append(f"not known: whether b = {more} was needed too, because {advice.unknown}")
     elif advice.unused:
         lines.append(f"never used: b = {listing(tuple(advice.unused))}")
     else:
-        lines.append(f"all used: {record.rule} survives {told}, and there is nothing to spare")
+        lines.append(f"all used: {record.rule} tolerates {told}, and no more")
     if record.suspects:
-        why = "wrong beyond doubt" if record.config["split"] == "iid" else "they differ"
-        lines.append(f"suspects: {listing(record.suspects)} ({why})")
+        why = "wrong beyond chance" if record.config["split"] == "iid" else "different data"
+        lines.append(f"flagged: {listing(record.suspects)} ({why})")
     if record.suspect_servers:
         lines.append(f"servers that get wrong values: {listing(record.suspect_servers)}")
     if record.skipped_rounds:
         lines.append(
-            f"{record.skipped_rounds} rounds were skipped: more was wrong or missing than survived"
+            f"{record.skipped_rounds} rounds were skipped: more was wrong or missing than tolerated"
         )
     return lines
 
 
 def _print_costs(costs: tuple[Cost, ...]) -> None:
-    reaches = list(dict.fromkeys(cost.reach for cost in costs))
+    cutoffs = list(dict.fromkeys(cost.cutoff for cost in costs))
     choices = list(dict.fromkeys(cost.b for cost in costs))
-    found = {(cost.b, cost.reach): cost.bound for cost in costs}
+    found = {(cost.b, cost.cutoff): cost.bound for cost in costs}
     columns = {"b": [str(b) for b in choices]}
-    for reach in reaches:
-        heading = "bound" if reach is None else f"reach {reach:g}"
-        columns[heading] = [_bound(found[b, reach]) for b in choices]
+    for cutoff in cutoffs:
+        heading = "bound" if cutoff is None else f"cutoff {cutoff:g}"
+        columns[heading] = [_bound(found[b, cutoff]) for b in choices]
     print_table(columns, right=tuple(columns))
 
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from phocas.experiments.reproduction.outcomes import Outcomes
     from phocas.experiments.reproduction.tasks import Figure, Reproduction
-    from phocas.experiments.reproduction.verdicts import Check, Finding, Interval
+    from phocas.experiments.reproduction.verdicts import Check, ClaimResult, Interval
 
 
-def claims_table(findings: Sequence[Finding]) -> Table:
+def claims_table(findings: Sequence[ClaimResult]) -> Table:
     """Lay out the claims for a terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("claim", "verdict", "repeats", "numbers"):
@@ -34,7 +34,7 @@ def claims_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def worst(finding: Finding, most: int = 4) -> list[Check]:
+def worst(finding: ClaimResult, most: int = 4) -> list[Check]:
     """Return a finding's checks, those that fail first, at most so many."""
     order = {"does not hold": 0, "not decided": 1, "holds": 2}
     return sorted(finding.checks, key=lambda check: order[check.verdict])[:most]
@@ -55,7 +55,7 @@ def describe(check: Check) -> str:
 def markdown(
     reproduction: Reproduction,
     outcomes: Outcomes,
-    findings: Sequence[Finding],
+    findings: Sequence[ClaimResult],
     *,
     command: str,
     facts: Sequence[str],
@@ -117,7 +117,7 @@ def _accuracies(figure: Figure, outcomes: Outcomes) -> list[str]:
     return [*lines, ""]
 
 
-def _verdict(finding: Finding) -> str:
+def _verdict(finding: ClaimResult) -> str:
     style = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
     return f"[{style[finding.verdict]}]{finding.verdict}[/]"
 

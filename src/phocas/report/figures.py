@@ -1,9 +1,10 @@
-"""Figures of runs, with matplotlib."""
+"""Curves with matplotlib, for the demo, for sweeps and for the paper's figures."""
 
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
@@ -16,149 +17,177 @@ from PIL import Image
 from phocas.report.palette import BASELINE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
 
     from phocas.report.palette import Style
 
-MARKS = 8  # along a line
-BELOW, ABOVE = 0.13, 0.03  # the best accuracy at the end: what is shown zoomed
-
-
-CRASH = 0.5  # of what was learnt, between the ends of two repeats: one of them has crashed
+MARKERS = 8
+"""Markers along one curve."""
+BELOW, ABOVE = 0.13, 0.03
+"""Range of the zoomed panel, measured from the best final accuracy."""
+CRASH = 0.5
+"""Repeats whose final accuracies differ by more than this share of the gain in accuracy crashed."""
 
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Line:
-    """How repeats are drawn: the index moves the marks."""
+@dataclass(frozen=True, eq=False)
+class RunCurve:
+    """One labelled curve of a figure."""
 
     label: str
-    style: Style
-    index: int
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The accuracy of one run by round, or by the time it took."""
-
-    label: str
-    rounds: Sequence[float]
-    accuracy: Sequence[float]
+    x: Sequence[float] | Floats
+    """Rounds, seconds, or values of b."""
+    y: Sequence[float] | Floats
+    """One value per point, or a matrix (repeats, points)."""
     style: Style
 
+    @property
+    def repeats(self) -> Floats:
+        """The values as a matrix (repeats, points)."""
+        return np.atleast_2d(self.y)
 
-def accuracy_figure(curves: Sequence[Curve], path: Path, *, title: str) -> None:
-    """Draw test accuracy against rounds; the legend is in the order of the final accuracies."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    ordered = sorted(curves, key=lambda curve: -curve.accuracy[-1])
-    best = ordered[0].accuracy[-1]
-
-    def lines(axes: Axes) -> None:
-        for index, curve in enumerate(ordered):
-            draw_line(axes, curve, index, f"{curve.label}  {curve.accuracy[-1]:.3f}")
-
-    draw_by_round(figure, lines, "top-1 accuracy", zoom=(best - BELOW, best + ABOVE))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    save_png(figure, path)
+    def with_final(self, digits: str = ".3f") -> RunCurve:
+        """Return the curve with its mean final value appended to the label."""
+        return replace(self, label=f"{self.label}  {self.repeats[:, -1].mean():{digits}}")
 
 
-def draw_by_round(
-    canvas: Figure,
-    lines: Callable[[Axes], None],
-    metric: str,
-    zoom: tuple[float, float] | None,
-) -> None:
-    """Draw lines against rounds, beside it the accuracies that ``zoom`` says, and a legend."""
-    panels = canvas.subplots(1, 2 if zoom else 1, squeeze=False)[0]
-    for axes in panels:
-        lines(axes)
-        axes.set_xlabel("round")
-        axes.set_xlim(0, max(line.get_xdata()[-1] for line in axes.lines))
+def accuracy_figure(curves: Sequence[RunCurve], path: Path, *, title: str) -> None:
+    """Write a figure of test accuracy by round; the legend lists the best final accuracy first."""
+    ordered = sorted(curves, key=lambda curve: -curve.repeats[0, -1])
+    best = ordered[0].repeats[0, -1]
+    shown = [curve.with_final() for curve in ordered]
+    save_figure(zoomed_figure(title, shown, "top-1 accuracy", (best - BELOW, best + ABOVE)), path)
+
+
+def zoomed_figure(
+    title: str, curves: Sequence[RunCurve], metric: str, zoom: tuple[float, float] | None
+) -> Figure:
+    """Draw curves by round; a second panel shows only the range ``zoom`` of the metric."""
+    panels = {"": curves, "zoomed": curves} if zoom else {"": curves}
+    figure = panel_figure(title, panels, f"{metric} on the test set", size=(10, 4.2), share_y=False)
+    for axes, limits in zip(figure.axes, ((0, 1), zoom), strict=False):
+        axes.set_ylim(limits)
+    return figure
+
+
+def panel_figure(
+    title: str,
+    panels: Mapping[str, Sequence[RunCurve]],
+    y_label: str,
+    x_label: str = "round",
+    *,
+    across: int = 3,
+    size: tuple[float, float] | None = None,
+    share_y: bool = True,
+    by_round: bool = True,
+) -> Figure:
+    """Draw one panel for each group of curves, and one legend for all of them.
+
+    Args:
+        title: Title of the figure.
+        panels: The curves of each panel, by the title of the panel.
+        y_label: Label of the vertical axes; only the leftmost panels show it.
+        x_label: Label of the horizontal axes; only the lowest panels show it.
+        across: The largest number of panels in a row.
+        size: Width and height in inches; by default they grow with the panels.
+        share_y: Give all panels the same vertical range.
+        by_round: Whether the horizontal axis counts rounds. Then the axis starts at 0, and each
+            repeat of a curve is a line of its own if some repeats crash.
+    """
+    down = math.ceil(len(panels) / across)
+    across = math.ceil(len(panels) / down)
+    figure = new_figure(*(size or (3.4 + 3.4 * across, 0.8 + 3.0 * down)), title)
+    grid = list(figure.subplots(down, across, sharey=share_y, squeeze=False).flat)
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    handles: dict[str, mpl.artist.Artist] = {}
+    for place, (axes, (name, curves)) in enumerate(zip(grid, panels.items(), strict=False)):
+        for index, curve in enumerate(curves):
+            _draw_curve(axes, curve, index, split_crashes=by_round)
+        if by_round:
+            axes.set_xlim(0, max(float(curve.x[-1]) for curve in curves) or 1)
+        axes.set_title(name, fontsize=9, loc="left")
+        if place % across == 0:
+            axes.set_ylabel(y_label)
+        if place + across >= len(panels):
+            axes.set_xlabel(x_label)
         plain(axes)
-    panels[0].set_ylim(0, 1)
-    panels[0].set_ylabel(f"{metric} on the test set")
-    if zoom:
-        panels[1].set_ylim(*zoom)
-        panels[1].set_title("zoomed", fontsize=9, loc="left")
-    draw_legend(canvas, panels[0])
-
-
-def draw_legend(canvas: Figure, axes: Axes) -> None:
-    """Say beside the panels what their lines are."""
-    handles, labels = axes.get_legend_handles_labels()
-    canvas.legend(
-        handles, labels, loc="outside right center", frameon=False, handlelength=3.5, fontsize=9
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside right center",
+        frameon=False,
+        handlelength=3.5,
+        fontsize=9,
     )
+    return figure
 
 
-def draw_line(axes: Axes, curve: Curve, index: int, label: str) -> None:
-    """Draw one curve; lines which coincide are told apart.
+def new_figure(width: float, height: float, title: str) -> Figure:
+    """Return an empty figure, sizes in inches, with its title at the top left."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    return figure
 
-    The index moves a line's marks, and the baseline is dotted and on top of the others.
+
+def _draw_curve(axes: Axes, curve: RunCurve, index: int, *, split_crashes: bool) -> None:
+    """Draw the mean of a curve's repeats over a band from the lowest to the highest.
+
+    Where some repeats crash and others do not, each repeat is a thin line, because no band
+    describes them. Curves that coincide stay visible: the index moves the markers, and the baseline
+    is dotted and on top.
     """
-    every = max(1, len(curve.rounds) // MARKS)
-    axes.plot(
-        curve.rounds,
-        curve.accuracy,
-        color=curve.style.colour,
-        linestyle=curve.style.dash,
-        marker=curve.style.marker,
-        markevery=(index * every // 6, every),
-        markersize=5,
-        linewidth=1.6,
-        zorder=2.1 if curve.style == BASELINE else 2.0,
-        label=label,
-    )
-
-
-def draw_band(axes: Axes, x: Sequence[float], repeats: Floats, line: Line) -> None:
-    """Draw the mean of repeats, (repeats, points), over a band from the lowest to the highest.
-
-    Where some crash and others do not, no band describes that, and each is drawn thin.
-    """
-    if crashes(repeats):
-        axes.plot(x, repeats.T, color=line.style.colour, alpha=0.5, linewidth=0.6)
+    repeats, style = curve.repeats, curve.style
+    if split_crashes and crashes(repeats):
+        axes.plot(curve.x, repeats.T, color=style.colour, alpha=0.5, linewidth=0.6)
     elif len(repeats) > 1:
         low, high = repeats.min(axis=0), repeats.max(axis=0)
-        axes.fill_between(x, low, high, color=line.style.colour, alpha=0.18, linewidth=0)
-    curve = Curve(line.label, x, repeats.mean(axis=0), line.style)
-    draw_line(axes, curve, line.index, line.label)
+        axes.fill_between(curve.x, low, high, color=style.colour, alpha=0.18, linewidth=0)
+    every = max(1, len(curve.x) // MARKERS)
+    axes.plot(
+        curve.x,
+        repeats.mean(axis=0),
+        color=style.colour,
+        linestyle=style.dash,
+        marker=style.marker,
+        markevery=(index * every // 6 % every, every),
+        markersize=5,
+        linewidth=1.6,
+        zorder=2.1 if style == BASELINE else 2.0,
+        label=curve.label,
+    )
 
 
-def crashes(accuracy: Floats) -> bool:
-    """Say whether some repeats end far below others, in shares of what was learnt."""
-    learnt = float(accuracy.max() - accuracy[:, 0].min())
-    return learnt > 0.1 and float(np.ptp(accuracy[:, -1])) > CRASH * learnt
+def crashes(repeats: Floats) -> bool:
+    """Return whether some repeats end far below others, relative to the gain in accuracy."""
+    gain = float(repeats.max() - repeats[:, 0].min())
+    return gain > 0.1 and float(np.ptp(repeats[:, -1])) > CRASH * gain
 
 
-def save_figure(canvas: Figure, path: Path) -> None:
-    """Write a figure as PNG or SVG, as its name says; the same figure gives the same file."""
-    if path.suffix == ".png":
-        save_png(canvas, path)
-        return
-    if path.suffix != ".svg":
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG or SVG, by its suffix; the same figure gives the same bytes."""
+    if path.suffix not in (".png", ".svg"):
         raise ValueError(f"a figure is written as .png or .svg: got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "phocas"}):  # text stays text
-        canvas.savefig(path, metadata={"Date": None})
-
-
-def save_png(canvas: Figure, path: Path) -> None:
-    """Write 256 colours, which is all there are: a third of the bytes."""
+    if path.suffix == ".svg":
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "phocas"}):  # text stays text
+            figure.savefig(path, metadata={"Date": None})
+        return
     memory = io.BytesIO()
-    canvas.savefig(memory, format="png", dpi=100)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with Image.open(memory) as image:
+    figure.savefig(memory, format="png", dpi=100)
+    with Image.open(memory) as image:  # a palette of 256 colours makes a third of the bytes
         image.convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def plain(axes: Axes) -> None:
-    """Leave nothing but a pale grid and two axes."""
+    """Draw a pale grid, and remove the upper and the right border."""
     axes.grid(color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

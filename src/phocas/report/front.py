@@ -1,16 +1,14 @@
-"""The front of rules: what each costs when nothing is wrong, and how far it gives when much is."""
+"""The front of rules: accuracy without failures against the worst error under attack."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure as Canvas
 from matplotlib.transforms import Bbox
 
 from phocas.experiments.reproduction.tasks import BASELINE
-from phocas.report.figures import plain, save_png
+from phocas.report.figures import new_figure, plain, save_figure
 from phocas.report.palette import STYLES, Palette
 
 if TYPE_CHECKING:
@@ -29,25 +27,28 @@ _BESIDE = [
     for up in sorted(range(-43, 46, 8), key=abs)
     for side, across in (("left", 7), ("right", -7))
 ]
-"""Where a name may stand: its side, and how far from the point in points, the nearest first."""
+"""Positions of a name: its side, and its distance from the mark in points, nearest first."""
 
 
 def quiet_accuracies(outcomes: Outcomes) -> dict[str, float]:
-    """Return every rule's accuracy at the end when nothing is wrong, by its label."""
+    """Return every rule's final accuracy without failures, by its label."""
     return {case.case.label: float(case.final.mean()) for case in outcomes.figure("none")}
 
 
 @dataclass(frozen=True)
 class Lowest:
-    """A rule's lowest accuracy at the end, under which attack, and of how many that were run."""
+    """A rule's lowest final accuracy under attack."""
 
     accuracy: float
+    """The mean final accuracy over repeats."""
     figure: str
+    """The name of the experiment, and so of the attack, with this accuracy."""
     attacks: int
+    """The number of attacks that the rule was run under."""
 
 
 def lowest_accuracies(outcomes: Outcomes) -> dict[str, Lowest]:
-    """Return every rule's lowest accuracy under the attacks that it was run under."""
+    """Return every rule's lowest final accuracy over the attacks that it was run under."""
     ends: dict[str, list[tuple[float, str]]] = {}
     for figure in outcomes.reproduction.figures:
         if figure.name != "none":
@@ -61,13 +62,17 @@ def lowest_accuracies(outcomes: Outcomes) -> dict[str, Lowest]:
 def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> None:
     """Draw accuracy without failures against the worst error, and against the lowest accuracy.
 
-    The second is left out if nothing was run under attack.
+    The second panel is omitted if no rule was run under an attack.
     """
     quiet = quiet_accuracies(outcomes)
     lowest = lowest_accuracies(outcomes)
     weakest = {label: (low.accuracy, quiet[label]) for label, low in lowest.items()}
-    canvas = Canvas(figsize=(11 if weakest else 7, 5), layout="constrained")
-    FigureCanvasAgg(canvas)
+    repeats = sorted({len(case.seeds) for case in outcomes.figure("none")})
+    shown_repeats = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
+    title = (
+        f"{outcomes.reproduction.title}: up and to the right is better. Repeats: {shown_repeats}"
+    )
+    canvas = new_figure(11 if weakest else 7, 5, title)
     left, *others = canvas.subplots(1, 2 if weakest else 1, sharey=True, squeeze=False)[0]
     bounded = {label: each.worst for label, each in errors.items() if each.worst is not None}
     edge = 1.6 * max(bounded.values(), default=1.0)
@@ -77,11 +82,11 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
     styles = {label: colours.style(each.rule) for label, each in errors.items()}
     _points(left, shown, styles)
     left.set_xscale("log")
-    left.invert_xaxis()  # better is to the right, on both sides
+    left.invert_xaxis()  # in both panels, better is to the right
     ticks = [tick for tick in (1, 2, 3, 5, 10, 20, 50, 100) if tick < edge]
     left.set_xticks([*ticks, edge], [*map(str, ticks), "no\nbound"])
     left.minorticks_off()
-    left.set_xlabel("worst error by who knows the rule, in lengths of the gradient")
+    left.set_xlabel("worst error under an adaptive attack, in lengths of the mean honest gradient")
     left.set_ylabel("accuracy without failures")
     for right in others:
         _points(right, weakest, styles)
@@ -89,19 +94,11 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
         right.set_xlabel("lowest accuracy under the attacks that were run")
     for axes in (left, *others):
         plain(axes)
-    repeats = sorted({len(case.seeds) for case in outcomes.figure("none")})
-    told = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
-    canvas.suptitle(
-        f"{outcomes.reproduction.title}: up and to the right is better. Repeats: {told}",
-        x=0.01,
-        ha="left",
-        fontsize=10.5,
-    )
-    canvas.draw_without_rendering()  # from here on places on the canvas are known
+    canvas.draw_without_rendering()  # it sets the positions that names are placed by
     _names(left, shown)
     for right in others:
         _names(right, weakest)
-    save_png(canvas, path)
+    save_figure(canvas, path)
 
 
 def _points(
@@ -109,7 +106,7 @@ def _points(
     places: Mapping[str, tuple[float, float]],
     styles: Mapping[str, Style],
 ) -> None:
-    """Draw points; those of one family, by how far it reaches, are joined."""
+    """Draw a mark for each rule, and a line through those of Heraclius with different cutoffs."""
     family = [place for label, place in places.items() if label.startswith(FAMILY)]
     if family:
         ordered = sorted(family, key=lambda place: place[1])
@@ -121,7 +118,7 @@ def _points(
 
 
 def _names(axes: Axes, places: Mapping[str, tuple[float, float]]) -> None:
-    """Write each name beside its point, inside the axes, where it hides no point and no name."""
+    """Write each name beside its mark, inside the axes, covering no mark and no other name."""
     spots = [axes.transData.transform(place) for place in places.values()]
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in spots]
     for label, place in sorted(places.items(), key=lambda item: -item[1][1]):
@@ -136,7 +133,7 @@ def _names(axes: Axes, places: Mapping[str, tuple[float, float]]) -> None:
 
 
 def front_lines(outcomes: Outcomes, errors: Mapping[str, Errors]) -> list[str]:
-    """Write the front as a table in Markdown."""
+    """Return the front as a table in Markdown."""
     quiet, lowest = quiet_accuracies(outcomes), lowest_accuracies(outcomes)
     rounds = ", ".join(map(str, outcomes.reproduction.front))
     lines = [
@@ -146,10 +143,11 @@ def front_lines(outcomes: Outcomes, errors: Mapping[str, Errors]) -> list[str]:
         "",
         (
             "Errors are distances from the mean of the honest gradients, in lengths of that mean,"
-            f" in rounds {rounds} of a run by the mean; 6 liars of 20 know the rule and search."
+            f" in rounds {rounds} of a run with the mean. 6 of 20 workers are Byzantine; they know"
+            " the rule and search for the worst rows."
         ),
         "",
-        "| rule | without failures | lowest | under | attacks | quiet error | worst error |",
+        "| rule | without failures | lowest | under | attacks | clean error | worst error |",
         "|---|---|---|---|---|---|---|",
     ]
     for label, each in sorted(errors.items(), key=lambda item: -quiet.get(item[0], 0)):

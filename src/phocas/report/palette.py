@@ -1,7 +1,7 @@
-"""One colour, dash and mark for each rule, in every figure.
+"""One colour, dash and marker for each rule, in every figure and in the HTML report.
 
-The colours are Okabe and Ito's, which the colour-blind can tell apart; dashes and marks tell the
-lines apart in black and white, and rules that share a colour.
+Rules of the table have a colour each. The first seven colours are Okabe and Ito's, which
+colour-blind readers can tell apart; dashes and markers tell all curves apart in black and white.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from typing import Any
 
 from phocas.specs import split
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = COLOURS
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)
+GREY = "#777777"
 
 _DOTS = (0, (1.5, 1.5))
 _SHORT = (0, (3, 1.5))
@@ -27,16 +35,16 @@ _DASHES = ("-", _LONG, _DOTS, _DASH_DOT, _SHORT)
 
 @dataclass(frozen=True)
 class Style:
-    """How a line is drawn, wherever it appears."""
+    """Colour, dash and marker of one curve."""
 
     colour: str
     dash: Any
-    """Solid, or an offset and lengths of ink and gap."""
+    """``"-"`` for a solid line, or matplotlib's (offset, lengths of dashes and gaps)."""
     marker: str
 
 
-BASELINE = Style("#777777", (0, (1, 1.2)), "")
-"""The mean without failures, to which the others are compared."""
+BASELINE = Style(GREY, (0, (1, 1.2)), "")
+"""The mean without an attack, with which the other curves are compared."""
 
 STYLES = {
     "mean": Style(BLACK, "-", "x"),
@@ -46,45 +54,59 @@ STYLES = {
     "phocas": Style(BLUE, "-", "o"),
     "heraclius": Style(GREEN, "-", "D"),
     "median": Style(SKY, _LONG, "P"),
-    "meamed": Style(SKY, "-", "*"),
-    "bulyan": Style(YELLOW, _LONG, "<"),
-    "geometric-median": Style(GREEN, _DASH_DOT, ">"),
-    "centered-clipping": Style(PINK, _DASH_DOT, "d"),
-    "mda": Style(ORANGE, _DOTS, "h"),
-    "cge": Style(BLACK, _DOTS, "+"),
-    "watch": Style(BLACK, _DASH_DOT, "p"),
+    "meamed": Style("#9B5DE5", "-", "*"),
+    "bulyan": Style("#9C6B30", _LONG, "<"),
+    "geometric-median": Style("#B03A6E", _DASH_DOT, ">"),
+    "centered-clipping": Style("#8F8F1A", _DASH_DOT, "d"),
+    "mda": Style("#D9304C", _DOTS, "h"),
+    "cge": Style("#6C8299", _DOTS, "+"),
+    "monitor": Style("#5A5FD0", _DASH_DOT, "p"),
 }
-_MARKS = "oDsv^Pd*<>hpXx+"
-_TAKEN = {(style.colour, style.marker) for style in STYLES.values()}
+"""The style of each rule of the table; no two have the same colour or the same marker."""
+
+_MARKERS = "oDsv^Pd*<>hpXx+"
+_MORE_COLOURS = (
+    "#17A2A2",
+    "#74A919",
+    "#C23B93",
+    "#2F7F8F",
+    "#E57B63",
+    "#A779C2",
+    "#C9A227",
+    "#B58B6B",
+    "#D28FD8",
+    "#B3BE3C",
+    "#8C9BE0",
+    "#E09A7A",
+)
 _OTHERS = tuple(
     Style(colour, dash, marker)
-    for marker, dash in zip(_MARKS, 3 * _DASHES, strict=True)
-    for colour in COLOURS
-    if (colour, marker) not in _TAKEN
+    for marker, dash in zip(_MARKERS, 3 * _DASHES, strict=True)
+    for colour in _MORE_COLOURS
 )
-"""For what is in no table: pipelines, rules that are told more than b, rules of users."""
+"""Styles for pipelines, rules with parameters besides b, and user-defined rules."""
 _B = re.compile(r"(?<=[:,])\s*b=\d+\s*(,|$)")
 
 
-def look_of(rule: str) -> str:
-    """Return what of a rule's text decides its look: all but b, which a dash tells apart.
+def without_b(rule: str) -> str:
+    """Return a rule's text without b: rules that differ only in b have the same colour.
 
-    >>> look_of("nnm:b=6|phocas:b=6"), look_of("heraclius:b=8,reach=2.0")
-    ('nnm|phocas', 'heraclius:reach=2.0')
+    >>> without_b("nnm:b=6|phocas:b=6"), without_b("heraclius:b=8,cutoff=2.0")
+    ('nnm|phocas', 'heraclius:cutoff=2.0')
     """
     return "|".join(_B.sub("", step.strip()).rstrip(":,") for step in split(rule, "|"))
 
 
 class Palette:
-    """The styles of one figure: the same for a rule in every figure, never one for two rules.
+    """The styles of one figure; two rules never have the same style.
 
-    Rules of the table have theirs; of all others the text decides, or, where another has that one
-    already, it is the next that is free.
+    A rule of the table has the same style in every figure. The style of another rule follows from
+    its text; if a rule of this figure has that colour already, the next free colour is taken.
 
     >>> palette = Palette()
     >>> palette.style("phocas:b=8") == palette.style("phocas:b=6") == STYLES["phocas"]
     True
-    >>> palette.style("heraclius:b=8,reach=2.0") == palette.style("heraclius:b=8")
+    >>> palette.style("heraclius:b=8,cutoff=2.0").colour == palette.style("heraclius:b=8").colour
     False
     """
 
@@ -93,10 +115,10 @@ class Palette:
 
     def style(self, rule: str) -> Style:
         """Return the style of a rule, written as in a configuration."""
-        return self.named(look_of(rule))
+        return self.named(without_b(rule))
 
     def named(self, name: str) -> Style:
-        """Return the style of what has a name and is no rule."""
+        """Return the style of a curve by its name."""
         if name not in self._given:
             self._given[name] = STYLES.get(name) or self._other(name)
         return self._given[name]
@@ -105,13 +127,15 @@ class Palette:
         start = zlib.crc32(name.encode()) % len(_OTHERS)
         ahead = [*_OTHERS[start:], *_OTHERS[:start]]
         taken = set(self._given.values())
-        return next((style for style in ahead if style not in taken), ahead[0])
+        colours = {style.colour for style in taken}
+        free = [style for style in ahead if style not in taken] or ahead
+        return next((style for style in free if style.colour not in colours), free[0])
 
 
-def told_apart(styles: Sequence[Style]) -> list[Style]:
-    """Give lines of one style, as of one rule with another b, each a dash of its own.
+def distinct_dashes(styles: Sequence[Style]) -> list[Style]:
+    """Give curves of one style, as of one rule with several b, a dash each.
 
-    >>> one, two = told_apart([STYLES["phocas"], STYLES["phocas"]])
+    >>> one, two = distinct_dashes([STYLES["phocas"], STYLES["phocas"]])
     >>> (one.colour, one.marker) == (two.colour, two.marker), one.dash == two.dash
     (True, False)
     """

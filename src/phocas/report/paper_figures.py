@@ -1,64 +1,73 @@
-"""The paper's figures: accuracy against rounds or b, one line a rule, a band over the repeats."""
+"""The paper's figures: accuracy by round or by b, one curve for each rule, a band over repeats."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure as Canvas
+import numpy as np
 
 from phocas.experiments.reproduction.tasks import BASELINE, label_of
 from phocas.report import palette
-from phocas.report.figures import (
-    Line,
-    crashes,
-    draw_band,
-    draw_by_round,
-    draw_legend,
-    plain,
-    save_figure,
-)
+from phocas.report.figures import RunCurve, crashes, panel_figure, save_figure, zoomed_figure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from matplotlib.axes import Axes
-
     from phocas.experiments.reproduction.outcomes import Outcomes, Repeats
     from phocas.experiments.reproduction.tasks import Figure
     from phocas.report.palette import Style
 
-AXES = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
-DODGE = 0.05  # between the points of two rules with the same b, which may coincide
-CROWDED = 8  # with more lines than this, bands and single repeats would hide them
+METRICS = {"top1": "top-1 accuracy", "top3": "top-3 accuracy"}
+DODGE = 0.05
+"""Horizontal distance between the points of two rules with the same b, which may coincide."""
+CROWDED = 8
+"""With more curves than this, only means are drawn: bands and single repeats would hide them."""
 
 
 def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
     """Draw a figure as ``stem.png`` and ``stem.svg`` and return their paths."""
     cases = outcomes.figure(figure.name)
-    canvas = Canvas(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(canvas)
-    metric = AXES[outcomes.reproduction.metric]
-    lines = _Lines(cases)
-    if figure.axis == "b":
-        _by_b(canvas, figure, lines, metric)
-    elif figure.panel:
-        _by_panel(canvas, figure, lines, metric)
-    else:
-        _by_round(canvas, figure, lines, metric)
-    by_round = figure.axis == "rounds"
-    thin = by_round and not lines.crowded and any(crashes(case.accuracy) for case in cases)
+    metric = METRICS[outcomes.reproduction.metric]
+    styles = _styles(cases)
+    by_round, crowded = figure.axis == "rounds", len(styles) > CROWDED
     several = any(len(case.seeds) > 1 for case in cases)
-    marks = "; line: mean" if several else ""
-    marks += ", band: lowest to highest" if several and not (by_round and lines.crowded) else ""
-    marks += "; thin: each repeat, where some crash" if thin else ""
-    canvas.suptitle(
-        f"{outcomes.reproduction.title}. {figure.title}\n{_repeats(cases)}{marks}",
-        x=0.01,
-        ha="left",
-        fontsize=10.5,
-    )
+    legend = "; line: mean" if several else ""
+    legend += ", band: lowest to highest" if several and not (by_round and crowded) else ""
+    if by_round and not crowded and any(crashes(case.accuracy) for case in cases):
+        legend += "; thin: each repeat, where some crash"
+    title = f"{outcomes.reproduction.title}. {figure.title}\n{_repeats(cases)}{legend}"
+
+    def curve(case: Repeats, label: str) -> RunCurve:
+        repeats = case.accuracy.mean(axis=0, keepdims=True) if crowded else case.accuracy
+        return RunCurve(label, case.rounds, repeats, styles[case.case.label])
+
+    if not by_round:
+        canvas = panel_figure(
+            title,
+            {"": _curves_by_b(cases, styles, figure.value)},
+            f"{metric}, {'at the end' if figure.value == 'final' else 'best of the run'}",
+            "b (q of Krum and Multi-Krum)",
+            size=(8, 4),
+            by_round=False,
+        )
+        canvas.axes[0].set_ylim(0, 1)
+    elif figure.panel:
+        batches = {case.case.config.batch_size: case.case.config for case in cases}
+        panels = {
+            f"batch {size}, learning rate {config.lr:g}": [
+                curve(case, _name(case)) for case in cases if case.case.config.batch_size == size
+            ]
+            for size, config in sorted(batches.items())
+        }
+        label = f"{metric} on the test set"
+        canvas = panel_figure(title, panels, label, across=len(panels), size=(12, 3.8))
+        for axes in canvas.axes:
+            axes.set_ylim(figure.zoom)
+    else:
+        curves = [curve(case, f"{_name(case)}  {case.final.mean():.3f}") for case in cases]
+        canvas = zoomed_figure(title, curves, metric, figure.zoom)
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     for path in paths:
         save_figure(canvas, path)
@@ -66,7 +75,7 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
 
 
 def _repeats(cases: Sequence[Repeats]) -> str:
-    """Say how many repeats are shown, and of which lines some are missing."""
+    """Return how many repeats are shown, and whether some are missing."""
     wanted = cases[0].wanted
     short = [case for case in cases if len(case.seeds) < wanted]
     noun = "repeat" if wanted == 1 else "repeats"
@@ -78,96 +87,46 @@ def _repeats(cases: Sequence[Repeats]) -> str:
 
 
 def _name(case: Repeats) -> str:
+    """Return a case's label, with the number of its repeats if some are missing."""
     missing = len(case.seeds) < case.wanted
     count = f" ({len(case.seeds)} of {case.wanted} repeats)" if missing else ""
     return case.case.label + count
 
 
-class _Lines:
-    """A figure's lines and their styles; those of one rule with names of their own must differ."""
-
-    def __init__(self, cases: Sequence[Repeats]) -> None:
-        self.cases = cases
-        colours = palette.Palette()
-        self._styles: dict[str, Style] = {}
-        for each in cases:
-            label, config = each.case.label, each.case.config
-            if label == BASELINE:
-                style = palette.BASELINE
-            elif label == label_of(config):
-                style = colours.style(config.rule)
-            else:
-                style = colours.named(label)
-            self._styles.setdefault(label, style)
-        self.crowded = len(self._styles) > CROWDED
-
-    def style(self, case: Repeats) -> Style:
-        """Return the style of a case."""
-        return self._styles[case.case.label]
-
-    def draw(self, axes: Axes, case: Repeats, index: int, label: str) -> None:
-        """Draw the repeats of a case by round, or their mean alone among many others."""
-        repeats = case.accuracy.mean(axis=0, keepdims=True) if self.crowded else case.accuracy
-        draw_band(axes, case.rounds, repeats, Line(label, self.style(case), index))
+def _styles(cases: Sequence[Repeats]) -> dict[str, Style]:
+    """Return the style of each label; labels that the reproduction file sets get their own."""
+    colours = palette.Palette()
+    styles: dict[str, Style] = {}
+    for each in cases:
+        label, config = each.case.label, each.case.config
+        if label == BASELINE:
+            styles[label] = palette.BASELINE
+        elif label == label_of(config):
+            styles.setdefault(label, colours.style(config.rule))
+        else:
+            styles.setdefault(label, colours.named(label))
+    return styles
 
 
-def _by_round(canvas: Canvas, figure: Figure, lines: _Lines, metric: str) -> None:
-    def draw_all(axes: Axes) -> None:
-        for index, case in enumerate(lines.cases):
-            lines.draw(axes, case, index, f"{_name(case)}  {case.final.mean():.3f}")
-
-    draw_by_round(canvas, draw_all, metric, figure.zoom)
-
-
-def _by_panel(canvas: Canvas, figure: Figure, lines: _Lines, metric: str) -> None:
-    values = sorted({case.case.config.batch_size for case in lines.cases})
-    canvas.set_size_inches(12, 3.8)
-    panels = canvas.subplots(1, len(values), sharey=True, squeeze=False)[0]
-    for axes, value in zip(panels, values, strict=True):
-        shown = [case for case in lines.cases if case.case.config.batch_size == value]
-        for index, case in enumerate(shown):
-            lines.draw(axes, case, index, _name(case))
-        axes.set_title(
-            f"batch {value}, learning rate {shown[0].case.config.lr:g}", fontsize=9, loc="left"
-        )
-        axes.set_xlabel("round")
-        if figure.zoom:
-            axes.set_ylim(*figure.zoom)
-        plain(axes)
-    panels[0].set_ylabel(f"{metric} on the test set")
-    draw_legend(canvas, panels[0])
-
-
-def _by_b(canvas: Canvas, figure: Figure, lines: _Lines, metric: str) -> None:
-    canvas.set_size_inches(8, 4)
-    axes = canvas.subplots()
+def _curves_by_b(cases: Sequence[Repeats], styles: dict[str, Style], value: str) -> list[RunCurve]:
+    """Return a curve by b for each label, and a level line for each label that has no b."""
     by_label: dict[str, list[Repeats]] = {}
-    for case in lines.cases:
+    for case in cases:
         by_label.setdefault(case.case.label, []).append(case)
+    known = [case.case.b for case in cases if case.case.b is not None]
+    curves = []
     for index, (label, points) in enumerate(by_label.items()):
-        style = lines.style(points[0])
-        values = [getattr(case, figure.value) for case in points]
+        values = [getattr(case, value) for case in points]
         if points[0].case.b is None:
-            name = f"{_name(points[0])}  {values[0].mean():.3f}"
-            axes.axhline(values[0].mean(), color=style.colour, linestyle=style.dash, label=name)
+            level = float(values[0].mean())
+            ends = [min(known, default=0), max(known, default=1)]
+            name = f"{_name(points[0])}  {level:.3f}"
+            curves.append(RunCurve(name, ends, [level, level], styles[label]))
             continue
-        b = [(case.case.b or 0) + index * DODGE for case in points]
-        if any(len(v) > 1 for v in values):
-            low, high = [v.min() for v in values], [v.max() for v in values]
-            axes.fill_between(b, low, high, color=style.colour, alpha=0.18, linewidth=0)
         least = min(len(case.seeds) for case in points)
         short = f" (from {least} of {points[0].wanted})" if least < points[0].wanted else ""
-        axes.plot(
-            b,
-            [v.mean() for v in values],
-            color=style.colour,
-            linestyle=style.dash,
-            marker=style.marker,
-            label=label + short,
-        )
-    axes.set_xlabel("b (q of Krum and Multi-Krum)")
-    when = "at the end" if figure.value == "final" else "greatest on the way"
-    axes.set_ylabel(f"{metric}, {when}")
-    axes.set_ylim(0, 1)
-    plain(axes)
-    draw_legend(canvas, axes)
+        b = [(case.case.b or 0) + index * DODGE for case in points]
+        # Missing repeats are masked, so that mean and band are of those that there are.
+        repeats = np.ma.masked_invalid(list(zip_longest(*values, fillvalue=np.nan)))
+        curves.append(RunCurve(label + short, b, repeats, styles[label]))
+    return curves

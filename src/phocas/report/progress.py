@@ -1,4 +1,4 @@
-"""Progress of runs: a live bar on a terminal, now and then a plain line elsewhere."""
+"""Progress of runs: a live bar on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NEWS = 26  # the least that is left for what a run says
 
 
 class _Shown:
-    """Bars that move from entry to exit, where there is a terminal for them."""
+    """Base class: bars that are shown from entry to exit, on a terminal."""
 
     _bars: Bars | None = None
 
@@ -55,7 +55,7 @@ class _Shown:
 
 
 class Progress(_Shown):
-    """Show rounds as they are done: round, loss, accuracy, rounds a second, time left, suspects."""
+    """Progress of one run: round, loss, accuracy, speed, time left and flagged workers."""
 
     def __init__(self, config: RunConfig, *, quiet: bool = False) -> None:
         self.config = config
@@ -87,14 +87,14 @@ class Progress(_Shown):
         elapsed = now - self._first[0]
         speed = (done.number - self._first[1]) / elapsed if elapsed else 0.0
         news = _news(done.loss, self._accuracy) + f"  {speed:.0f}/s"
-        if done.suspects:
-            news += f"  {_word(self.config)} {listing(done.suspects)}"
-        if done.suspect_servers:
-            news += f"  servers {listing(done.suspect_servers)} get wrong values"
+        if done.flagged:
+            news += f"  {_word(self.config)} {listing(done.flagged)}"
+        if done.flagged_servers:
+            news += f"  servers {listing(done.flagged_servers)} get wrong values"
         if done.lost is not None:
             news += f"  model lost in round {done.lost}"
         if done.action != "applied":
-            why = "row turned down" if done.finite else "not finite"
+            why = "row rejected" if done.finite else "NaN or inf"
             news += f"  round {done.number} {done.action}: {why}"
         if self._bars is not None:
             self._bars.update(self._task, completed=done.number, news=news)
@@ -107,7 +107,7 @@ class Progress(_Shown):
 
 
 class SweepProgress(_Shown):
-    """Show the runs of a sweep: one bar for all of them, and one for each that is running."""
+    """Progress of a sweep: one bar for all runs, and one for each that is running."""
 
     def __init__(self, configs: Sequence[RunConfig], *, quiet: bool = False) -> None:
         self.configs = configs
@@ -155,19 +155,19 @@ class SweepProgress(_Shown):
                 self._bars.remove_task(self._tasks.pop(news.index))
 
     def _left(self) -> str:
-        """Say how long the rest takes if it goes on as so far."""
+        """Return the time that the other runs take at the present speed."""
         elapsed = time.monotonic() - self._started
         seconds = elapsed / self._done * (len(self.configs) - self._done)
         return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _word(config: RunConfig) -> str:
-    """Say what a suspect is: who holds other data differs, and need not be wrong."""
-    return "suspects" if config.split == "iid" else "differing"
+    """Return the word for flagged workers: with different data they may be honest."""
+    return "flagged" if config.split == "iid" else "differing"
 
 
 def _bars(console: Console, descriptions: Sequence[str], rounds: int) -> Bars:
-    """Lay bars out so that at any width the count and the time left are there."""
+    """Return bars that show the count and the time left at any width."""
     count = 2 * len(str(rounds)) + 1
     free = console.width - _BAR - count - _TIME - 4
     wanted = max(map(len, [*descriptions, "runs"]))

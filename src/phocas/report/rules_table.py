@@ -1,4 +1,4 @@
-"""What rules do, are told, promise and cost: a table of all, and all about one."""
+"""Rules on the terminal: a table with guarantees and costs, and the description of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phocas.experiments.benchmark import published_costs
 from phocas.report.tables import WIDTH, print_facts
 from phocas.rules import PRE_AGGREGATORS, RULES, Median, Pipeline, Rule
-from phocas.rules.base import Told
+from phocas.rules.base import Bounded
 from phocas.specs import split, split_arguments, unknown
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _INDENT = "    "
 
 @dataclass(frozen=True)
 class Description:
-    """A docstring in its parts."""
+    """The parts of a docstring."""
 
     summary: str
     body: tuple[str, ...]
@@ -32,7 +32,7 @@ class Description:
 
 
 def describe(cls: type) -> Description:
-    """Take a docstring apart: its first line, what follows, and what has a heading.
+    """Split a docstring into its first line, its body and the parts with a heading.
 
     >>> describe(RULES["krum"]).reference.startswith("Blanchard et al.")
     True
@@ -59,7 +59,7 @@ def describe(cls: type) -> Description:
 
 
 def entries(m: int) -> list[dict[str, Any]]:
-    """Return what is known of every rule and pre-aggregator, for a table or for JSON."""
+    """Return the facts about every rule and pre-aggregator, for a table or for JSON."""
     found = []
     for cls in (*RULES.values(), *PRE_AGGREGATORS.values()):
         rule = _told(cls, m)
@@ -78,22 +78,22 @@ def entries(m: int) -> list[dict[str, Any]]:
 
 
 def _told(cls: type[Stage], m: int) -> Rule | None:
-    """Return the rule with the largest b, or, if it must be told more, as its cost was measured."""
+    """Return the rule with the largest b; with other required parameters, as it was timed."""
     if cls.largest_b(m) < 0:
         return None
     if not _more_than_b(cls.name):
         return read_rule(cls.name, m)
     try:
         return read_rule(published_costs().rules[cls.name], m)
-    except (KeyError, ValueError):  # not measured, or with more workers than there are
+    except (KeyError, ValueError):  # not timed, or with more workers than m
         return None
 
 
 def print_rules(m: int) -> None:
-    """Print every rule: what it is told, survives and costs, and beneath it what it does."""
+    """Print every rule with its parameters, guarantee and cost, and a line that describes it."""
     line = "{:<17}  {:<31}  {:<14}  {:>5}".format
     for kind, table in (("rule", RULES), ("pre-aggregator", PRE_AGGREGATORS)):
-        print(line(kind, "parameters", f"survives of {m}", "cost"))
+        print(line(kind, "parameters", f"tolerates of {m}", "cost"))
         for entry in entries(m):
             if entry["kind"] != kind:
                 continue
@@ -105,23 +105,23 @@ def print_rules(m: int) -> None:
     costs = published_costs()
     print_facts(
         {
-            "survives": (
-                f"wrong values in every column, or wrong rows, among {m} workers, if it is told to"
-                " survive as much as it can; a pre-aggregator before the median, buckets of two"
+            "tolerates": (
+                f"Byzantine values in every column, or Byzantine rows, of {m} workers, with the"
+                " largest b; a pre-aggregator together with the median, buckets of two"
             ),
             "cost": (
-                f"processor time over that of torch.mean, {costs.m} x {costs.d:,} values; a"
-                " pre-aggregator with the median after it"
+                f"CPU time divided by that of torch.mean, {costs.m} x {costs.d:,} values; a"
+                " pre-aggregator together with the median"
             ),
-            "written": "phocas:b=6, or nnm:b=6|phocas:b=6; all about one: phocas rules NAME",
+            "use": "phocas:b=6, or nnm:b=6|phocas:b=6; phocas rules NAME describes one",
         }
     )
 
 
 def read_rule(text: str, m: int, b: int | None = None) -> Rule:
-    """Read a rule; its steps that are not told b are told ``b``, or as much as m workers allow.
+    """Read a rule; a step without b gets ``b``, or the largest that m workers allow.
 
-    Pre-aggregators alone stand before the median.
+    Pre-aggregators alone are followed by the median.
 
     >>> print(read_rule("nnm|phocas", 20), read_rule("nnm", 20, b=6))
     nnm:b=9|phocas:b=9 nnm:b=6|median
@@ -131,7 +131,7 @@ def read_rule(text: str, m: int, b: int | None = None) -> Rule:
         steps.append(Median.name)
     lacking = [_lacks_b(step) for step in steps]
     if b is not None and not any(lacking):
-        raise ValueError(f"--b is for rules that are not told b yet: got {text} and b={b}")
+        raise ValueError(f"--b is for a rule without b: got {text} and b={b}")
 
     def told(number: int) -> Rule:
         words = [
@@ -153,7 +153,7 @@ def read_rule(text: str, m: int, b: int | None = None) -> Rule:
 
 
 def about(text: str, m: int, b: int | None = None) -> dict[str, Any]:
-    """Return all about one rule: what its steps do, and what all of it promises among m workers."""
+    """Return the description of a rule: its steps, and its guarantee with m workers."""
     steps = _steps(text)
     needs = [need for step in steps for need in _more_than_b(step)]
     rule = None if needs else read_rule(text, m, b)
@@ -167,8 +167,8 @@ def about(text: str, m: int, b: int | None = None) -> dict[str, Any]:
                 "kind": _kind(cls),
                 "aliases": list(cls.aliases),
                 "parameters": _parameters(cls),
-                "largest_b": cls.largest_b(m) if issubclass(cls, Told) else None,
-                "condition": cls.condition if issubclass(cls, Told) else None,
+                "largest_b": cls.largest_b(m) if issubclass(cls, Bounded) else None,
+                "condition": cls.condition if issubclass(cls, Bounded) else None,
                 "cost": published_costs().ratios.get(cls.name),
                 **dataclasses.asdict(describe(cls)),
             }
@@ -206,7 +206,7 @@ def print_rule(known: dict[str, Any]) -> None:
 
 
 def _wrapped(paragraph: str) -> str:
-    """Wrap prose; lines of formulas and arguments, which are indented, each on its own."""
+    """Wrap prose; indented lines, as of formulas, are wrapped one by one."""
     if "\n " not in f"\n{paragraph}":
         return textwrap.fill(paragraph, WIDTH)
     lines = []
@@ -220,31 +220,31 @@ def _print_promise(known: dict[str, Any]) -> None:
     m, promise = known["workers"], known["promise"]
     if promise is None:
         needs = ", ".join(known["needs"])
-        print_facts({"promise": f"depends on {needs}, which {known['rule']} is not told"})
+        print_facts({"guarantee": f"depends on {needs}, which {known['rule']} does not give"})
         return
-    print(f"{known['rule']} among {m} workers")
+    print(f"{known['rule']} with {m} workers")
     distances = ", ".join(
-        f"{each['spreads']:.2f} with {each['wrong']} wrong"
+        f"{each['spreads']:.2f} with {each['wrong']} Byzantine"
         for each in promise["distances"]
         if each["spreads"] is not None
     )
     print_facts(
         {
-            "survives": _survives(promise["survives"]),
+            "tolerates": _survives(promise["survives"]),
             "distance": (
-                f"from the honest mean at most, in honest spreads (RMS): {distances}"
+                f"from the honest mean at most, in standard deviations (RMS): {distances}"
                 if distances
                 else ""
             ),
             "theorem": (
-                f"Delta = {promise['delta']:.3g} with {promise['most']} wrong, in units of the"
+                f"Delta = {promise['delta']:.3g} with {promise['most']} Byzantine, in units of the"
                 " variance V"
                 if promise["delta"] is not None
                 else ""
             ),
-            "drops": f"{promise['expected_dropped']:.0%} of what an honest worker sends",
+            "drops": f"{promise['expected_dropped']:.0%} of the values of an honest worker",
             "servers": promise["servers"],
-            "weights": "workers may have weights" if promise["weighable"] else "not defined",
+            "weights": "supported" if promise["weighable"] else "not supported",
         }
     )
 
@@ -252,17 +252,17 @@ def _print_promise(known: dict[str, Any]) -> None:
 def _promise(rule: Rule, m: int) -> dict[str, Any]:
     survives = rule.tolerates(m)
     most = max(survives.rows, survives.values)
-    servers = "one server must have all columns"
+    servers = "one server needs all columns"
     if not rule.whole:
         servers = (
-            "each column on its own: servers need no others"
+            "each column on its own: servers exchange nothing"
             if rule.columnwise
-            else "servers exchange measurements of rows, and get the bits of one server"
+            else "servers exchange measurements of rows; the result is that of one server"
         )
     return {
         "survives": dataclasses.asdict(survives),
         "most": most,
-        "distances": [{"wrong": q, "spreads": rule.spreads(m, q)} for q in sorted({0, most})],
+        "distances": [{"wrong": q, "spreads": rule.error_bound(m, q)} for q in sorted({0, most})],
         "delta": rule.bound(m, most),
         "expected_dropped": rule.expected(m),
         "columnwise": rule.columnwise,
@@ -277,7 +277,7 @@ def _steps(text: str) -> list[str]:
 
 
 def _classes(rule: Rule, number: int) -> list[type[Stage]]:
-    """Return the classes of as many steps as were named; the median was added to others."""
+    """Return the classes of the first steps; a median that was added is left out."""
     steps = (*rule.stages, rule.rule) if isinstance(rule, Pipeline) else (rule,)
     return [type(step) for step in steps[:number]]
 
@@ -305,7 +305,7 @@ def _kind_of(step: str) -> str:
 
 
 def _missing(step: str) -> set[str]:
-    """Return what a step of ours must be told and is not."""
+    """Return the required parameters that a step of this package lacks."""
     if not _is_ours(step):
         return set()
     cls = _class(step)
@@ -341,10 +341,10 @@ def _survival(survives: dict[str, int] | None) -> str:
 
 def _survives(survives: dict[str, int]) -> str:
     if not any(survives.values()):
-        return "nothing is promised"
+        return "nothing"
     return (
-        f"{survives['rows']} wrong rows, whatever is in them, and {survives['values']} wrong values"
-        " in every column, wherever they are"
+        f"{survives['rows']} Byzantine rows, and {survives['values']} Byzantine values in every"
+        " column"
     )
 
 
@@ -352,14 +352,14 @@ def _limits(step: dict[str, Any], m: int) -> str:
     if step["condition"] is None:
         return ""
     if step["largest_b"] < 0:
-        return f"{step['condition']}: none is small enough for {m} workers"
+        return f"{step['condition']}: no b is small enough for {m} workers"
     return f"{step['condition']}: at most {step['largest_b']} of {m} workers"
 
 
 def _said_cost(step: dict[str, Any]) -> str:
     costs = published_costs()
     if step["cost"] is None:
-        return "not measured here: phocas bench --rule RULE measures it"
+        return "not measured: phocas bench --rule RULE measures it"
     return (
         f"{step['cost']:.2f} times torch.mean (processor time of {costs.rules[step['name']]},"
         f" {costs.m} x {costs.d:,}, {costs.machine['cpu']})"

@@ -1,4 +1,4 @@
-"""All about one run, in a terminal."""
+"""The description of one run on a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLACES = ("results", "data_dir", "name")
 
 
 def about_run(results: Results, record: RunRecord) -> dict[str, Any]:
-    """Return what there is to know of a run, for the screen or for JSON."""
+    """Return everything known about a run, for the terminal or for JSON."""
     curve = read_curve(results, record.id)
     metrics = {name: getattr(curve, name) for name in ("round", "seconds", "top1", "top3", "loss")}
     if curve.virtual is not None:
@@ -53,13 +53,13 @@ def about_run(results: Results, record: RunRecord) -> dict[str, Any]:
 
 
 def _turned_down(results: Results, run: int) -> int:
-    """Count the rows that a policy refused: finite ones along which no step was taken."""
+    """Count the finite rows that an asynchronous policy rejected."""
     rounds = results.table("rounds", run)
     return sum(row["action"] != "applied" and bool(row["finite"]) for row in rounds)
 
 
 def _clock(rounds: list[dict[str, Any]]) -> dict[str, float | int | None] | None:
-    """Sum up what the virtual clock showed, if there is one, and how late rows came by it."""
+    """Return the time of the virtual clock and the staleness of rows, if there is a clock."""
     if not rounds:
         return None
     stale = [row["staleness"] for row in rounds if row["staleness"] is not None]
@@ -72,7 +72,7 @@ def _clock(rounds: list[dict[str, Any]]) -> dict[str, float | int | None] | None
 
 
 def changed(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run that are not as they are by default, places left out.
+    """Return the settings of a run that differ from the defaults, without names and folders.
 
     >>> changed({"rule": "mean", "lr": 0.1, "results": "my.sqlite"})
     {'rule': 'mean'}
@@ -99,12 +99,12 @@ def print_run(known: dict[str, Any]) -> None:
     facts = {
         "status": _status(known),
         "trained": f"{known['model']} on {known['dataset']}, {workers}",
-        "settings": "; ".join(settings) or "all as they are by default",
+        "settings": "; ".join(settings) or "all defaults",
         "accuracy": _accuracies(known),
         "time": _times(known),
         "clock": _virtual(known),
         "lost": "" if known["lost"] is None else about_loss(known["lost"]),
-        "suspects": about_flags(suspects, config, known["byzantine"]) if suspects else "none",
+        "flagged": about_flags(suspects, config, known["byzantine"]) if suspects else "none",
         "unusual": listing(tuple(each for each in known["unusual"] if each not in suspects)),
         "servers": (
             f"{listing(tuple(known['suspect_servers']))} get wrong values"
@@ -113,8 +113,8 @@ def print_run(known: dict[str, Any]) -> None:
         ),
         "dropped": _dropped(known),
         "faults": "; ".join(config.get("faults") or []),
-        "not finite": _not_finite(known),
-        "turned down": (
+        "NaN or inf": _not_finite(known),
+        "rejected": (
             f"{known['turned_down']} of {known['rounds_done']} rows" if known["turned_down"] else ""
         ),
         "versions": ", ".join(f"{name} {version}" for name, version in known["versions"].items()),
@@ -134,8 +134,8 @@ def _status(known: dict[str, Any]) -> str:
     if known["message"]:
         text += f"; {known['message']}"
     if known["origin"]:
-        text += f"; goes on from {known['origin']}"
-    return f"{text}; begun {known['started']}"
+        text += f"; resumed from {known['origin']}"
+    return f"{text}; started {known['started']}"
 
 
 def _accuracies(known: dict[str, Any]) -> str:
@@ -152,10 +152,10 @@ def _accuracies(known: dict[str, Any]) -> str:
 def _times(known: dict[str, Any]) -> str:
     phases = {name: ms for name, ms in known["ms_by_phase"].items() if ms}
     if known["ms_per_round"] is None or not phases:
-        return "no round is done"
+        return "no round is complete"
     parts = sorted(phases.items(), key=lambda item: -item[1])
     told = ", ".join(f"{name} {ms:.2g}" for name, ms in parts)
-    return f"{known['ms_per_round']:.1f} ms a round (median); by phase: {told}"
+    return f"{known['ms_per_round']:.1f} ms per round (median); by phase: {told}"
 
 
 def _virtual(known: dict[str, Any]) -> str:
@@ -170,13 +170,13 @@ def _virtual(known: dict[str, Any]) -> str:
             f" {clock['most_staleness']}"
         )
     if clock["refused"]:
-        text += f"; {clock['refused']} rows were refused as staler than"
+        text += f"; {clock['refused']} rows were rejected as staler than"
         text += f" {known['config']['max_staleness']} steps"
     return text
 
 
 def _dropped(known: dict[str, Any]) -> str:
-    """Say whose values were left out most, beside the median of all."""
+    """Return the workers with the largest dropped shares, beside the median worker."""
     shares = [share or 0.0 for share in known["dropped"]]
     if not shares or max(shares) < _LITTLE:
         return ""
@@ -196,14 +196,14 @@ def _not_finite(known: dict[str, Any]) -> str:
 def _model(known: dict[str, Any]) -> str:
     if known["state"] is None:
         return ""
-    command = ["phocas", "export", "--model", str(known["id"])]
+    command = ["phocas", "results", "export", "--model", str(known["id"])]
     if known["results"] != "phocas.sqlite":
         command += ["--results", known["results"]]
     return shlex.join(command)
 
 
 def _plain(value: float) -> float | int | None:
-    """Return a value that JSON has: whole numbers as such, NaN and inf as null."""
+    """Return a value for JSON: integers without a fraction, NaN and inf as null."""
     found = float(value)
     if found.is_integer():
         return int(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -37,11 +38,11 @@ MAIN = (
     "virtual_deadline",
     "seed",
 )
-"""The settings that are said of any run that has them, even if all have the same."""
-# Their values say what they are.
+"""The settings that are shown for every run that has them, even if all have the same value."""
+# Settings whose values need no name beside them.
 _PLAIN = ("name", "dataset", "model", "rule", "attack", "split")
 
-# These change no result.
+# Settings that change no result.
 _UNTOLD = frozenset(
     {
         "results",
@@ -112,7 +113,7 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def common(configs: Sequence[Mapping[str, Any]], but: Collection[str] = ()) -> str:
-    """Say which main settings are the same in all configurations.
+    """Return the main settings that are the same in all configurations.
 
     >>> common([{"rule": "mean", "seed": 0}, {"rule": "mean", "seed": 1}])
     'mean'
@@ -125,7 +126,7 @@ def common(configs: Sequence[Mapping[str, Any]], but: Collection[str] = ()) -> s
 
 
 def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write of each configuration what tells it from the others; with names, no more than needed.
+    """Return the label of each configuration: the settings in which it differs from the others.
 
     >>> labels([{"rule": "mean", "seed": 0}, {"rule": "mean", "seed": 1}])
     ['mean, seed 0', 'mean, seed 1']
@@ -144,7 +145,7 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 def print_outcome(
     record: RunRecord, *, as_json: bool = False, model_file: Path | None = None
 ) -> None:
-    """Print how a run ended, where all of it is, and how to go on with it if it did not."""
+    """Print how a run ended, where its results are, and how to resume it if it is unfinished."""
     if as_json:
         print(json.dumps(outcome(record)))
     else:
@@ -153,9 +154,9 @@ def print_outcome(
     if record.nonfinite_rounds and not as_json:
         what = {"skip": "skipped", "stop": "stopped at", "apply": "applied"}
         print(
-            f"{record.nonfinite_rounds} rounds had an aggregate that was not finite, and were"
-            f" {what[record.config['on_nonfinite']]}: more values of a column were wrong than"
-            f" {record.rule} survives, and those of a worker that is late or silent count as wrong",
+            f"{record.nonfinite_rounds} rounds had an aggregate with NaN or inf, and were"
+            f" {what[record.config['on_nonfinite']]}: a column had more wrong values than"
+            f" {record.rule} tolerates; values of late or silent workers count as wrong",
             file=sys.stderr,
         )
     if record.lost is not None and not as_json:
@@ -166,20 +167,20 @@ def print_outcome(
             file=sys.stderr,
         )
     if record.status == "interrupted":
-        words = [word for word in sys.argv[1:] if word not in ("--resume", "--restart")]
+        words = [word for word in sys.argv[1:] if word != "--restart"]
         command = shlex.join(["phocas", *words])
-        print(f"{record.message}; go on with:\n  {command}", file=sys.stderr)
+        print(f"{record.message}; resume with:\n  {command}", file=sys.stderr)
 
 
 def about_loss(lost: int) -> str:
-    """Say what a lost model means."""
+    """Return a line about a run whose model was destroyed."""
     return f"model lost in round {lost}: evidence of later rounds is not counted"
 
 
 def about_flags(
     flagged: Sequence[int], config: Mapping[str, Any], byzantine: Sequence[int] | None
 ) -> str:
-    """Say what is known of flagged workers: what their data allow, and the truth of a simulation.
+    """Describe flagged workers, with the Byzantine ones of a simulation.
 
     >>> about_flags((0, 1), {"split": "iid"}, (0, 1))
     '0, 1: wrong beyond chance; in this simulation 0, 1 are Byzantine'
@@ -213,7 +214,8 @@ def _whereabouts(record: RunRecord, model_file: Path | None) -> str:
         return f"{text}, its model in {model_file}"
     if not state_path(results, record.id).exists():
         return text
-    command = ["phocas", "export", "--model", str(record.id), "--output", "model.safetensors"]
+    command = ["phocas", "results", "export", "--model", str(record.id)]
+    command += ["--output", "model.safetensors"]
     if results != "phocas.sqlite":
         command += ["--results", results]
     return f"{text}; its model: {shlex.join(command)}"
@@ -243,14 +245,14 @@ def print_table(
     prose: Collection[str] = (),
     optional: Sequence[str] = (),
 ) -> None:
-    """Print columns by heading; where there is no terminal, as wide as they are.
+    """Print a table by its columns, at most as wide as the terminal or as COLUMNS.
 
-    Only columns of prose are wrapped. Where a terminal is too narrow, columns that are optional are
-    left out, the first of them first, and that is said; then the widest is cut short.
+    Only columns of prose are wrapped. If the table is too wide, optional columns are left out in
+    their order, and a line says which; then the widest column is cut.
     """
     console = Console()
     widths = {heading: max(len(heading), *map(len, cells), 1) for heading, cells in columns.items()}
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=sum(widths.values()) + _GAP * len(widths), soft_wrap=True)
     fixed = {heading: width for heading, width in widths.items() if heading not in prose}
     left_out: list[str] = []
@@ -279,7 +281,7 @@ def print_table(
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
-    """Print what there is of some facts, each wrapped beside its name, in 80 columns."""
+    """Print the facts that are not empty, each wrapped beside its name, in 80 columns."""
     told = {name: text for name, text in facts.items() if text}
     margin = max(map(len, told), default=0) + _GAP
     for name, text in told.items():
@@ -295,7 +297,7 @@ def print_facts(facts: Mapping[str, str]) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table; where there is no terminal, as wide as it likes."""
+    """Print a table, in 200 columns if there is no terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
@@ -303,7 +305,7 @@ def show(table: Table) -> None:
 
 
 def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None) -> None:
-    """Print what runs have in common in a line, and what tells them apart in a table."""
+    """Print the settings that all runs share in a line, and those that differ in a table."""
     configs = [record.config for record in records]
     told = [key for key in differing(configs) if key != "rounds"]  # a column has those done too
     shared = common(configs)
@@ -325,15 +327,15 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
     alike = [record.config.get("split", "iid") == "iid" for record in records]
     flagged = [record.suspects for record in records]
     for heading, numbers in {
-        "suspects": [each if same else () for each, same in zip(flagged, alike, strict=True)],
+        "flagged": [each if same else () for each, same in zip(flagged, alike, strict=True)],
         "differing": [() if same else each for each, same in zip(flagged, alike, strict=True)],
         "unusual": [_besides(record.unusual, record.suspects) for record in records],
-        "suspect servers": [record.suspect_servers for record in records],
+        "flagged servers": [record.suspect_servers for record in records],
     }.items():
         if any(numbers):
             columns[heading] = list(map(listing, numbers))
     if any(record.origin for record in records):
-        columns["goes on from"] = [record.origin or "" for record in records]
+        columns["resumed from"] = [record.origin or "" for record in records]
     print_table(
         columns,
         right=("skipped", "rounds", "final", "best", "ms/round"),
@@ -341,18 +343,18 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
             "unusual",
             "ms/round",
             "best",
-            "goes on from",
+            "resumed from",
             "name",
-            "suspect servers",
+            "flagged servers",
             "differing",
-            "suspects",
+            "flagged",
             "model lost",
         ),
     )
 
 
 def grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return for all runs with the same settings under ``keys`` the mean and deviation over seeds.
+    """Return the mean and deviation over seeds of runs that share the settings ``keys``.
 
     The deviation is that of a sample, with n - 1; of one run there is none.
     """
@@ -372,7 +374,7 @@ def grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[str,
 
 
 def print_grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> None:
-    """Print means over seeds, and say if runs that are averaged differ in more than their seed."""
+    """Print means over seeds; a line names other settings in which averaged runs differ."""
     shared = common([record.config for record in records], but=(*keys, "seed"))
     if shared:
         print(shared)
@@ -402,7 +404,7 @@ def print_grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> None:
         if key not in ("seed", "name")
     }
     if mixed:
-        print("runs of one row differ in more than their seed; what tells them apart is")
+        print("runs of one row differ in more than their seed; to separate them use")
         print(f"  --by {','.join([*keys, *mixed])}")
 
 
@@ -447,7 +449,7 @@ def _value(config: Mapping[str, Any], key: str) -> str:
 
 
 def said(config: Mapping[str, Any], key: str) -> str:
-    """Write a setting so that it is clear which it is."""
+    """Return a setting with its name, unless the value is clear without it."""
     value = _value(config, key)
     if key == "attack":
         return "no attack" if value == "none" else value

@@ -1,8 +1,9 @@
 """Aggregation rules: frozen values that reduce m rows to one."""
 
-from phocas.rules.base import Chain, Explanation, Pipeline, PreAggregator, Rule, Told
+from phocas.deprecation import former_names
+from phocas.rules.base import Bounded, Chain, Explanation, Pipeline, PreAggregator, Rule
+from phocas.rules.cell_filter import CellFilter
 from phocas.rules.centres import CenteredClipping, GeometricMedian
-from phocas.rules.cleaning import Cleaning
 from phocas.rules.columnwise import (
     ColumnRule,
     MeaMed,
@@ -13,14 +14,14 @@ from phocas.rules.columnwise import (
     TrimmingRule,
 )
 from phocas.rules.function import FunctionRule
+from phocas.rules.guarantee import Tolerance
 from phocas.rules.heraclius import Heraclius
+from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
-from phocas.rules.promise import Tolerance
 from phocas.rules.relative import Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum, RowRule
-from phocas.rules.sharded import Evaluation
+from phocas.rules.sharded import ShardedAggregation
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
-from phocas.rules.watch import Watch
 from phocas.rules.weighting import Weighted
 
 __all__ = [
@@ -30,14 +31,14 @@ __all__ = [
     "PRE_AGGREGATORS",
     "RULES",
     "AdaptiveClipping",
+    "Bounded",
     "Bucketing",
     "Bulyan",
+    "CellFilter",
     "CenteredClipping",
     "Chain",
-    "Cleaning",
     "Clipping",
     "ColumnRule",
-    "Evaluation",
     "Explanation",
     "FunctionRule",
     "GeometricMedian",
@@ -46,6 +47,7 @@ __all__ = [
     "MeaMed",
     "Mean",
     "Median",
+    "Monitor",
     "MultiKrum",
     "Phocas",
     "Pipeline",
@@ -53,12 +55,19 @@ __all__ = [
     "Relative",
     "RowRule",
     "Rule",
-    "Told",
+    "ShardedAggregation",
     "Tolerance",
     "TrimmedMean",
     "TrimmingRule",
-    "Watch",
     "Weighted",
     "aggregate",
     "parse_rule",
 ]
+
+FORMER_NAMES = {
+    "Cleaning": "CellFilter",
+    "Evaluation": "ShardedAggregation",
+    "Told": "Bounded",
+    "Watch": "Monitor",
+}
+__getattr__ = former_names(__name__, FORMER_NAMES)

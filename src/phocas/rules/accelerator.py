@@ -1,13 +1,15 @@
-"""The same rules by torch operations, for rows that live on an accelerator.
+"""Matrices on an accelerator, reduced by torch operations.
 
-Semantics are those of the kernels; the bits of sums may differ. Columns are worked on in blocks, so
-that memory stays bounded.
+The semantics are those of the CPU kernels; the rounding of sums may differ. Columns are processed
+in ranges, so that memory is bounded. The scale of a block of columns is the root mean square of the
+radii of its columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,201 +18,217 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.kernels import BLOCK_COLUMNS, PLAIN_MEAN, Window
-from phocas.rules import measures
 from phocas.rules.algebra import (
-    UNMIXED,
-    Clean,
-    Decision,
     Distances,
     Floats,
-    Function,
-    Plausible,
+    OutlierShares,
     Radii,
     Request,
-    by_function,
     needs_double,
     wants_double,
 )
+from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
+from phocas.rules.measures import Partial, of_columns
 
 BLOCK_VALUES = 1 << 24
+CUT_BLOCKS = (
+    "shards of a rule that goes by blocks of columns must be in host memory: move the tensor to the"
+    " CPU first"
+)
 
 
-class DeviceMatrix:
+def ranges(tensors: list[Any]) -> list[ColumnRange]:
+    """Return the ranges of columns of a matrix, each an (m, n) tensor or m tensors of n values."""
+    widths = [int(each[0].numel()) for each in tensors]
+    starts = [0, *accumulate(widths)]
+    return [
+        ColumnRange(start, width, each, str(each[0].dtype).removeprefix("torch."))
+        for start, width, each in zip(starts, widths, tensors, strict=False)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beyond:
+    """The cells that a filter replaces, stored as the scales from which the cells are computed.
+
+    Attributes:
+        window: the window; cells farther than twice its cutoff are replaced.
+        rows: the number of rows to consider, from the first.
+        spreads: the scale of each column's block.
+        found: the number of replaced cells of each row.
+    """
+
+    window: Window
+    rows: int
+    spreads: torch.Tensor
+    found: Floats
+
+    def counts(self) -> Floats:
+        """Return how many cells of each row are replaced."""
+        return self.found
+
+    def partial(self) -> Partial:
+        """Raise TypeError, because the scales of split blocks are exchanged in host memory only."""
+        raise TypeError(CUT_BLOCKS)
+
+    def of(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which cells of a range of columns are replaced, and the centres of the columns."""
+        near = nearest(rows[: self.rows], self.window)
+        known = self.spreads[start : start + rows.shape[1]]
+        _, outside = _beyond(near, self.window.cutoff, known)
+        others = outside.new_zeros(len(rows) - self.rows, rows.shape[1])
+        return torch.cat([outside, others]), near.centre
+
+
+class DeviceMatrix(Matrix):
     """The m x d matrix as (m, n) tensors, one for each range of columns."""
 
     def __init__(self, tensors: list[torch.Tensor], rebuild: Callable[[list[Any]], Any]) -> None:
-        self.tensors = [tensor.detach() for tensor in tensors]
+        self.pieces = ranges([tensor.detach() for tensor in tensors])
         self.m = len(tensors[0])
-        self.d = sum(tensor.shape[1] for tensor in tensors)
         self.rebuild = rebuild
-        self._known: dict[Window, torch.Tensor] = {}
+        self._replaced: tuple[Beyond, torch.Tensor] | None = None
 
-    def measure(self, request: Request | Plausible) -> Floats:
-        """Answer a rule's question about whole rows."""
-        if isinstance(request, Plausible):
-            return self._implausible(request.window)
+    def blocks(self, piece: ColumnRange) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield the columns of a tensor in blocks that bound the memory."""
+        step = max(1, BLOCK_VALUES // max(1, self.m))
+        for begin in range(0, piece.columns, step):
+            end = min(piece.columns, begin + step)
+            block = piece.arrays[:, begin:end]
+            if self._replaced is not None:
+                beyond, excluded = self._replaced
+                rows = _computed(block)
+                outside, centre = beyond.of(rows, piece.start + begin)
+                rows = torch.where(outside, centre, rows)
+                block = rows.masked_fill(excluded[:, None], torch.nan).to(block.dtype)
+            yield begin, end, block
+
+    def _all(self) -> Iterator[torch.Tensor]:
+        return (rows for piece in self.pieces for _, _, rows in self.blocks(piece))
+
+    def measure(self, request: Request) -> Floats:
+        """Measure squared distances or norms of the rows on the device, a range at a time."""
         pairs = isinstance(request, Distances)
         k = self.m if request.weights is None else len(request.weights)
         result = np.zeros((k, k) if pairs else k)
-        for number in range(len(self.tensors)):
-            for block in self._blocks(number, request.clean):
-                result += _squares(_asked(block, request), pairs=pairs)
+        for block in self._all():
+            result += _squares(_asked(block, request), pairs=pairs)
         return result + result.T if pairs else result
 
-    def partial(self, request: Request | Radii | Plausible, start: int = 0) -> measures.Partial:
-        """Return what these columns contribute, if they begin at column ``start`` of more."""
-        asked = without_blocks(request)
-        k = self.m if asked.weights is None else len(asked.weights)
-        result = measures.Partial(k)
-        for block in (block for tensor in self.tensors for block in _blocks(tensor)):
+    def measured(self, request: Request | Radii, start: int, rows: torch.Tensor) -> Partial:
+        """Measure a range of columns; squares are summed in granules, fixed numbers of columns."""
+        if isinstance(request, Radii):
+            raise TypeError(CUT_BLOCKS)
+        asked, pairs = _asked(rows, request), isinstance(request, Distances)
+        k = len(asked)
 
-            def sums(begin: int, end: int, block: torch.Tensor = block) -> Floats:
-                rows = _asked(block[:, begin:end], asked)
-                granules = rows.reshape(k, -1, kernels.granule_columns(k))
-                found = _squares(granules, pairs=isinstance(asked, Distances))
-                return kernels.packed_sums(np.moveaxis(found, -1, 0))
+        def sums(begin: int, end: int) -> Floats:
+            granules = asked[:, begin:end].reshape(k, -1, kernels.granule_columns(k))
+            return kernels.packed_sums(np.moveaxis(_squares(granules, pairs=pairs), -1, 0))
 
-            def values(begin: int, end: int, block: torch.Tensor = block) -> NDArray[Any]:
-                return np.asarray(_asked(block[:, begin:end], asked).cpu().numpy())
+        def values(begin: int, end: int) -> NDArray[Any]:
+            return np.asarray(asked[:, begin:end].cpu().numpy())
 
-            result += measures.of_columns(k, start, block.shape[1], sums, values)
-            start += block.shape[1]
+        return of_columns(k, start, rows.shape[1], sums, values)
+
+    def block_spreads(self, reduction: Reduction) -> torch.Tensor:
+        """Return, for each column, the scale of its block; a block may span several tensors."""
+        weights, window = reduction.mix.weights, reduction.window
+        none = _computed(self.pieces[0].arrays[0, :0])
+        found = (nearest(_mixed(_computed(each), weights), window).radius for each in self._all())
+        return _spreads(torch.cat([none, *found]))
+
+    def outliers(self, request: OutlierShares, start: int = 0) -> Beyond:
+        """Count the cells that a filter replaces."""
+        del start
+        rows = self.m if request.rows is None else request.rows
+        firsts = [piece.arrays[:rows] for piece in self.pieces]
+        spreads = DeviceMatrix(firsts, self.rebuild).block_spreads(Reduction(request.window))
+        found = Beyond(request.window, rows, spreads, np.zeros(self.m))
+        for piece in self.pieces:
+            for begin, _, block in self.blocks(piece):
+                outside, _ = found.of(_computed(block), piece.start + begin)
+                found.found[:] += outside.sum(dim=1).cpu().numpy()
+        return found
+
+    def filtered(self, outliers: Beyond, excluded: NDArray[np.bool_]) -> DeviceMatrix:
+        """Return the matrix with these cells replaced by the centres of their columns."""
+        result = DeviceMatrix([piece.arrays for piece in self.pieces], self.rebuild)
+        there = torch.from_numpy(excluded).to(self.pieces[0].arrays.device)
+        result._replaced = outliers, there
         return result
 
-    def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
-        """Clean, mix and reduce; count what was dropped of each mixed row, wherever they begin."""
-        del start
-        if decision.function is not None:
-            return self._by_function(decision, decision.function)
-        if decision.clean is not None and decision.window.watched:
-            if counts is not None:
-                window = replace(decision.window, watched=False)
-                self.apply(replace(decision, window=window), counts)
-            return self.apply(Decision(decision.plain or UNMIXED, PLAIN_MEAN), None)
-        answers = []
-        spreads = self._spreads(decision) if decision.window.reach else None
-        done = 0
-        for number, tensor in enumerate(self.tensors):
-            parts = []
-            for block in self._blocks(number, decision.clean):
-                end = done + block.shape[1]
-                known = None if spreads is None else spreads[done:end]
-                parts.append(self._reduce(block, decision, counts, known))
-                done = end
-            answers.append(torch.cat(parts) if parts else tensor.new_empty(0))
-        return self.rebuild(answers)
+    def empty(self, piece: ColumnRange, reduction: Reduction, rows: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor of the stored type."""
+        del reduction, rows
+        found: torch.Tensor = piece.arrays.new_empty(piece.columns)
+        return found
 
-    def _blocks(self, number: int, clean: Clean | None) -> Iterator[torch.Tensor]:
-        """Yield the columns of a tensor, cleaned."""
-        if clean is None:
-            yield from _blocks(self.tensors[number])
-            return
-        window = clean.plausible.window
-        spreads = self._own_spreads(window)
-        done = sum(tensor.shape[1] for tensor in self.tensors[:number])
-        out = torch.from_numpy(clean.out).to(self.tensors[number].device)
-        for block in _blocks(self.tensors[number]):
-            rows, known = _computed(block), spreads[done : done + block.shape[1]]
-            found = nearest(rows, window)
-            _, outside = _beyond(found, window.reach, known)
-            cleaned = torch.where(outside, found.centre, rows)
-            yield cleaned.masked_fill(out[:, None], torch.nan).to(block.dtype)
-            done += block.shape[1]
-
-    def _implausible(self, window: Window) -> Floats:
-        """Return the share of each row that is beyond twice the reach of a window."""
-        spreads = self._own_spreads(window)
-        counts, done = np.zeros(self.m), 0
-        for tensor in self.tensors:
-            for block in _blocks(tensor):
-                known = spreads[done : done + block.shape[1]]
-                _, outside = _beyond(nearest(_computed(block), window), window.reach, known)
-                counts += outside.sum(dim=1).cpu().numpy()
-                done += block.shape[1]
-        return counts / max(1, self.d)
-
-    def _own_spreads(self, window: Window) -> torch.Tensor:
-        """Return the spreads of the rows as they are, which are asked for again and again."""
-        if window not in self._known:
-            self._known[window] = self._spreads(Decision(UNMIXED, window))
-        return self._known[window]
-
-    def _by_function(self, decision: Decision, function: Function) -> Any:
-        """Give all mixed rows to a function at once, as an array in host memory."""
-        blocks = [
-            _mixed(_computed(block), decision.mix.weights)
-            for number in range(len(self.tensors))
-            for block in self._blocks(number, decision.clean)
-        ]
-        rows = torch.cat(blocks, dim=1)
-        values = torch.from_numpy(by_function(function, rows.numpy(force=True)))
-        parts = torch.split(values, [tensor.shape[1] for tensor in self.tensors])
-        return self.rebuild([part.to(like) for part, like in zip(parts, self.tensors, strict=True)])
-
-    def _spreads(self, decision: Decision) -> torch.Tensor:
-        """Return the spread of each column's block, which may lie in several tensors."""
-        none = _computed(self.tensors[0][0, :0])
-        radii = torch.cat(
-            [
-                none,
-                *(
-                    nearest(_mixed(_computed(block), decision.mix.weights), decision.window).radius
-                    for number in range(len(self.tensors))
-                    for block in self._blocks(number, decision.clean)
-                ),
-            ]
-        )
-        radii = torch.where(radii.isfinite(), radii, 0)
-        sizes = torch.ones_like(radii)
-        blocks, sizes = (
-            torch.nn.functional.pad(each, (0, -self.d % BLOCK_COLUMNS)).view(-1, BLOCK_COLUMNS)
-            for each in (radii, sizes)
-        )
-        # Around the largest, so that no square overflows.
-        largest = blocks.amax(dim=1).clamp(min=torch.finfo(radii.dtype).tiny)
-        squares = (blocks / largest[:, None]).square().sum(dim=1)
-        spreads = (squares / sizes.sum(dim=1)).sqrt() * largest
-        return spreads.repeat_interleave(BLOCK_COLUMNS)[: self.d]
-
-    def _reduce(
+    def reduce_block(
         self,
-        block: torch.Tensor,
-        decision: Decision,
-        counts: NDArray[np.int64] | None,
-        spreads: torch.Tensor | None,
-    ) -> torch.Tensor:
-        weights, window = decision.mix.weights, decision.window
-        rows = _computed(block)
-        if weights is not None and needs_double(weights) and rows.device.type != "mps":
-            rows = rows.double()
-        rows = _mixed(rows, weights)
+        reduction: Reduction,
+        start: int,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        counts: Counts | None,
+    ) -> None:
+        """Mix and reduce a block; a window with a cutoff uses the scales of the columns' blocks."""
+        weights, computed = reduction.mix.weights, _computed(rows)
+        wide = weights is not None and needs_double(weights) and rows.device.type != "mps"
+        mixed = _mixed(computed.double() if wide else computed, weights)
         if weights is not None and len(weights) == 1:
-            value, outside = rows[0], None
-        else:
-            value, outside = window_mean(rows, window, spreads)
-        if window.watched:
-            plain = None if decision.plain is None else decision.plain.weights
-            value = window_mean(_mixed(_computed(block), plain), PLAIN_MEAN)[0]
+            out.copy_(mixed[0])
+            return
+        spreads = reduction.spreads
+        known = None if spreads is None else spreads[start : start + rows.shape[1]]
+        value, outside = window_mean(mixed, reduction.window, known)
+        out.copy_(window_mean(computed, PLAIN_MEAN)[0] if reduction.mean else value)
         if counts is not None and outside is not None:
             counts += outside.sum(dim=1).cpu().numpy()
-        return value.to(block.dtype)
+
+    def values(self, rows: torch.Tensor, weights: Floats | None) -> NDArray[np.floating]:
+        """Return a copy of a block in host memory."""
+        return np.array(_mixed(_computed(rows), weights).numpy(force=True))
+
+    def stored(self, piece: ColumnRange, values: Any) -> torch.Tensor:
+        """Return values in the type and on the device of the rows."""
+        found = piece.arrays.new_empty(0) if values is None else torch.as_tensor(values)
+        return found.to(piece.arrays)
+
+
+def _spreads(radii: torch.Tensor) -> torch.Tensor:
+    """Return, for each column, the scale of its block, from the radii of all columns.
+
+    The scale is the root mean square of the radii of the block's columns.
+    """
+    d = len(radii)
+    radii = torch.where(radii.isfinite(), radii, 0)
+    blocks, sizes = (
+        torch.nn.functional.pad(each, (0, -d % BLOCK_COLUMNS)).view(-1, BLOCK_COLUMNS)
+        for each in (radii, torch.ones_like(radii))
+    )
+    # Divide by the largest radius, so that no square overflows.
+    largest = blocks.amax(dim=1).clamp(min=torch.finfo(radii.dtype).tiny)
+    squares = (blocks / largest[:, None]).square().sum(dim=1)
+    spreads = (squares / sizes.sum(dim=1)).sqrt() * largest
+    return spreads.repeat_interleave(BLOCK_COLUMNS)[:d]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nearest:
-    """The values of a column nearest to its centre; distances are halved, so as not to overflow."""
+    """The values of each column nearest to its centre; distances are halved to avoid overflow."""
 
     rows: torch.Tensor
-    """All values; NaN is +inf."""
+    """All values, with +inf in place of NaN."""
     centre: torch.Tensor
     kept: torch.Tensor
     """The distances of the values nearest to the centre."""
     chosen: torch.Tensor
-    """These values."""
+    """The values nearest to the centre."""
 
     @property
     def radius(self) -> torch.Tensor:
-        """Return the distance to the farthest of them."""
+        """Return, for each column, half the distance from the centre to the farthest kept value."""
         return self.kept.abs().amax(dim=0)
 
 
@@ -219,7 +237,7 @@ def window_mean(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the mean of each column's window, and which values are outside it.
 
-    ``spreads`` are those of the columns' blocks, halved, for a window with a reach.
+    ``spreads`` are the halved scales of the columns' blocks, for a window with a cutoff.
     """
     m = len(rows)
     if window.plain:
@@ -232,19 +250,22 @@ def window_mean(
     found = nearest(rows, window)
     y, radius = found.centre, found.radius
     if spreads is not None:
-        return _reaching(found, window.reach, spreads)
+        return _reaching(found, window.cutoff, spreads)
     value = y + 2 * (found.kept / len(found.kept)).sum(dim=0)
     value = value.clamp(found.chosen.amin(dim=0), found.chosen.amax(dim=0))
     return value, (found.rows / 2 - y / 2).abs() > radius
 
 
 def _reaching(
-    found: Nearest, reach: float, spreads: torch.Tensor
+    found: Nearest, cutoff: float, spreads: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Average with weights that fall beyond the reach."""
+    """Return the weighted mean of each column, and which cells have weight 0.
+
+    Weights fall from 1 at the cutoff to 0 at twice the cutoff.
+    """
     distances = found.rows / 2 - found.centre / 2
     lengths, radius = distances.abs(), found.radius
-    full, outside = _beyond(found, reach, spreads)
+    full, outside = _beyond(found, cutoff, spreads)
     weights = ((2 * full - lengths) / full).clamp(0, 1)
     weights = torch.where(lengths <= radius, 1, weights).masked_fill(outside, 0)
     share = weights / weights.sum(dim=0)
@@ -255,36 +276,38 @@ def _reaching(
 
 
 def _beyond(
-    found: Nearest, reach: float, spreads: torch.Tensor
+    found: Nearest, cutoff: float, spreads: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return up to where values count in full, and which are beyond twice as far."""
+    """Return the distance up to which values have weight 1, and the cells beyond twice as far."""
     lengths = (found.rows / 2 - found.centre / 2).abs()
     largest = torch.finfo(lengths.dtype).max
-    full = (torch.maximum(found.radius, spreads) * reach).clamp(max=largest)
+    full = (torch.maximum(found.radius, spreads) * cutoff).clamp(max=largest)
     return full, lengths > torch.maximum(found.radius, (2 * full).clamp(max=largest))
 
 
 def _ordered(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows with +inf for NaN, and their columns sorted."""
+    """Return the rows with +inf in place of NaN, and a copy of these rows with sorted columns."""
     rows = torch.where(rows.isnan(), torch.inf, rows)
     return rows, rows.sort(dim=0).values
 
 
 def _centre(values: torch.Tensor) -> torch.Tensor:
-    """Average around a member, as in the kernels: equal values are exact, nothing overflows."""
+    """Average the differences from the first value, as in the kernels.
+
+    The mean of equal values is then exact, and no sum overflows.
+    """
     size = len(values)
     return values[0] + (values / size - values[:1] / size).sum(dim=0)
 
 
 def nearest(rows: torch.Tensor, window: Window) -> Nearest:
-    """Find the values of each column that are nearest to the mean of its middle."""
+    """Find the values of each column that are nearest to its trimmed mean."""
     m = len(rows)
     rows, wires = _ordered(rows)
-    wires = rows.sort(dim=0).values
     y = _centre(wires[window.trim : m - window.trim])
     b = window.drop or 0
     distances = wires / 2 - y / 2
-    # The window has one value of each place modulo m - b, the nearest.
+    # Of the sorted values whose indices are equal modulo m - b, the window has the nearest.
     kept, chosen = distances[: m - b].clone(), wires[: m - b].clone()
     for start in range(m - b, m, m - b):
         others = distances[start : start + m - b]
@@ -295,27 +318,17 @@ def nearest(rows: torch.Tensor, window: Window) -> Nearest:
     return Nearest(rows, y, kept, chosen)
 
 
-def without_blocks(request: Request | Radii | Plausible) -> Request:
-    """Refuse what goes by blocks that are cut: their spreads are exchanged in host memory only."""
-    if isinstance(request, Radii | Plausible) or request.clean is not None:
-        raise TypeError(
-            "shards of a rule that goes by blocks of columns must be in host memory: move the"
-            " tensor to the CPU first"
-        )
-    return request
-
-
 def _asked(block: torch.Tensor, request: Request) -> torch.Tensor:
-    """Return the rows that a request is about, in the precision that it wants."""
+    """Return the rows that a request measures, in its precision."""
     rows = _computed(block)
     rows = rows.double() if wants_double(request) and rows.device.type != "mps" else rows
     return _mixed(rows, request.weights) * request.scale
 
 
 def _squares(rows: torch.Tensor, *, pairs: bool) -> NDArray[np.float64]:
-    """Return the sums along the last axis of squared differences above the diagonal, or of squares.
+    """Return sums along the last axis: of squared differences of pairs of rows, or of squares.
 
-    What is not a number is far away.
+    Pairs are above the diagonal. A sum of NaN becomes +inf.
     """
     if not pairs:
         found = rows.square().sum(dim=-1)
@@ -327,18 +340,12 @@ def _squares(rows: torch.Tensor, *, pairs: bool) -> NDArray[np.float64]:
     return np.asarray(found.nan_to_num(torch.inf, torch.inf).cpu().double().numpy())
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    step = max(1, BLOCK_VALUES // max(1, len(tensor)))
-    for start in range(0, tensor.shape[1], step):
-        yield tensor[:, start : start + step]
-
-
 def _computed(block: torch.Tensor) -> torch.Tensor:
     return block.float() if block.dtype in (torch.float16, torch.bfloat16) else block
 
 
 def _mixed(rows: torch.Tensor, weights: Floats | None) -> torch.Tensor:
-    """Return ``weights @ rows``, where a row without weight is not touched, NaN or not."""
+    """Return ``weights @ rows``, where NaN and inf times the weight 0 are 0."""
     if weights is None:
         return rows
     matrix = torch.as_tensor(weights, dtype=rows.dtype, device=rows.device)

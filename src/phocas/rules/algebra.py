@@ -1,10 +1,10 @@
-"""The algebra of rules: clean the cells, mix the rows, reduce each column; two may be left out.
+"""The algebra of rules: filter the cells, mix the rows, reduce each column.
 
-What is implausible in a column is known from its block of columns; which rows are mostly
-implausible, and out, is a sum over columns. A rule's mix is worked out from a few small
-measurements of the cleaned rows, which are sums over columns too. It is written as a generator that
-yields what it wants to know and returns the :class:`Mix`; whoever runs it decides where the rows
-are: in one array, on twenty servers or on an accelerator.
+The filter and the mix are optional. Whether a cell is replaced depends on its block of columns
+alone. Which rows are excluded depends on a sum over columns. The mix depends on a few measurements
+of the filtered rows, such as distances, which are sums over columns as well. A generator computes
+the mix: it yields requests for measurements and returns the :class:`Mix`.
+:mod:`phocas.rules.execution` runs the generator and measures, wherever the rows are stored.
 """
 
 from __future__ import annotations
@@ -12,117 +12,101 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import Weighing, Window
 
-if TYPE_CHECKING:
-    from phocas.rules.measures import Partial
-
 Floats: TypeAlias = NDArray[np.float64]
 
-# Distances between so many mixes follow from those between rows in milliseconds. The work grows
-# with the fourth power of their number: more are faster measured.
+# Up to this number of mixed rows, their distances are derived from those between rows, which takes
+# milliseconds. The work grows with the fourth power of the number: beyond it, measuring is faster.
 DERIVED_ROWS = 64
 
-MOSTLY = 0.5  # the share of a row that is implausible, above which the row is out
+MOSTLY = 0.5  # a row with a larger share of replaced cells is excluded
 
 
 @dataclass(frozen=True, slots=True)
-class Plausible:
-    """Ask what share of each row is implausible: beyond twice the reach of a window.
+class OutlierShares:
+    """A request for the share of each row's cells that are beyond twice the cutoff of a window.
 
-    ``spreads`` are those of the blocks of columns that are cut, by number; None if there is no more
-    than the columns at hand. Only the first ``rows`` rows are looked at, if that is not None.
+    Attributes:
+        window: the window around each column's centre.
+        rows: the number of rows to consider, from the first; None: all rows.
+        spreads: the scale of each block of columns that is split between servers, by block number;
+            None: no block is split.
     """
 
     window: Window
-    spreads: Mapping[int, float] | None = None
     rows: int | None = None
+    spreads: Mapping[int, float] | None = None
 
     def radii(self, m: int) -> Radii:
-        """Ask for the radii that the spreads of cut blocks are made of."""
-        weights = None if self.rows is None else select(m, np.arange(self.rows))
-        return Radii(self.window, weights)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Clean:
-    """The cleaned rows: the centre of its column stands for each implausible value.
-
-    Rows that are ``out`` are NaN. ``shares`` is what is implausible of each row.
-    """
-
-    plausible: Plausible
-    shares: Floats
-    out: NDArray[np.bool_]
-
-    @property
-    def lost(self) -> Floats:
-        """Return the share of each row that is not its own any more."""
-        return np.where(self.out, 1.0, self.shares)
+        """Return the request for the radii from which the scales of split blocks are computed."""
+        return Radii(self.window, None if self.rows is None else select(m, np.arange(self.rows)))
 
 
 @dataclass(frozen=True, slots=True)
-class Cleanup:
-    """How rows are cleaned: what is implausible, and how many rows may be out.
+class Filtering:
+    """A cell filter: it replaces outlying cells by their column's centre, and may exclude rows.
 
-    With ``rows``, only so many are cleaned, the first ones.
+    Attributes:
+        request: the request for the share of replaced cells of each row.
+        most: the largest number of rows that may be excluded.
     """
 
-    window: Window
+    request: OutlierShares
     most: int
-    rows: int | None = None
 
-    def plausible(self, spreads: Mapping[int, float] | None = None) -> Plausible:
-        """Ask what share of each row is implausible."""
-        return Plausible(self.window, spreads, self.rows)
+    def excluded(self, shares: Floats) -> NDArray[np.bool_]:
+        """Exclude rows with more than half of their cells replaced, worst first, at most ``most``.
 
-    def clean(self, plausible: Plausible, shares: Floats) -> Clean:
-        """Put those rows out that are mostly implausible; if they are too many, the worst."""
+        Args:
+            shares: the share of replaced cells of each row.
+        """
         worst = np.argsort(-shares, kind="stable")[: self.most]
         out = np.zeros(len(shares), bool)
         out[worst] = shares[worst] > MOSTLY
-        return Clean(plausible, shares, out)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """Ask for the squared distances between the rows, or between ``weights @ rows``.
+    """A request for the squared distances between the rows, or between ``weights @ rows``.
 
-    ``wide`` asks for double precision, for rows whose squares single precision cannot hold.
-    ``scale``, a power of two, is multiplied to the rows first, in double precision: for rows whose
-    squares even that cannot hold.
+    Attributes:
+        weights: the mix that is measured; None: the rows.
+        wide: whether to compute in double precision, for squares outside the range of single.
+        scale: a power of two by which the rows are multiplied first, in double precision, for
+            squares outside the range of double precision.
     """
 
     weights: Floats | None = None
     wide: bool = False
     scale: float = 1.0
-    clean: Clean | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Ask for the squared norms of the rows, or of ``weights @ rows``, times ``scale``."""
+    """A request for the squared norms of the rows, or of ``weights @ rows``, times ``scale``."""
 
     weights: Floats | None = None
     scale: float = 1.0
-    clean: Clean | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Radii:
-    """Ask for the radii of a window's columns in those blocks of columns that are cut.
+    """A request for the radius of a window in each column of split blocks.
 
-    Whoever holds a block as a whole works its spread out alone.
+    The radius is the distance from the centre to the farthest value that the window always keeps.
+    A block of columns is split if several servers have a part of its columns. The scale of a block
+    (root mean square of its radii) that one server has as a whole needs no request.
     """
 
     window: Window
     weights: Floats | None = None
-    clean: Clean | None = None
     weighing: Weighing | None = None
 
 
@@ -132,7 +116,7 @@ Choice = TypeVar("Choice")
 
 
 def wants_double(request: Request) -> bool:
-    """Tell whether a request's squares are added in double precision."""
+    """Tell whether the squares of a request are added in double precision."""
     return isinstance(request, Norms) or request.wide or request.scale != 1
 
 
@@ -146,39 +130,42 @@ def _chosen(weights: Floats) -> NDArray[np.intp] | None:
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """The rows that are reduced: all m of them, or ``weights @ rows``.
+    """The rows to reduce: all m of them, or ``weights @ rows``.
 
-    ``fair`` is the weight that a worker has in them if nothing of it is lost, for blame. ``norms``
-    answers requests for the squared norms of the mixed rows where they are known without measuring.
+    Attributes:
+        weights: one row of weights for each mixed row; None: the rows are not mixed.
+        fair: the weight of a worker in the mixed rows if nothing of the worker is dropped.
+        norms: a function that returns the squared norms of the mixed rows if they are known without
+            measuring.
     """
 
     weights: Floats | None = None
     fair: float | Floats = 1.0
     norms: Callable[[Norms], Floats] | None = None
     selected: NDArray[np.intp] | None = field(init=False)
-    """The indices of the rows if the mix only selects some."""
+    """The indices of the selected rows if the mix only selects rows, else None."""
 
     def __post_init__(self) -> None:
-        """Find out whether rows are only selected.
+        """Find out whether the mix only selects rows.
 
-        Not when it is first asked: a cached_property has a lock, which a child of a process that
-        was forked in that moment would wait for without end.
+        This is not a cached_property: its lock would block a child process forever that was forked
+        while the lock was held.
         """
         object.__setattr__(
             self, "selected", None if self.weights is None else _chosen(self.weights)
         )
 
     def after(self, first: Mix) -> Mix:
-        """Return the mix that does ``first`` and then this one."""
+        """Return the mix that applies ``first`` and then this mix."""
         if first.weights is None:
             return self
         if self.weights is None:
             return first
-        # NumPy multiplies zeros too, and a rule that is lost has NaN weights only.
+        # The weights of a rule without a result are NaN (see lost), also times zero.
         with np.errstate(invalid="ignore"):
             weights = self.weights @ first.weights
         fair = self.fair
-        if np.ndim(fair) and np.ndim(first.fair):  # buckets of buckets: each worker is in one
+        if np.ndim(fair) and np.ndim(first.fair):  # buckets of buckets
             fair = np.asarray(fair)[first.weights.argmax(axis=0)]
         return Mix(weights, fair * first.fair, self.norms)
 
@@ -195,12 +182,12 @@ def select(m: int, indices: NDArray[np.intp]) -> Floats:
 
 
 def heaviest(units: NDArray[np.int64], count: int) -> int:
-    """Return the mass of so many of the heaviest."""
+    """Return the sum of the ``count`` largest weights."""
     return int(np.sort(units)[::-1][:count].sum())
 
 
 def weighted_mean(mix: Mix, units: NDArray[np.int64]) -> Mix:
-    """Return the mean, by weight, of the rows that a mix selects; one mixed row is its own mean."""
+    """Return the weighted mean of the rows that a mix selects; other mixes stay unchanged."""
     if mix.weights is None:
         return Mix((units / units.sum())[None, :])
     if mix.selected is None:
@@ -210,14 +197,14 @@ def weighted_mean(mix: Mix, units: NDArray[np.int64]) -> Mix:
 
 
 def lost(m: int) -> Mix:
-    """Return the mix of a rule that finds nothing to hold on to: NaN, for everyone to see."""
+    """Return the mix of a rule without a valid result: a row of NaN."""
     return Mix(np.full((1, m), np.nan))
 
 
 def measured_distances() -> Generator[Request, Floats, tuple[Floats, Distances]]:
-    """Ask for distances, and again if most of their squares are out of single precision's range.
+    """Request distances, and again in double precision if most squares are out of range.
 
-    Returns them with the request that got them: squares are as scaled there.
+    Returns the squared distances, and the request that defines their scale.
     """
     request = Distances()
     squared = yield request
@@ -227,12 +214,12 @@ def measured_distances() -> Generator[Request, Floats, tuple[Floats, Distances]]
 
 
 def chosen(choose: Callable[[Floats], tuple[Choice, bool]]) -> Generator[Request, Floats, Choice]:
-    """Choose rows by their squared distances, and again if the choice rests on an infinite one.
+    """Choose rows by their squared distances, and again if the choice uses an infinite distance.
 
-    ``choose`` returns its choice, and whether all distances that the choice rests on are finite.
-    The square of 1e20 is infinite in single precision and finite in double precision, in which
-    far rows are distinguished from farther ones. Norms show first, for less, whether
-    any distance of rows without NaN and inf is infinite.
+    ``choose`` returns its choice, and whether all distances that it used are finite. The square of
+    1e20 is infinite in single precision and finite in double precision, so double precision can
+    compare distant rows. Norms are measured first, because they are cheaper: they show which rows
+    have no NaN and inf, and only those justify measuring distances again.
     """
     squared, request = yield from measured_distances()
     found, finite = choose(squared)
@@ -246,9 +233,9 @@ def chosen(choose: Callable[[Floats], tuple[Choice, bool]]) -> Generator[Request
 def measured_norms(
     typical: Callable[[Floats], float],
 ) -> Generator[Request, Floats, tuple[Floats, Norms]]:
-    """Ask for norms, whose squares are scaled if the typical one would be out of range.
+    """Request squared norms, scaled if the typical one would be out of range.
 
-    Returns them with the request that got them: squares are as scaled there.
+    Returns the squared norms, and the request that defines their scale.
     """
     return (yield from _in_range(Norms(), typical))
 
@@ -256,7 +243,7 @@ def measured_norms(
 def _in_range(
     request: AnyRequest, typical: Callable[[Floats], float]
 ) -> Generator[Request, Floats, tuple[Floats, AnyRequest]]:
-    """Ask, and again with scaled rows if squares overflow or vanish in double precision.
+    """Send a request, and again with scaled rows if squares overflow or underflow.
 
     Times 2^600, the square of the smallest number is 1e-287; times 2^-600, that of the largest is
     1e255.
@@ -269,31 +256,34 @@ def _in_range(
     probed = yield probe
     found = typical(probed)
     if not 0 < found < np.inf:
-        return squared, request  # rows that are equal, or lost
+        return squared, request  # the typical rows are equal, or have NaN or inf
     if size > 1:
         return probed, probe
-    # No larger than need be: rows far away are to be told from those farther away.
+    # The smallest scale that suffices: the squares of distant rows should not overflow.
     fitting = replace(request, scale=probe.scale * 2.0 ** -(415 + math.frexp(found)[1] // 2))
     return (yield fitting), fitting
 
 
 def _typical(squared: Floats) -> float:
-    """Return the median of the rows' median distances, that of honest rows if most are honest."""
+    """Return the median of the rows' median squared distances.
+
+    The result is a typical squared distance of honest rows if most rows are honest.
+    """
     middle = max(1, (len(squared) - 1) // 2)
     return float(np.sort(np.sort(squared, axis=1)[:, middle])[middle])
 
 
 def fitting_norms(radius: float, weights: Floats | None = None) -> Norms:
-    """Ask for norms, scaled so that the square of a radius is in range."""
+    """Return a request for norms, scaled so that the square of a radius is in range."""
     exponent = math.frexp(radius)[1]
     return Norms(weights, 2.0**-exponent if abs(exponent) > 400 else 1.0)
 
 
 def clipped(squared: Floats, request: Norms, longest: float) -> Mix:
-    """Return the mix that makes no row longer than ``longest``, a squared norm as requested.
+    """Return the mix that scales rows down so that no squared norm exceeds ``longest``.
 
-    The norms of the mixed rows are known: clipped rows are all as long, to the last bit. Rounded
-    products would decide which of them is longer.
+    ``longest`` has the scale of the request. The mix knows the norms of its rows: all clipped rows
+    have the same norm, to the last bit. Measured norms would differ by rounding.
     """
     norms = np.where(np.isfinite(squared), np.minimum(squared, longest), 0.0)
 
@@ -306,25 +296,27 @@ def clipped(squared: Floats, request: Norms, longest: float) -> Mix:
 
 
 def shrinking(squared: Floats, radius: float) -> Floats:
-    """Return what rows are multiplied by so that none is longer; an infinite one is left out."""
+    """Return the factors that scale rows down to a radius; 0 for a row of infinite norm."""
     lengths = np.sqrt(squared)
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = np.where(lengths > radius, radius / lengths, 1.0)
-        # Subnormal numbers are sparse: rounded up, a row would be longer than the radius.
+        # Subnormal numbers are sparse: a factor rounded up would make a row exceed the radius.
         factors = np.where(factors * lengths > radius, np.nextafter(factors, 0.0), factors)
     return np.where(np.isfinite(lengths), factors, 0.0)
 
 
 def needs_double(weights: Floats) -> bool:
-    """Tell whether some weight has few digits, or none, in single precision."""
+    """Tell whether some weight is subnormal or zero in single precision."""
     return bool(np.any((weights != 0) & (np.abs(weights) < np.finfo(np.float32).tiny)))
 
 
 def of_mixed(squared: Floats, weights: Floats) -> Floats:
-    """Return the squared distances between convex mixes of rows from those between the rows.
+    """Return the squared distances between convex mixes, computed from those between the rows.
 
-    For weights a that add up to zero, |sum a_i x_i|^2 = - sum a_i a_j |x_i - x_j|^2 / 2. A row at
-    infinite distance counts only where its weight is not zero.
+    The weights of a convex mix add up to one, so the differences a of the weights of two mixes add
+    up to zero. Then the squared distance between the two mixes is
+    |sum a_i x_i|^2 = - sum a_i a_j |x_i - x_j|^2 / 2. A row x_i at infinite distance from others
+    counts only if a_i is not zero.
     """
     k = len(weights)
     finite = np.isfinite(squared)
@@ -343,11 +335,15 @@ def of_mixed(squared: Floats, weights: Floats) -> Floats:
 
 
 def through(first: Mix, planning: Planning) -> Planning:
-    """Run a plan on the rows that ``first`` makes."""
+    """Run a planning generator on the rows that the mix ``first`` makes.
+
+    A planning generator yields requests for measurements and returns a mix. Requests are rewritten
+    so that they measure the original rows. The returned mix applies both mixes.
+    """
     if first.weights is None:
         return (yield from planning)
     weights = first.weights
-    # Up to the rounding of the sum: rows clipped by a millionth are no convex mixes of rows.
+    # The tolerance is the rounding of the sum: rows clipped by a millionth are no convex mix.
     rounding = weights.shape[1] * np.finfo(np.float64).eps
     convex = bool(np.all(weights >= 0) and np.all(np.abs(weights.sum(axis=1) - 1) <= rounding))
     reply: Floats | None = None
@@ -373,32 +369,8 @@ def through(first: Mix, planning: Planning) -> Planning:
 Function: TypeAlias = Callable[[NDArray[Any]], Any]
 
 
-@dataclass(slots=True, eq=False)
-class Decision:
-    """What remains when a rule has been planned: cleaned rows, a mix, a window of each column.
-
-    A ``function`` of the mixed rows takes the window's place if there is one. ``spreads`` are those
-    of the blocks of columns that are cut, by number, for a window that reaches by them; None if
-    there is no more than the columns at hand. With a ``weighing``, workers have weights, and that
-    says what is averaged instead of the window. ``plain`` selects the rows that a watched window
-    averages; None: all.
-    """
-
-    mix: Mix
-    window: Window
-    function: Function | None = None
-    spreads: Mapping[int, float] | None = None
-    clean: Clean | None = None
-    weighing: Weighing | None = None
-    plain: Mix | None = None
-
-    def radii(self) -> Radii:
-        """Ask for the radii that a window with a reach goes by."""
-        return Radii(self.window, self.mix.weights, self.clean, self.weighing)
-
-
 def by_function(function: Function, rows: NDArray[Any]) -> NDArray[Any]:
-    """Reduce rows by a function, and see to it that the answer is a value for every column."""
+    """Reduce rows by a function; raise ValueError unless it returns a number for each column."""
     values = np.asarray(function(rows))
     if values.shape != rows.shape[1:] or values.dtype.kind not in "fiu":
         raise ValueError(
@@ -406,31 +378,3 @@ def by_function(function: Function, rows: NDArray[Any]) -> NDArray[Any]:
             f" got {values.dtype} of shape {values.shape}"
         )
     return values.astype(rows.dtype, copy=False)
-
-
-class Matrix(Protocol):
-    """The m x d rows as a rule sees them, wherever they are: all it may ask, and all it may do."""
-
-    @property
-    def m(self) -> int:
-        """Return the number of rows."""
-
-    @property
-    def d(self) -> int:
-        """Return the number of columns."""
-
-    def measure(self, request: Request | Plausible) -> Floats:
-        """Answer a rule's question about whole rows."""
-
-    def apply(self, decision: Decision, counts: NDArray[np.int64] | None) -> Any:
-        """Clean, mix and reduce, in the form of the rows; count what is dropped of mixed rows."""
-
-
-class Columns(Matrix, Protocol):
-    """Rows that may be a range of the columns of longer ones."""
-
-    def partial(self, request: Request | Radii | Plausible, start: int = 0) -> Partial:
-        """Return what these columns contribute, if they begin at column ``start`` of more."""
-
-    def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
-        """Clean, mix and reduce; with spreads of cut blocks, columns begin at ``start`` of more."""

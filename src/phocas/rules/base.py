@@ -1,36 +1,32 @@
-"""What a rule is: a frozen value that can be called, explained, compared, printed and combined."""
+"""The base classes of rules: frozen values to call, explain, compare, print and combine."""
 
 from __future__ import annotations
 
 import numbers
 from abc import abstractmethod
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phocas.deprecation import former_attributes, warn_renamed
 from phocas.kernels import Masses, Window
-from phocas.rules.algebra import (
-    Cleanup,
-    Decision,
-    Floats,
-    Matrix,
-    Mix,
-    Planning,
-    Request,
-    through,
-    weighted_mean,
-)
+from phocas.rules import execution
+from phocas.rules.algebra import Filtering, Mix, OutlierShares, Planning, through, weighted_mean
+from phocas.rules.execution import Plan
+from phocas.rules.guarantee import ASSUMED, Tolerance
 from phocas.rules.inputs import open_rows
-from phocas.rules.promise import ASSUMED, Tolerance
 from phocas.specs import Spec, count, normalise
 
 Randomness: TypeAlias = np.random.Generator | int | None
 
 
 def as_generator(rng: Randomness) -> np.random.Generator | None:
-    """Return the generator that is given, or that of a seed; rules draw nothing without one."""
+    """Return a random generator: the given generator, or a new generator for a given seed.
+
+    Return None for None; rules then use no randomness.
+    """
     if rng is None or isinstance(rng, np.random.Generator):
         return rng
     if isinstance(rng, bool) or not isinstance(rng, numbers.Integral) or rng < 0:
@@ -40,17 +36,16 @@ def as_generator(rng: Randomness) -> np.random.Generator | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Explanation:
-    """A result, and who was thrown away for it.
+    """A result, and the share of each worker's values that was dropped for it.
 
-    ``dropped`` is, for each worker, the share of its values that did not enter the result (for
-    rules that weigh rather than choose: the share of a fair weight that it lost). ``expected`` is
-    the share that a worker would lose if who sent a value did not matter. A value that equals the
-    farthest kept one counts as kept.
+    A rule that weights rows has no dropped values. Its ``dropped`` is the share that each worker
+    lost of the weight that it has in the mean. A value that equals the farthest kept value counts
+    as kept.
 
     Attributes:
         value: the result, in the form of the rows.
-        dropped: for each worker, the share of its values that did not enter.
-        expected: the share that chance would take of each.
+        dropped: for each worker, the share of its values that did not enter the result.
+        expected: the share that is dropped of a worker whose values are like those of the others.
 
     >>> import numpy as np
     >>> from phocas import Phocas
@@ -67,36 +62,61 @@ class Explanation:
 
     @property
     def excess(self) -> NDArray[np.float64]:
-        """Return how much more of each worker was dropped than expected."""
+        """Return ``dropped - expected`` for each worker."""
         return self.dropped - self.expected
+
+
+_FORMER_METHODS = {
+    "spreads": "error_bound",
+    "liars": "max_byzantine",
+    "least_liars": "min_byzantine",
+}
 
 
 class Stage(Spec):
     """A step over m rows: a rule, or a pre-aggregation before one."""
 
     outermost: ClassVar[bool] = False
-    """Whether it must see the rows as they come, with nothing before it."""
+    """Whether no other step may come before this one."""
     weighable: bool = False
-    """Whether there is a definition for workers that have weights."""
+    """Whether the step is defined for workers with weights."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Accept methods that a rule of version 0.2 overrides by their former names."""
+        super().__init_subclass__(**kwargs)
+        for old, new in _FORMER_METHODS.items():
+            if old in vars(cls):
+                warn_renamed(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
+                setattr(cls, new, vars(cls)[old])
 
     def check(self, m: int) -> None:
-        """Raise ValueError unless the step holds its promise with m workers."""
+        """Raise ValueError unless the guarantee of the step holds with m workers."""
         if m < 1:
             raise ValueError(f"{type(self).__name__} needs at least 1 row: got {m}")
 
     @classmethod
     def largest_b(cls, m: int) -> int:
-        """Return the largest b that may be told, or is meant if none is; below 0 if none may."""
+        """Return the largest b that is valid with m workers; negative if no b is.
+
+        For a rule that has no b, return the number of wrong values that the rule tolerates.
+        """
         return (m - 1) // 2
 
     @classmethod
     def choices(cls, m: int) -> list[Self]:
-        """Return all that this may be told with m workers; nothing if b does not say it all."""
+        """Return one instance for each valid b with m workers.
+
+        The list is empty if the class has settings besides b.
+        """
         required = [each for each in fields(cls) if each.default is MISSING]  # type: ignore[arg-type]  # every Spec is a dataclass
         return [] if required or m < 1 else [cls()]
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Work out the mix of the rows; a plain column rule has none."""
+        """Compute the mix of the rows: yield requests for measurements and return a ``Mix``.
+
+        A mix is a matrix of weights that turns the m rows into the rows to reduce. A rule that does
+        not override this method reduces the rows as they are.
+        """
         del m, rng
         yield from ()
         return Mix()
@@ -104,17 +124,23 @@ class Stage(Spec):
     def weighted_planning(
         self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
     ) -> Planning:
-        """Work out the mix of rows that have weights; without ``units`` all weigh the same."""
+        """Compute the mix of the rows of workers that have weights.
+
+        Args:
+            m: the number of rows.
+            units: the weight of each worker in whole units; None: all weights are equal.
+            rng: the randomness of steps that draw.
+        """
         del units
         return self.planning(m, rng)
 
 
 @dataclass(frozen=True)
-class Told(Stage):
-    """A step that is told b, the number of wrong rows or values that it has to survive.
+class Bounded(Stage):
+    """A step that is given b, the number of wrong rows or values that it tolerates.
 
     Args:
-        b: how many wrong rows or values it has to survive.
+        b: how many wrong rows or values the step tolerates.
 
     >>> from phocas import Krum
     >>> Krum.largest_b(20), Krum.condition
@@ -125,7 +151,7 @@ class Told(Stage):
 
     b: int
     condition: ClassVar[str] = "2b < m"
-    """What ``largest_b`` says, in the words of the error."""
+    """The condition that :meth:`largest_b` computes, as errors print it."""
 
     def __post_init__(self) -> None:
         """Check that b is a count."""
@@ -133,11 +159,11 @@ class Told(Stage):
 
     @classmethod
     def choices(cls, m: int) -> list[Self]:
-        """Return the step with every b that it may be told, from 0 on."""
+        """Return one instance of the class for each valid b: 0, 1, ..., ``largest_b(m)``."""
         return [cls(b) for b in range(cls.largest_b(m) + 1)]
 
     def check(self, m: int) -> None:
-        """Refuse a b that is too large for m."""
+        """Raise ValueError if b is too large for m workers."""
         super().check(m)
         largest = self.largest_b(m)
         if self.b > largest:
@@ -148,12 +174,13 @@ class Told(Stage):
             )
 
 
+@former_attributes(**_FORMER_METHODS)
 class Rule(Stage):
-    """Reduce m rows to one.
+    """An aggregation rule: a reduction of m rows to one.
 
     Attributes:
-        columnwise: whether servers can each do their columns alone.
-        whole: whether all columns must be in one place.
+        columnwise: whether each column is reduced on its own.
+        whole: whether the rule needs all columns on one server.
         weighable: whether workers may have weights.
 
     >>> import numpy as np
@@ -164,21 +191,27 @@ class Rule(Stage):
     """
 
     columnwise: bool = False
-    """Whether each column is reduced on its own, so that any server can do it for its columns."""
+    """Whether each column is reduced on its own, so that a server needs no other columns."""
     whole: bool = False
-    """Whether all columns must be in one place, so that only one server can do it."""
-    least_liars: ClassVar[int] = 0
-    """How many of the heaviest must not hold half, if there is no b that says it."""
+    """Whether all columns must be on one server."""
+    min_byzantine: ClassVar[int] = 0
+    """How many of the heaviest workers must not hold half of all weight, if there is no b."""
 
     def masses(self, units: NDArray[np.int64]) -> Masses | None:
-        """Return which mass of a column is averaged; None: all of the rows that are chosen."""
+        """Return which part of the total weight of each column is averaged.
+
+        None: the weight of all chosen rows.
+        """
         del units
         return None
 
     def weighted_planning(
         self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
     ) -> Planning:
-        """Plan without weights; a rule that cuts no mass averages what it chose by weight."""
+        """Compute the mix as without weights.
+
+        If the rule cuts no weight from the columns, the chosen rows are averaged by weight.
+        """
         mix = yield from self.planning(m, rng)
         if units is None or self.masses(units) is not None:
             return mix
@@ -186,36 +219,37 @@ class Rule(Stage):
 
     @abstractmethod
     def window(self, m: int) -> Window:
-        """Return which values of a column are averaged, given m workers, after the mix."""
+        """Return which values of a column of mixed rows are averaged, given m workers."""
 
     def expected(self, m: int) -> float:
-        """Return the share of its values that an honest worker expects to lose."""
+        """Return the expected share of an honest worker's values that is dropped."""
         del m
         return 0.0
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return how many wrong rows, and wrong values a column, are survived among m."""
+        """Return how many wrong rows, and how many wrong values per column, are tolerated."""
         self.check(m)
         return Tolerance()
 
-    def liars(self, m: int) -> int:
-        """Return how many of m workers may lie for what is said about each of them to hold."""
+    def max_byzantine(self, m: int) -> int:
+        """Return how many of m workers may be Byzantine for detection to be valid."""
         return self.tolerates(m).rows
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Bound the distance from the honest mean in honest spreads, whatever q of m send.
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Bound the distance from the honest mean, in standard deviations of the honest rows.
 
-        q counts wrong values a column if so many are survived, and wrong rows if not. None is
-        beyond what is promised.
+        The bound holds whatever q of m workers send. If the rule tolerates q wrong values per
+        column, q counts these; otherwise q counts wrong rows. None: there is no guarantee for q.
         """
         tolerance = self.tolerates(m)
         return ASSUMED if q <= max(tolerance.rows, tolerance.values) else None
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
-        """Return the paper's Delta for q wrong among m, in units of V, where it has one.
+        """Return the paper's Delta for q Byzantine of m workers, in units of the variance V.
 
-        ``E |result - g|^2 <= Delta V``. ``adaptive`` is a proven bound for an attacker who picks
-        what to replace after seeing all. None: there is no theorem, or q is more than it allows.
+        The theorem is ``E |result - g|^2 <= Delta V``. With ``adaptive``, the bound also holds
+        against an attacker that chooses which values to replace after seeing all of them. The
+        bound is None if there is no theorem, or if q is more than the theorem allows.
         """
         del m, q, adaptive
         return None
@@ -225,69 +259,63 @@ class Rule(Stage):
     ) -> Any:
         """Aggregate m rows: an array, a tensor, m vectors, m mappings of names to them or m lists.
 
-        In mappings (state dicts) and lists, arrays of whole numbers become the lower median of the
-        workers' values and flags what more than half of the workers say; blame leaves them out.
+        In mappings (state dicts) and lists, arrays of integers become the lower median of the
+        workers' values, and Boolean arrays the majority. An explanation does not count them.
 
-        ``weights`` are one number for each worker, such as its examples; ``max_share`` of all
-        weight is the most that anyone has. See :class:`phocas.Weighted`.
+        ``weights`` are one number for each worker, such as its number of examples. ``max_share``
+        is the largest share of all weight that a worker may have. See :class:`phocas.Weighted`.
         """
         if weights is not None or max_share is not None:
             return self.weighted(weights, max_share)(rows, rng=rng)
         matrix = open_rows(rows)
         self.check(matrix.m)
-        return matrix.apply(self.decide(matrix, as_generator(rng)), None)
+        return execution.aggregate(plan_of(self, matrix.m, as_generator(rng)), matrix)
 
     def explain(
         self, rows: Any, *, rng: Randomness = None, weights: Any = None, max_share: Any = None
     ) -> Explanation:
-        """Aggregate, and say what share of each worker's values was dropped."""
+        """Aggregate, and return the share of each worker's values that was dropped as well."""
         if weights is not None or max_share is not None:
             return self.weighted(weights, max_share).explain(rows, rng=rng)
         matrix = open_rows(rows)
         self.check(matrix.m)
-        decision = self.decide(matrix, as_generator(rng))
-        counts = np.zeros(decision_rows(decision, matrix.m), np.int64)
-        value = matrix.apply(decision, counts)
-        cleaned = None if decision.clean is None else decision.clean.lost
-        dropped = shares(decision, matrix.m, counts, matrix.d, cleaned)
-        return Explanation(value, dropped, self.expected(matrix.m))
+        plan = plan_of(self, matrix.m, as_generator(rng))
+        return Explanation(*execution.explain(plan, matrix), self.expected(matrix.m))
 
     def weighted(self, weights: Any, max_share: float | None = None) -> Rule:
-        """Return the rule for workers that have weights: its promises are those with weights."""
+        """Return the rule for workers that have weights; its guarantees depend on the weights."""
         from phocas.rules.weighting import Weighted  # noqa: PLC0415 - it is a rule itself
 
         if weights is None:
             raise ValueError("max_share needs weights: without them all have the same share")
         return Weighted(self, tuple(np.asarray(weights).tolist()), max_share)
 
-    def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
-        """Work out what is cleaned, the mix and the window for a matrix that can be measured."""
-        cleanup = self.cleanup(matrix.m)
-        clean = None
-        if cleanup is not None:
-            plausible = cleanup.plausible()
-            clean = cleanup.clean(plausible, matrix.measure(plausible))
-        planning = self.planning(matrix.m, rng)
-        reply: Floats | None = None
-        while True:
-            try:
-                request: Request = planning.send(reply) if reply is not None else next(planning)
-            except StopIteration as stop:
-                return replace(self.decision(stop.value, matrix.m), clean=clean)
-            reply = matrix.measure(request if clean is None else replace(request, clean=clean))
 
-    def cleanup(self, m: int) -> Cleanup | None:
-        """Say how the rows of m workers are cleaned before anything is asked about them."""
-        del m
-        return None
+class Composite(Rule):
+    """A rule with its own execution plan, because a mix and a window do not describe it."""
 
-    def decision(self, mix: Mix, m: int) -> Decision:
-        """Say what is done with the rows of m workers once their mix is known."""
-        return Decision(mix, self.window(m))
+    @abstractmethod
+    def plan(self, m: int, rng: np.random.Generator | None) -> Plan:
+        """Return the execution plan for m rows."""
 
 
+def plan_of(rule: Rule, m: int, rng: np.random.Generator | None = None) -> Plan:
+    """Return the execution plan of a rule for m rows.
+
+    >>> from phocas import Phocas
+    >>> plan_of(Phocas(b=2), 7).window.drop
+    2
+    """
+    if isinstance(rule, Composite):
+        return rule.plan(m, rng)
+    # A rule that does not override planning mixes nothing. Skipping it saves a microsecond.
+    unmixed = type(rule).planning is Stage.planning
+    return Plan(rule.window(m), None if unmixed else rule.planning(m, rng))
+
+
+@former_attributes(spreads="error_bound")
 class PreAggregator(Stage):
-    """Turn m rows into others, for a rule to reduce.
+    """A step before a rule that turns m rows into other rows.
 
     >>> import numpy as np
     >>> from phocas import NNM, Median
@@ -296,22 +324,30 @@ class PreAggregator(Stage):
     ('nnm:b=1|median', 1)
     """
 
-    def plausible(self, m: int) -> Window | None:
-        """Return the window twice beyond whose reach a step that cleans has values replaced."""
+    def filter_window(self, m: int) -> Window | None:
+        """Return the window of the cell filter, which replaces cells beyond twice its cutoff.
+
+        None if the step filters no cells.
+        """
         del m
         return None
 
     def rows_after(self, m: int) -> int:
-        """Return how many rows come out."""
+        """Return how many rows the step returns for m rows."""
         return m
 
     def tolerates(self, m: int, following: Tolerance) -> Tolerance:
-        """Return what is survived among m if what follows survives that of the rows after."""
+        """Return how many Byzantine rows and values the step and its successors tolerate.
+
+        Args:
+            m: the number of rows before the step.
+            following: the tolerance of the next step, for the rows after this step.
+        """
         del m, following
         return Tolerance()
 
-    def spreads(self, m: int, q: int, following: float) -> float | None:
-        """Bound the distance in honest spreads if what follows is that near to what it gets."""
+    def error_bound(self, m: int, q: int, following: float) -> float | None:
+        """Bound the error of the whole pipeline, given the error bound of the following steps."""
         del m, q, following
         return None
 
@@ -320,13 +356,13 @@ class PreAggregator(Stage):
     @overload
     def __or__(self, following: PreAggregator | Chain) -> Chain: ...
     def __or__(self, following: PreAggregator | Chain | Rule) -> Pipeline | Chain:
-        """Put the step before another: ``NNM(b=6) | Phocas(b=6)``."""
+        """Combine the step with a following step or rule: ``NNM(b=6) | Phocas(b=6)``."""
         return Chain((self,)) | following
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Pre-aggregations that still wait for their rule."""
+    """Pre-aggregations without a rule: ``chain | rule`` makes a pipeline."""
 
     stages: tuple[PreAggregator, ...]
 
@@ -347,12 +383,12 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Pipeline(Rule):
-    """Pre-aggregate, then apply a rule: one value, with the rule's interface.
+class Pipeline(Composite):
+    """A rule with pre-aggregations before it; it has the interface of a rule.
 
     Args:
-        stages: what is done before the rule, in this order.
-        rule: what reduces the rows that are left.
+        stages: the pre-aggregations, in the order in which they are applied.
+        rule: the rule that reduces their result.
 
     >>> from phocas import NNM, Median, Phocas, parse_rule
     >>> parse_rule("nnm:b=2|phocas:b=2") == NNM(b=2) | Phocas(b=2)
@@ -366,7 +402,7 @@ class Pipeline(Rule):
     name: ClassVar[str] = "pipeline"
 
     def __post_init__(self) -> None:
-        """Refuse steps after others that must see the rows as they come."""
+        """Raise ValueError if a step that must come first does not."""
         if self.rule.outermost:
             raise ValueError(
                 f"{type(self.rule).__name__} goes around a pipeline, not into one: got {self}"
@@ -383,24 +419,29 @@ class Pipeline(Rule):
 
     @property
     def following(self) -> Rule:
-        """Return what follows the first stage."""
+        """Return the rule without its first stage."""
         rest = self.stages[1:]
         return Pipeline(rest, self.rule) if rest else self.rule
 
-    def cleanup(self, m: int) -> Cleanup | None:
-        """Clean as the first stage says; no more rows are out than what follows survives."""
-        window = self.stages[0].plausible(m)
-        return None if window is None else Cleanup(window, self.following.tolerates(m).rows)
+    def _filtering(self, m: int) -> Filtering | None:
+        """Return the cell filter of the first stage, or None.
+
+        The filter excludes at most as many rows as the following steps tolerate.
+        """
+        window = self.stages[0].filter_window(m)
+        if window is None:
+            return None
+        return Filtering(OutlierShares(window), self.following.tolerates(m).rows)
 
     def _sizes(self, m: int) -> list[int]:
-        """Return how many rows reach each stage and, last, the rule."""
+        """Return the number of input rows of each stage and, last, of the rule."""
         sizes = [m]
         for stage in self.stages:
             sizes.append(stage.rows_after(sizes[-1]))
         return sizes
 
     def check(self, m: int) -> None:
-        """Check every step with the rows that reach it."""
+        """Check every step with the number of its input rows."""
         *before, last = self._sizes(m)
         for stage, size in zip(self.stages, before, strict=True):
             stage.check(size)
@@ -410,55 +451,55 @@ class Pipeline(Rule):
             raise ValueError(f"after pre-aggregation to {last} rows, {error}") from None
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return what is left of the rule's promise on the way back through the stages."""
+        """Return the tolerance of the rule, reduced by each stage before it."""
         self.check(m)
-        if self.cleanup(m) is not None and self.following.spreads(m, 0) is None:
-            return Tolerance()  # what follows goes far from rows that are near one another
+        if self._filtering(m) is not None and self.following.error_bound(m, 0) is None:
+            return Tolerance()  # the following steps have no error bound even without attackers
         *before, last = self._sizes(m)
         found = self.rule.tolerates(last)
         for stage, size in zip(reversed(self.stages), reversed(before), strict=True):
             found = stage.tolerates(size, found)
         return found
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Follow the rule's distance back through the stages."""
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Return the error bound of the rule, enlarged by each stage before it."""
         tolerance = self.tolerates(m)
         if q > max(tolerance.rows, tolerance.values):
             return None
-        cleanup = self.cleanup(m)
-        if cleanup is not None:
-            found = self._among_cleaned(m, cleanup.most)
-            return None if found is None else self.stages[0].spreads(m, q, found)
+        filtering = self._filtering(m)
+        if filtering is not None:
+            found = self._among_filtered(m, filtering.most)
+            return None if found is None else self.stages[0].error_bound(m, q, found)
         *before, last = self._sizes(m)
-        found = self.rule.spreads(last, q)
+        found = self.rule.error_bound(last, q)
         for stage, size in zip(reversed(self.stages), reversed(before), strict=True):
-            found = None if found is None else stage.spreads(size, q, found)
+            found = None if found is None else stage.error_bound(size, q, found)
         return found
 
-    def _among_cleaned(self, m: int, most: int) -> float | None:
-        """Return how far what follows is from the mean of cleaned rows of which some are out."""
-        found = [self.following.spreads(m, out) for out in range(most + 1)]
+    def _among_filtered(self, m: int, most: int) -> float | None:
+        """Bound the error of the following steps if at most ``most`` rows are excluded."""
+        found = [self.following.error_bound(m, out) for out in range(most + 1)]
         known = [each for each in found if each is not None]
         return max(known) if len(known) == len(found) else None
 
     @property
     def weighable(self) -> bool:  # type: ignore[override]  # read-only here: all steps decide
-        """Tell whether every step is."""
+        """Tell whether every step has a definition with weights."""
         return self.rule.weighable and all(stage.weighable for stage in self.stages)
 
     @property
-    def least_liars(self) -> int:  # type: ignore[override]  # read-only here: the rule decides
-        """Return that of the rule."""
-        return self.rule.least_liars
+    def min_byzantine(self) -> int:  # type: ignore[override]  # read-only here: the rule decides
+        """Return ``min_byzantine`` of the rule that follows the stages."""
+        return self.rule.min_byzantine
 
     def masses(self, units: NDArray[np.int64]) -> Masses | None:
-        """Return what the rule averages of the mass of the mixed rows."""
+        """Return which weight of a column of mixed rows the rule averages."""
         return self.rule.masses(units)
 
     def weighted_planning(
         self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
     ) -> Planning:
-        """Plan one step after the other; row i has the weight of worker i in each."""
+        """Compute the mix of all steps; row i has the weight of worker i in every step."""
         mix = Mix()
         for stage in (*self.stages, self.rule):
             mix = yield from through(mix, stage.weighted_planning(m, units, rng))
@@ -466,50 +507,27 @@ class Pipeline(Rule):
 
     @property
     def whole(self) -> bool:  # type: ignore[override]  # read-only here: the rule decides
-        """Tell whether the rule must see all columns."""
+        """Tell whether the rule needs all columns on one server."""
         return self.rule.whole
 
-    def decision(self, mix: Mix, m: int) -> Decision:
-        """Leave it to the rule, with the rows that reach it."""
-        return self.rule.decision(mix, self._sizes(m)[-1])
+    def plan(self, m: int, rng: np.random.Generator | None) -> Plan:
+        """Return a plan that applies the stages and then the rule."""
+        plan = plan_of(self.rule, self._sizes(m)[-1], rng)
+        plan.planning, plan.filtering = self.planning(m, rng), self._filtering(m)
+        return plan
 
     def window(self, m: int) -> Window:
-        """Return the rule's window for the rows that reach it."""
+        """Return the window of the rule for the rows after all stages."""
         return self.rule.window(self._sizes(m)[-1])
 
     def expected(self, m: int) -> float:
-        """Return what the rule drops of the rows that reach it."""
+        """Return the expected share that the rule drops of the rows after all stages."""
         return self.rule.expected(self._sizes(m)[-1])
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Plan one step after the other, each on what the ones before it made."""
+        """Compute the mix of all steps, each on the rows that the previous step made."""
         mix = Mix()
         for stage in (*self.stages, self.rule):
             rows = m if mix.weights is None else len(mix.weights)
             mix = yield from through(mix, stage.planning(rows, rng))
         return mix
-
-
-def decision_rows(decision: Decision, m: int) -> int:
-    """Return how many rows the window sees."""
-    return m if decision.mix.weights is None else len(decision.mix.weights)
-
-
-def shares(
-    decision: Decision,
-    m: int,
-    counts: NDArray[np.int64],
-    columns: int,
-    cleaned: Floats | None = None,
-) -> NDArray[np.float64]:
-    """Return each worker's lost share from what the window dropped of each mixed row.
-
-    What is ``cleaned`` of a worker is lost before, and what is left of it as that of all.
-    """
-    lost = counts / max(1, columns)
-    if decision.mix.weights is not None:
-        weights = np.abs(np.nan_to_num(decision.mix.weights, nan=0.0))
-        entered = (1 - lost) @ weights
-        fair = np.broadcast_to(decision.mix.fair, (m,))
-        lost = np.asarray(np.clip(1 - entered / fair, 0.0, 1.0), np.float64)
-    return lost if cleaned is None else lost + cleaned * (1 - lost)

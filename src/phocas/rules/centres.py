@@ -1,4 +1,4 @@
-"""Rules that weigh rows instead of choosing them."""
+"""Rules whose result is a weighted sum of the rows: geometric median and centered clipping."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from phocas.rules.algebra import (
     shrinking,
 )
 from phocas.rules.base import Rule
-from phocas.rules.promise import Tolerance
+from phocas.rules.guarantee import Tolerance
 from phocas.specs import count, normalise, positive
 
-# Rows farther from the centre than this many typical distances are drawn in before Weiszfeld's
-# iteration: beyond it, distances between near rows would cancel against theirs.
+# Rows farther from the centre than this many typical distances are moved towards the centre before
+# Weiszfeld's iteration. Otherwise their distances would cancel those between near rows.
 FAR = 1e3
 
 
@@ -31,7 +31,7 @@ class WeighingRule(Rule):
     """A rule whose result is one weighted sum of all rows."""
 
     def window(self, m: int) -> Window:
-        """Return the one mixed row."""
+        """Return the window of the one mixed row."""
         del m
         return Window()
 
@@ -42,17 +42,18 @@ class GeometricMedian(WeighingRule):
 
         GeometricMedian = argmin_v |x_1 - v| + ... + |x_m - v|
 
-    Stops when a step is shorter than ``tolerance`` times the typical distance between rows.
+    The iteration stops when a step is shorter than ``tolerance`` times the typical distance between
+    rows.
 
-    Breakdown: survives fewer than m/2 wrong rows; each pulls by its direction, however far away it
-    is. A row with NaN or inf has no direction and no weight.
+    Breakdown: tolerates fewer than m/2 Byzantine rows; the influence of a row depends on its
+    direction, not on its distance. A row with NaN or inf has weight zero.
 
     Reference: Weiszfeld (1937); Chen, Su, Xu, "Distributed statistical machine learning in
     adversarial settings" (2017).
 
     Args:
-        iterations: after how many steps it stops in any case.
-        tolerance: how short a step ends it, in typical distances between rows.
+        iterations: the largest number of iterations.
+        tolerance: the step length that ends the iteration, in typical distances between rows.
 
     >>> import numpy as np
     >>> rows = np.array([[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [900.0, 900.0]])
@@ -65,7 +66,7 @@ class GeometricMedian(WeighingRule):
     name: ClassVar[str] = "geometric-median"
     aliases: ClassVar[tuple[str, ...]] = ("geomed", "gm", "rfa")
     weighable = True
-    least_liars: ClassVar[int] = 1
+    min_byzantine: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Check the limits of the iteration."""
@@ -76,22 +77,22 @@ class GeometricMedian(WeighingRule):
         )
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return a minority of the rows."""
+        """Return the largest minority of the rows."""
         self.check(m)
         return Tolerance(rows=self.largest_b(m))
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Bound the distance as Allouah et al., "Fixing by mixing" (2023), do."""
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Return the bound of Allouah et al., "Fixing by mixing" (2023)."""
         return None if q > self.tolerates(m).rows else 2 * (m - q) / (m - 2 * q)
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Iterate on weights, which need no more than distances."""
+        """Compute the weights of the rows from the distances between them."""
         return self.weighted_planning(m, None, rng)
 
     def weighted_planning(
         self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
     ) -> Planning:
-        """Iterate with each row's pull times its weight."""
+        """Compute the weights of the rows, with each distance multiplied by the worker's weight."""
         del rng
         pulls = np.ones(m) if units is None else units * (m / units.sum())
         if m == 1:
@@ -123,10 +124,10 @@ class GeometricMedian(WeighingRule):
     def _weiszfeld(
         self, squared: Floats, shrink: Floats, centre: int, typical: float, pulls: Floats
     ) -> Floats:
-        """Return the weights, given the distances between rows drawn in by ``shrink``.
+        """Return the weights, given the distances between rows moved to the centre by ``shrink``.
 
-        With z_i = c + s_i (x_i - c), every x_i - v is a combination of the z with weights that add
-        up to zero, and its norm follows from the distances between the z.
+        The moved rows are z_i = c + s_i (x_i - c). Every x_i - v is a combination of the z with
+        weights that add up to zero. Its norm follows from the distances between the z.
         """
         m = len(squared)
         present = shrink > 0
@@ -134,8 +135,8 @@ class GeometricMedian(WeighingRule):
         squared = np.where(np.isfinite(squared), squared, 0.0)
         to_rows = np.diag(stretch)
         to_rows[:, centre] += 1 - stretch
-        # From among the near rows: on the way back from far ones, a step is no longer than by the
-        # ratio of near to far, and 7 near rows against 6 would need hundreds.
+        # Start from the mean of the near rows. From a start far away, each step shortens the
+        # distance by a constant factor only: 7 near rows against 6 far ones need hundreds of steps.
         near = (shrink == 1) * pulls
         weights = near / near.sum()
         floor = 1e-12 * np.sqrt(typical)
@@ -172,9 +173,10 @@ class GeometricMedian(WeighingRule):
         to_rows: Floats,
         squared: Floats,
     ) -> Floats:
-        """Take the step from a point that is itself a row, or rows that pull by ``here``, or stay.
+        """Return the weights after a step from a point that coincides with rows.
 
-        Weiszfeld's weights are infinite there; this is the step of Vardi and Zhang (2000).
+        Weiszfeld's weights are infinite at a row. This is the step of Vardi and Zhang (2000), with
+        ``here`` the total weight of the rows at the point. The step may be zero.
         """
         way = (onward - weights) @ to_rows
         pull = inverse.sum() * np.sqrt(max(0.0, float(-0.5 * way @ squared @ way)))
@@ -183,7 +185,7 @@ class GeometricMedian(WeighingRule):
 
 
 def _to_majority(squared: Floats, pulls: Floats) -> Floats:
-    """Return how far each row must look to see more than half of all weight, itself included."""
+    """Return each row's squared distance within which more than half of all weight is."""
     order = np.argsort(squared, axis=1, kind="stable")
     seen = np.cumsum(pulls[order], axis=1)
     place = (seen > pulls.sum() / 2).argmax(axis=1)
@@ -193,19 +195,19 @@ def _to_majority(squared: Floats, pulls: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class CenteredClipping(WeighingRule):
-    """Average the rows' differences to a centre, each clipped to ``radius``; repeat from there.
+    """Move a centre by the mean of the rows' differences to it, each clipped to ``radius``.
 
         v <- v + mean of (x_i - v) min(1, radius / |x_i - v|),  from v = 0
 
-    Breakdown: b wrong rows move the result by at most b/m of ``radius`` an iteration. A row with
-    NaN or inf has infinite length and is left out.
+    Breakdown: b Byzantine rows move the result by at most b/m of ``radius`` per iteration. A row
+    with NaN or inf has infinite norm and is dropped.
 
     Reference: Karimireddy, He, Jaggi, "Learning from history for Byzantine robust optimization"
-    (2021), without the memory of the last round.
+    (2021), starting from zero instead of the result of the previous round.
 
     Args:
-        radius: how far one row moves the result in an iteration, times 1/m.
-        iterations: how often it is done.
+        radius: the largest norm of a row's difference to the centre; the rest is clipped.
+        iterations: the number of iterations.
 
     >>> import numpy as np
     >>> CenteredClipping(radius=2.0, iterations=1)(np.array([[1.0], [2.0], [900.0]]))
@@ -225,18 +227,18 @@ class CenteredClipping(WeighingRule):
             iterations=count("CenteredClipping", "iterations", self.iterations, minimum=1),
         )
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Return nothing: honest rows beyond the radius are clipped like any liar's."""
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Return None: honest rows beyond the radius are clipped like Byzantine rows."""
         del m, q
         return None
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Measure the rows from each new centre."""
+        """Measure the distances of the rows to each new centre."""
         del rng
         centre = np.zeros(m)
         factor = np.zeros(m)
         for turn in range(self.iterations):
-            # A row that is out of reach is out for good, and not in the centre either.
+            # A row of infinite norm has weight zero in every iteration, and so in the centre.
             request = fitting_norms(self.radius, np.eye(m) - centre if turn else None)
             factor = shrinking((yield request), self.radius * request.scale)
             centre = centre * (1 - factor.sum() / m) + factor / m

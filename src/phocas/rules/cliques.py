@@ -1,4 +1,4 @@
-"""The search behind minimum-diameter averaging."""
+"""The search of minimum-diameter averaging (MDA)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 
 def smallest_diameter(squared: NDArray[np.float64], size: int) -> list[int]:
-    """Return the ``size`` points with the smallest largest distance, the first such set.
+    """Return the set of ``size`` points with the smallest diameter, the first of several.
 
-    The diameter is one of the distances, so it is found by bisection over them: a set of that
-    diameter is a clique among the pairs that are near enough, or, put the other way, what is left
-    after removing m - size points that touch every pair that is too far apart.
+    The diameter is the largest distance within a set. It is one of all distances, so it is found by
+    bisection over them. For a given diameter, a set is found by removing at most m - size points
+    so that no pair of the remaining points is too far apart (a vertex cover).
 
     >>> points = np.array([0.0, 5.0, 1.0, 9.0, 2.0])
     >>> smallest_diameter((points[:, None] - points) ** 2, 3)
@@ -33,7 +33,7 @@ def smallest_diameter(squared: NDArray[np.float64], size: int) -> list[int]:
 
 
 def _far_pairs(squared: NDArray[np.float64], limit: float) -> list[int]:
-    """Return, for each point, the set of points that are too far from it, as bits."""
+    """Return for each point the set of points that are too far away, as the bits of an integer."""
     far = squared > limit
     np.fill_diagonal(far, val=False)
     return [int("".join("1" if bit else "0" for bit in row[::-1]), 2) for row in far]
@@ -55,7 +55,7 @@ def _coverable(far: list[int], alive: int, budget: int) -> bool:
         if budget <= 0:
             return False
         if degree > budget:
-            # It or all its partners must go, and the partners are too many.
+            # Either this point or all its partners must be removed, and the partners are too many.
             alive &= ~(1 << worst)
             budget -= 1
             continue
@@ -69,18 +69,18 @@ def _coverable(far: list[int], alive: int, budget: int) -> bool:
 
 
 def _edges(far: list[int], alive: int) -> int:
-    """Return the number of pairs left, when no point is in two."""
+    """Return the number of remaining pairs, if each point is in at most one."""
     return sum((far[i] & alive) != 0 for i in range(len(far)) if alive >> i & 1) // 2
 
 
 def _first_set(far: list[int], m: int, size: int) -> list[int]:
-    """Return the lexicographically first clique: take each point that still allows one."""
+    """Return the first set in lexicographic order: take each point that allows a solution."""
     chosen: list[int] = []
     alive = (1 << m) - 1
     for point in range(m):
         if not alive >> point & 1:
             continue
-        # With this point in, all that is too far from it is out.
+        # Taking this point removes all points that are too far from it.
         candidate = alive & ~far[point]
         removed = m - candidate.bit_count()
         if removed <= m - size and _coverable(far, candidate, m - size - removed):

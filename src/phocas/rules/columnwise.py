@@ -1,4 +1,4 @@
-"""Rules that reduce each column on its own: they survive b wrong values in every column."""
+"""Rules that reduce each column on its own; they tolerate b Byzantine values in every column."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import PLAIN_MEAN, Masses, Window
-from phocas.rules.algebra import UNMIXED, Decision, Matrix, heaviest
-from phocas.rules.base import Rule, Told
-from phocas.rules.promise import (
+from phocas.rules.algebra import heaviest
+from phocas.rules.base import Bounded, Rule
+from phocas.rules.guarantee import (
     Tolerance,
     nearest_delta,
     survived,
@@ -22,11 +22,11 @@ from phocas.rules.promise import (
 
 
 class ColumnRule(Rule):
-    """A rule that is a window of each column and nothing else; its window says what it survives.
+    """A rule that averages a window of each column; its guarantees follow from the window.
 
     >>> from phocas import Median
     >>> Median().window(5), Median().tolerates(5).values
-    (Window(trim=2, drop=None, plain=False, reach=0.0, watched=False), 2)
+    (Window(trim=2, drop=None, plain=False, cutoff=0.0), 2)
     """
 
     columnwise = True
@@ -36,34 +36,29 @@ class ColumnRule(Rule):
         """Return which values of a column are averaged."""
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return what the window survives: in every column, so in whole rows as well."""
+        """Return the tolerance of the window: the same number of values per column and of rows."""
         self.check(m)
         most = survived(self.window(m))
         return Tolerance(rows=most, values=most)
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Bound the distance from the honest mean by the window's numbers."""
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Bound the distance from the honest mean by the parameters of the window."""
         if q > self.tolerates(m).values:
             return None
         return window_spreads(self.window(m), m, q, honest=m - q)
 
-    def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
-        """Return the window: there is nothing to ask and nothing to mix."""
-        del rng
-        return Decision(UNMIXED, self.window(matrix.m))
-
     def expected(self, m: int) -> float:
-        """Return the share of values outside the window."""
+        """Return the share of a column's values that the window drops."""
         return 1 - self.window(m).kept(m) / m
 
 
 @dataclass(frozen=True)
 class Mean(ColumnRule):
-    """Average everything: no wrong value is survived.
+    """Average all values: no Byzantine value is tolerated.
 
         Mean = (u_1 + ... + u_m) / m
 
-    Breakdown: one wrong value in a column. NaN and inf pass into the result.
+    Breakdown: one Byzantine value in a column. NaN and inf enter the result.
 
     >>> import numpy as np
     >>> Mean()(np.array([[1.0], [2.0], [900.0]]))
@@ -74,18 +69,18 @@ class Mean(ColumnRule):
     weighable = True
 
     def window(self, m: int) -> Window:
-        """Return everything."""
+        """Return the window that averages all m values of a column, NaN and inf included."""
         del m
         return PLAIN_MEAN
 
     @classmethod
     def largest_b(cls, m: int) -> int:
-        """Return 0: a wrong value is one too many."""
+        """Return 0: the mean tolerates no Byzantine value."""
         del m
         return 0
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
-        """Return the variance of a mean of m, if nothing is wrong."""
+        """Return the variance of a mean of m values if none is Byzantine, else None."""
         del adaptive
         return None if q else 1 / m
 
@@ -96,7 +91,7 @@ class Median(ColumnRule):
 
         Median = (u_(floor((m+1)/2)) + u_(ceil((m+1)/2))) / 2,  u sorted
 
-    Breakdown: survives fewer than m/2 wrong values a column. NaN counts as +inf.
+    Breakdown: tolerates fewer than m/2 Byzantine values per column. NaN counts as +inf.
     Honest values that only few workers have are dropped too (docs/choosing.md#limits).
 
     >>> import numpy as np
@@ -106,29 +101,29 @@ class Median(ColumnRule):
 
     name: ClassVar[str] = "median"
     weighable = True
-    least_liars: ClassVar[int] = 1
+    min_byzantine: ClassVar[int] = 1
 
     def window(self, m: int) -> Window:
-        """Return the middle one or two."""
+        """Return the window that averages the one or two middle values of a column."""
         return Window(trim=(m - 1) // 2)
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Return the unit in the middle: half of it each way where two values meet."""
+        """Return the middle unit of weight, which two values may share in halves."""
         return Masses(trim=_middle(units))
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
-        """Return that of the trimmed mean with the largest b, which the median is."""
+        """Return the bound of the trimmed mean with the largest b, which is the median."""
         return TrimmedMean(self.largest_b(m)).bound(m, q, adaptive=adaptive)
 
 
 def _middle(units: NDArray[np.int64]) -> float:
-    """Return what is cut from each end if one unit is left."""
+    """Return the weight to cut from each end so that one unit is left."""
     return (int(units.sum()) - 1) / 2
 
 
 @dataclass(frozen=True)
-class TrimmingRule(Told, ColumnRule):
-    """A column rule that is told to survive b wrong values a column.
+class TrimmingRule(Bounded, ColumnRule):
+    """A column rule given b, the number of Byzantine values per column that it tolerates.
 
     >>> from phocas import Phocas, TrimmedMean
     >>> TrimmedMean(b=2).window(7).trim, Phocas(b=2).window(7).drop
@@ -136,7 +131,7 @@ class TrimmingRule(Told, ColumnRule):
     """
 
     def heaviest(self, units: NDArray[np.int64]) -> int:
-        """Return the mass of the b heaviest workers."""
+        """Return the total weight of the b heaviest workers."""
         return heaviest(units, self.b)
 
 
@@ -146,13 +141,13 @@ class TrimmedMean(TrimmingRule):
 
         Trmean_b = (u_(b+1) + ... + u_(m-b)) / (m - 2b),  u sorted
 
-    Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+    Breakdown: tolerates b Byzantine values per column, 2b < m. NaN counts as +inf.
     Honest values that only few workers have are dropped too (docs/choosing.md#limits).
 
     Reference: Definition 7 of the paper.
 
     Args:
-        b: how many wrong values in every column it has to survive, 2b < m.
+        b: the number of Byzantine values per column that the rule tolerates, 2b < m.
 
     >>> import numpy as np
     >>> TrimmedMean(b=1)(np.array([[1.0], [2.0], [4.0], [900.0]]))
@@ -165,12 +160,12 @@ class TrimmedMean(TrimmingRule):
     weighable = True
 
     def window(self, m: int) -> Window:
-        """Return the middle m - 2b."""
+        """Return the window that averages the middle m - 2b values of a column."""
         del m
         return Window(trim=self.b)
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Cut the mass of the b heaviest from each end."""
+        """Return the window that cuts the weight of the b heaviest workers from each end."""
         return Masses(trim=self.heaviest(units))
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
@@ -186,15 +181,15 @@ class Phocas(TrimmingRule):
 
         Phocas_b = mean of the m - b values u with the smallest |u - Trmean_b|
 
-    Of two values at the same distance the smaller is nearer.
+    Of two values at the same distance, the smaller one is kept.
 
-    Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+    Breakdown: tolerates b Byzantine values per column, 2b < m. NaN counts as +inf.
     Honest values that only few workers have are dropped too (docs/choosing.md#limits).
 
     Reference: Definition 8 of the paper.
 
     Args:
-        b: how many wrong values in every column it has to survive, 2b < m.
+        b: the number of Byzantine values per column that the rule tolerates, 2b < m.
 
     >>> import numpy as np
     >>> Phocas(b=1)(np.array([[1.0], [2.0], [6.0], [900.0]]))
@@ -205,12 +200,15 @@ class Phocas(TrimmingRule):
     weighable = True
 
     def window(self, m: int) -> Window:
-        """Return the m - b nearest to the trimmed mean."""
+        """Return the window that averages the m - b values nearest to the trimmed mean."""
         del m
         return Window(trim=self.b, drop=self.b or None)
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Leave out the mass of the b heaviest that is farthest from the trimmed mean."""
+        """Return the window that drops the weight farthest from the trimmed mean.
+
+        The dropped weight is that of the b heaviest workers.
+        """
         mass = self.heaviest(units)
         return Masses(trim=mass, drop=mass or None)
 
@@ -226,13 +224,13 @@ class MeaMed(TrimmingRule):
 
         MeaMed_b = mean of the m - b values u with the smallest |u - Median|
 
-    Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+    Breakdown: tolerates b Byzantine values per column, 2b < m. NaN counts as +inf.
     Honest values that only few workers have are dropped too (docs/choosing.md#limits).
 
     Reference: Xie, Koyejo, Gupta, "Generalized Byzantine-tolerant SGD" (2018).
 
     Args:
-        b: how many wrong values in every column it has to survive, 2b < m.
+        b: the number of Byzantine values per column that the rule tolerates, 2b < m.
 
     >>> import numpy as np
     >>> MeaMed(b=1)(np.array([[1.0], [2.0], [6.0], [900.0]]))
@@ -243,17 +241,20 @@ class MeaMed(TrimmingRule):
     weighable = True
 
     def window(self, m: int) -> Window:
-        """Return the m - b nearest to the median."""
+        """Return the window that averages the m - b values nearest to the median."""
         return Window(trim=(m - 1) // 2, drop=self.b) if self.b else Window()
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Leave out the mass of the b heaviest that is farthest from the median."""
+        """Return the window that drops the weight farthest from the median.
+
+        The dropped weight is that of the b heaviest workers.
+        """
         if not self.b:
             return Masses(trim=0.0)
         return Masses(trim=_middle(units), drop=self.heaviest(units))
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
-        """Return Theorem 2's bound with the median's in the trimmed mean's place."""
+        """Return the bound of Theorem 2 with the median in place of the trimmed mean."""
         centre = Median().bound(m, q, adaptive=adaptive)
         if centre is None or q > self.tolerates(m).values:
             return None

@@ -1,8 +1,9 @@
-"""Rows that live on an accelerator: by kernels in Triton where they can be had, or by torch.
+"""Matrices on an accelerator, reduced by Triton kernels where possible, else by torch operations.
 
-``PHOCAS_DEVICE_KERNELS`` chooses. Unset, tensors on cuda (which is what torch calls AMD's devices,
-too) take Triton's kernels, and torch's operations if those cannot be had, which is said once.
-``triton`` insists on the kernels: what they cannot do is an error. ``torch`` never tries them.
+The environment variable ``PHOCAS_DEVICE_KERNELS`` chooses. If it is unset, tensors on cuda (torch's
+name for AMD devices as well) use Triton kernels. If Triton is not available, they use torch
+operations, with one warning. ``triton`` requires the kernels: an operation without a kernel raises
+an error. ``torch`` always uses torch operations.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -19,116 +21,74 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.kernels.triton import KernelError, calls
-from phocas.kernels.triton.calls import Rows
+from phocas.kernels.triton.calls import DeviceRows
 from phocas.kernels.triton.loader import obstacle
-from phocas.rules import measures
-from phocas.rules.accelerator import BLOCK_VALUES, DeviceMatrix, without_blocks
+from phocas.rules.accelerator import BLOCK_VALUES, CUT_BLOCKS, Beyond, DeviceMatrix, ranges
 from phocas.rules.algebra import (
-    UNMIXED,
-    Columns,
-    Decision,
     Distances,
     Floats,
+    Function,
     Mix,
-    Plausible,
+    OutlierShares,
     Radii,
     Request,
     needs_double,
     wants_double,
 )
+from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
+from phocas.rules.measures import Partial, of_columns
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
 CHOICES = ("triton", "torch")
-UNCLEANED = "Triton's kernels know nothing of cleaned rows"
 
 Answer = TypeVar("Answer")
-Piece: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+Asked = ParamSpec("Asked")
+Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 """A range of columns of all m rows: one (m, n) tensor, or m of n values."""
 _said: set[str] = set()
 
 
-def open_device(pieces: list[Piece], rebuild: Callable[[list[Any]], Any]) -> Columns:
-    """Return the matrix of rows on a device, by the kernels that were chosen."""
-    cleaned: list[Piece] = [
+def open_device(pieces: list[Tensors], rebuild: Callable[[list[Any]], Any]) -> Matrix:
+    """Return the matrix of rows on a device, with the back end that was chosen."""
+    detached: list[Tensors] = [
         _plain(piece) if isinstance(piece, torch.Tensor) else [_plain(row) for row in piece]
         for piece in pieces
     ]
-    choice, _ = path(cleaned[0][0].device)
-    return KernelMatrix(cleaned, rebuild) if choice == "triton" else _by_torch(cleaned, rebuild)
+    choice, _ = path(detached[0][0].device)
+    return KernelMatrix(detached, rebuild) if choice == "triton" else _by_torch(detached, rebuild)
 
 
 def path(device: torch.device) -> tuple[str, str]:
-    """Return which kernels tensors of a device take, and why."""
+    """Return the back end for tensors on a device, ``triton`` or ``torch``, and the reason."""
     chosen = os.environ.get(VARIABLE)
     if chosen is not None:
         if chosen not in CHOICES:
             raise ValueError(f"{VARIABLE} must be {' or '.join(CHOICES)}: got {chosen!r}")
-        return chosen, f"{VARIABLE} says so"
+        return chosen, f"{VARIABLE}={chosen} is set"
     if device.type != "cuda":
         return "torch", f"Triton's kernels are for cuda: this is {device}"
     reason = obstacle()
-    return ("torch", reason) if reason else ("triton", "it is here, and the device is its own")
+    return ("torch", reason) if reason else ("triton", "it is installed and supports the device")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_neg()
 
 
-def _by_torch(pieces: list[Piece], rebuild: Callable[[list[Any]], Any]) -> DeviceMatrix:
+def _by_torch(pieces: list[Tensors], rebuild: Callable[[list[Any]], Any]) -> DeviceMatrix:
     stacked = [piece if isinstance(piece, torch.Tensor) else _dense(piece) for piece in pieces]
     return DeviceMatrix(stacked, rebuild)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KernelMatrix:
-    """The m x d matrix on a device, measured and reduced by kernels in Triton."""
+def or_by_torch(
+    method: Callable[Concatenate[KernelMatrix, Asked], Answer],
+) -> Callable[Concatenate[KernelMatrix, Asked], Answer]:
+    """Return a method that falls back on torch operations if there is no kernel."""
 
-    pieces: list[Piece]
-    rebuild: Callable[[list[Any]], Any]
-
-    @property
-    def m(self) -> int:
-        """Return the number of rows."""
-        return len(self.pieces[0])
-
-    @property
-    def d(self) -> int:
-        """Return the number of columns."""
-        return sum(map(_columns, self.pieces))
-
-    def measure(self, request: Request | Plausible) -> Floats:
-        """Answer a rule's question about whole rows."""
-        return self._or_by_torch(
-            lambda: _measured(self.pieces, self.m, request), lambda other: other.measure(request)
-        )
-
-    def partial(self, request: Request | Radii | Plausible, start: int = 0) -> measures.Partial:
-        """Return what these columns contribute, if they begin at column ``start`` of more."""
-        asked = without_blocks(request)
-        return self._or_by_torch(
-            lambda: _partial(self.pieces, self.m, asked, start),
-            lambda other: other.partial(asked, start),
-        )
-
-    def apply(self, decision: Decision, counts: NDArray[np.int64] | None, start: int = 0) -> Any:
-        """Mix and reduce; count what was dropped of each mixed row, wherever columns begin."""
-        del start
-
-        def work() -> Any:
-            _check(decision)
-            lost = None if counts is None else np.zeros_like(counts)
-            answers = _reduced(self.pieces, decision, lost)
-            if counts is not None and lost is not None:
-                counts[:] += lost
-            return self.rebuild(answers)
-
-        return self._or_by_torch(work, lambda other: other.apply(decision, counts))
-
-    def _or_by_torch(
-        self, work: Callable[[], Answer], otherwise: Callable[[DeviceMatrix], Answer]
-    ) -> Answer:
+    @wraps(method)
+    def either(self: KernelMatrix, /, *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
         try:
-            return work()
+            return method(self, *args, **kwargs)
         except KernelError as error:
             if os.environ.get(VARIABLE) == "triton":
                 raise
@@ -137,43 +97,179 @@ class KernelMatrix:
             _said.add(reason)
             message = f"{reason}; torch's operations are used, which sort and take much longer"
             warnings.warn(message, RuntimeWarning, stacklevel=5)
-        return otherwise(_by_torch(self.pieces, self.rebuild))
+        other = _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
+        answer: Answer = getattr(other, method.__name__)(*args, **kwargs)
+        return answer
+
+    return either
 
 
-def _columns(piece: Piece) -> int:
-    return int(piece.shape[1]) if isinstance(piece, torch.Tensor) else piece[0].numel()
+class KernelMatrix(Matrix):
+    """The m x d matrix on a device, measured and reduced by Triton kernels."""
+
+    def __init__(self, tensors: list[Tensors], rebuild: Callable[[list[Any]], Any]) -> None:
+        self.pieces = ranges(tensors)
+        self.m = len(tensors[0])
+        self.rebuild = rebuild
+
+    def blocks(self, piece: ColumnRange) -> Iterator[tuple[int, int, Tensors]]:
+        """Yield ranges of columns of a piece as rows with adjacent values, copied if necessary.
+
+        A piece is a range of columns with its own tensors.
+        """
+        tensors = piece.arrays
+        rows = tensors[:1] if isinstance(tensors, torch.Tensor) else tensors
+        if piece.columns > 1 and any(row.stride(0) != 1 for row in rows):
+            step = max(1, BLOCK_VALUES // self.m)
+            for begin in range(0, piece.columns, step):
+                end = min(piece.columns, begin + step)
+                yield begin, end, _dense(_cut(tensors, begin, end))
+        elif piece.columns:
+            yield 0, piece.columns, tensors
+
+    @or_by_torch
+    def measure(self, request: Request) -> Floats:
+        """Measure squared distances or squared norms of the rows on the device.
+
+        Squares are added up in granules, which are fixed numbers of columns.
+        """
+        question = _Question(request, self.m)
+        sums = question.sums(self._device)
+        found = (block for piece in self.pieces for _, _, block in self.blocks(piece))
+        for block in _granules(found, sums.granule):
+            for rows in question.seen(block):
+                sums.add(rows, wide=question.wide)
+        return sums.result()
+
+    @or_by_torch
+    def partial(self, request: Request | Radii, start: int = 0) -> Partial:
+        """Measure these columns, which begin at column ``start`` of the whole matrix."""
+        return super().partial(request, start)
+
+    def measured(self, request: Request | Radii, start: int, rows: Tensors) -> Partial:
+        """Measure a range of columns; squares are summed in granules, fixed numbers of columns."""
+        if isinstance(request, Radii):
+            raise TypeError(CUT_BLOCKS)
+        question = _Question(request, self.m)
+        room = question.sums(self._device)
+
+        def sums(begin: int, end: int) -> Floats:
+            seen = question.seen(_cut(rows, begin, end))
+            found = [room.each(part, wide=question.wide) for part in seen]
+            return kernels.packed_sums(np.concatenate(found))
+
+        def values(begin: int, end: int) -> NDArray[np.floating]:
+            parts = [_computed(part) for part in question.seen(_cut(rows, begin, end))]
+            return np.asarray(torch.cat(parts, dim=1).cpu().numpy())
+
+        return of_columns(room.m, start, _columns(rows), sums, values)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.pieces[0].arrays[0].device
+        return device
+
+    @or_by_torch
+    def outliers(self, request: OutlierShares, start: int = 0) -> Beyond:
+        """Raise KernelError, because there is no kernel that filters cells."""
+        del request, start
+        raise KernelError("Triton's kernels do not filter cells")
+
+    def filtered(self, outliers: Beyond, excluded: NDArray[np.bool_]) -> Matrix:
+        """Return the filtered rows as a matrix of torch operations."""
+        other = _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
+        return other.filtered(outliers, excluded)
+
+    @or_by_torch
+    def reduce(self, reduction: Reduction, counts: Counts | None = None, start: int = 0) -> Any:
+        """Mix and reduce; leave ``counts`` unchanged if a kernel fails."""
+        lost = None if counts is None else np.zeros_like(counts)
+        answer = super().reduce(replace(reduction), lost, start)
+        if counts is not None and lost is not None:
+            counts += lost
+        return answer
+
+    @or_by_torch
+    def apply(self, function: Function, mix: Mix) -> Any:
+        """Reduce by a function; this falls back on torch operations."""
+        return super().apply(function, mix)
+
+    def block_spreads(self, reduction: Reduction) -> calls.Spreads:
+        """Return the scale (root mean square of the radii) of every block of columns.
+
+        A block may span several pieces (ranges of columns).
+        """
+        parts = []
+        for piece in self.pieces:
+            for _, _, block in self.blocks(piece):
+                for rows in _seen(block, reduction):
+                    parts.append(rows.empty(rows.columns, dtype=rows.computed))
+                    calls.radii(rows, reduction.window, parts[-1])
+        kind = parts[0].dtype if parts else torch.float32
+        none = torch.empty(0, dtype=kind, device=self._device)
+        return calls.Spreads.of(torch.cat([none, *parts]), reduction.window.cutoff)
+
+    def empty(self, piece: ColumnRange, reduction: Reduction, rows: Tensors) -> torch.Tensor:
+        """Return an empty tensor of the stored type, or of the computed type if rows are mixed."""
+        like: torch.Tensor = piece.arrays[0]
+        if reduction.sums is None:
+            return like.new_empty(piece.columns)
+        return like.new_empty(piece.columns, dtype=_mixed_type(DeviceRows.of(rows), reduction.sums))
+
+    def reduce_block(
+        self,
+        reduction: Reduction,
+        start: int,
+        rows: Tensors,
+        out: torch.Tensor,
+        counts: Counts | None,
+    ) -> None:
+        """Mix and reduce a range of columns; mixed rows are reduced a few columns at a time."""
+        one = reduction.sums is not None and len(reduction.sums) == 1
+        done = 0
+        for seen in _seen(rows, reduction):
+            part, spread = out[done : done + seen.columns], reduction.spreads
+            if one:  # the one mixed row is the result
+                part.copy_(seen.owner[0])
+            else:
+                here = None if spread is None else replace(spread, first=start + done)
+                calls.reduce(seen, reduction.window, part, counts, here, mean=reduction.mean)
+            done += seen.columns
+
+    def values(self, rows: Tensors, weights: Floats | None) -> NDArray[np.floating]:
+        """Raise KernelError, because there is no kernel that copies rows for a function."""
+        del rows, weights
+        raise KernelError("Triton's kernels do not run a function of the rows")
+
+    def stored(self, piece: ColumnRange, values: torch.Tensor | None) -> torch.Tensor:
+        """Return values in the type of the rows."""
+        like: torch.Tensor = piece.arrays[0]
+        return like.new_empty(0) if values is None else values.to(like.dtype)
 
 
-def _cut(piece: Piece, start: int, stop: int) -> Piece:
+def _columns(tensors: Tensors) -> int:
+    return int(tensors[0].numel())
+
+
+def _cut(piece: Tensors, start: int, stop: int) -> Tensors:
     if isinstance(piece, torch.Tensor):
         return piece[:, start:stop]
     return [row[start:stop] for row in piece]
 
 
-def _dense(piece: Piece) -> torch.Tensor:
+def _dense(piece: Tensors) -> torch.Tensor:
     return piece.contiguous() if isinstance(piece, torch.Tensor) else torch.stack(list(piece))
 
 
-def _blocks(piece: Piece) -> Iterator[Piece]:
-    """Yield the columns as rows whose values are adjacent: in place, or copied block by block."""
-    columns = _columns(piece)
-    rows = piece[:1] if isinstance(piece, torch.Tensor) else piece
-    if columns > 1 and any(row.stride(0) != 1 for row in rows):
-        step = max(1, BLOCK_VALUES // len(piece))
-        for start in range(0, columns, step):
-            yield _dense(_cut(piece, start, start + step))
-    elif columns:
-        yield piece
+def _granules(blocks: Iterator[Tensors], granule: int) -> Iterator[Tensors]:
+    """Yield columns in whole granules, counted from the first column of the matrix.
 
-
-def _granules(pieces: list[Piece], granule: int) -> Iterator[Piece]:
-    """Yield the columns in whole granules, counted from the first column of all.
-
-    Those that lie in several pieces are put together. The last one may be shorter.
+    A granule is a fixed number of columns. Parts of a granule that arrive separately are joined.
+    The last granule may be shorter.
     """
     parts: list[torch.Tensor] = []
     width = 0
-    for block in (block for piece in pieces for block in _blocks(piece)):
+    for block in blocks:
         columns = _columns(block)
         start = 0
         while start < columns:
@@ -194,7 +290,7 @@ def _granules(pieces: list[Piece], granule: int) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
-    """A request about m rows, and how it is measured."""
+    """A request about m rows, and the parameters of its measurement."""
 
     request: Request
     m: int
@@ -211,14 +307,14 @@ class _Question:
         return np.eye(self.m) if scaled else self.request.weights
 
     def sums(self, device: torch.device) -> calls.Sums:
-        """Return room for the answer."""
+        """Return sums that are zero, to which the squares of the rows are added."""
         k = self.m if self.weights is None else len(self.weights)
         pairs = isinstance(self.request, Distances)
         return calls.Sums(k, kernels.granule_columns(k), pairs=pairs, device=device)
 
-    def seen(self, piece: Piece) -> Iterator[Rows]:
-        """Yield what is measured of some columns, whole granules at a time."""
-        rows = Rows.of(piece)
+    def seen(self, piece: Tensors) -> Iterator[DeviceRows]:
+        """Yield the rows to measure of some columns, whole granules at a time."""
+        rows = DeviceRows.of(piece)
         if self.weights is None:
             yield rows
             return
@@ -227,127 +323,36 @@ class _Question:
         step = max(1, BLOCK_VALUES // (k * granule)) * granule
         for start in range(0, rows.columns, step):
             part = rows.shifted(start, min(rows.columns, start + step))
-            # Wide in weights as well: what scales 3e38 down to 1e-9 is too small for single.
+            # The weights are double too: a factor from 3e38 to 1e-9 is too small for single.
             kind = torch.float64 if self.wide else part.computed
             mixed = part.empty(k, part.columns, dtype=kind)
             calls.combine(part, self.weights, mixed, fused=False)
-            yield Rows.of(mixed * self.request.scale)
+            yield DeviceRows.of(mixed * self.request.scale)
 
 
-def _measured(pieces: list[Piece], m: int, request: Request | Plausible) -> Floats:
-    if isinstance(request, Plausible) or request.clean is not None:
-        raise KernelError(UNCLEANED)
-    question = _Question(request, m)
-    sums = question.sums(pieces[0][0].device)
-    for piece in _granules(pieces, sums.granule):
-        for rows in question.seen(piece):
-            sums.add(rows, wide=question.wide)
-    return sums.result()
-
-
-def _partial(pieces: list[Piece], m: int, request: Request, start: int) -> measures.Partial:
-    question = _Question(request, m)
-    room = question.sums(pieces[0][0].device)
-    result = measures.Partial(room.m)
-    for piece in (block for whole in pieces for block in _blocks(whole)):
-
-        def sums(begin: int, end: int, piece: Piece = piece) -> Floats:
-            seen = question.seen(_cut(piece, begin, end))
-            found = [room.each(rows, wide=question.wide) for rows in seen]
-            return kernels.packed_sums(np.concatenate(found))
-
-        def values(begin: int, end: int, piece: Piece = piece) -> NDArray[np.floating]:
-            parts = [_computed(rows) for rows in question.seen(_cut(piece, begin, end))]
-            return np.asarray(torch.cat(parts, dim=1).cpu().numpy())
-
-        result += measures.of_columns(room.m, start, _columns(piece), sums, values)
-        start += _columns(piece)
-    return result
-
-
-def _computed(rows: Rows) -> torch.Tensor:
-    """Return the values of rows as they are computed with."""
+def _computed(rows: DeviceRows) -> torch.Tensor:
+    """Return the values of rows in the type of the computation."""
     out = rows.empty(len(rows), rows.columns, dtype=rows.computed)
     calls.combine(rows, np.eye(len(rows)), out, fused=False)
     return out
 
 
-def _check(decision: Decision) -> None:
-    """Refuse what a decision may hold beside a mix and a window: it must not be left out."""
-    if decision.clean is not None:
-        raise KernelError(UNCLEANED)
-    known = ("mix", "window")
-    for field in fields(decision):
-        if field.name not in known and getattr(decision, field.name) is not None:
-            raise KernelError(f"Triton's kernels know nothing of the {field.name} of a decision")
-
-
-def _reduced(
-    pieces: list[Piece], decision: Decision, counts: NDArray[np.int64] | None
-) -> list[torch.Tensor]:
-    """Mix and reduce all pieces; with a reach, the radii of all columns come first."""
-    mix, window = decision.mix, decision.window
-    if window.watched and (counts is None or mix.weights is not None):
-        means = _reduced(pieces, Decision(UNMIXED, kernels.PLAIN_MEAN), None)
-        if counts is not None:
-            _reduced(pieces, Decision(mix, replace(window, watched=False)), counts)
-        return means
-    weights = None if mix.selected is not None else mix.weights
-    if weights is not None and len(weights) == 1:
-        return [_joined(piece, [mixed[0] for mixed in _mixed(piece, weights)]) for piece in pieces]
-    spread = _spreads(pieces, decision) if window.reach else None
-    answers = []
-    first = 0
-    for piece in pieces:
-        parts = []
-        for rows in _seen(piece, mix):
-            part = rows.empty(rows.columns, dtype=rows.dtype)
-            here = None if spread is None else replace(spread, first=first)
-            calls.reduce(rows, window, part, counts, here)
-            parts.append(part)
-            first += rows.columns
-        answers.append(_joined(piece, parts))
-    return answers
-
-
-def _spreads(pieces: list[Piece], decision: Decision) -> calls.Spreads:
-    """Return the spreads of all blocks of columns, which may lie in several pieces."""
-    parts = []
-    for piece in pieces:
-        for rows in _seen(piece, decision.mix):
-            parts.append(rows.empty(rows.columns, dtype=rows.computed))
-            calls.radii(rows, decision.window, parts[-1])
-    kind = parts[0].dtype if parts else torch.float32
-    none = torch.empty(0, dtype=kind, device=pieces[0][0].device)
-    return calls.Spreads.of(torch.cat([none, *parts]), decision.window.reach)
-
-
-def _seen(piece: Piece, mix: Mix) -> Iterator[Rows]:
-    """Yield the rows that a window sees, a range of columns at a time."""
-    if mix.weights is not None and mix.selected is None:
-        yield from map(Rows.of, _mixed(piece, mix.weights))
+def _seen(block: Tensors, reduction: Reduction) -> Iterator[DeviceRows]:
+    """Yield the mixed rows that a window reduces, a range of columns at a time."""
+    rows, weights = DeviceRows.of(block), reduction.sums
+    if weights is None:
+        chosen = reduction.mix.selected
+        yield rows if chosen is None else rows.take(chosen)
         return
-    for block in _blocks(piece):
-        rows = Rows.of(block)
-        yield rows if mix.selected is None else rows.take(mix.selected)
-
-
-def _mixed(piece: Piece, weights: Floats) -> Iterator[torch.Tensor]:
-    """Yield the mixed rows, a range of columns at a time."""
     k = len(weights)
     step = max(1, BLOCK_VALUES // k)
-    for block in _blocks(piece):
-        rows = Rows.of(block)
-        dtype = torch.float64 if needs_double(weights) else rows.computed
-        for start in range(0, rows.columns, step):
-            part = rows.shifted(start, min(rows.columns, start + step))
-            mixed = part.empty(k, part.columns, dtype=dtype)
-            calls.combine(part, weights, mixed, fused=k > 1)
-            yield mixed
+    for start in range(0, rows.columns, step):
+        part = rows.shifted(start, min(rows.columns, start + step))
+        mixed = part.empty(k, part.columns, dtype=_mixed_type(rows, weights))
+        calls.combine(part, weights, mixed, fused=k > 1)
+        yield DeviceRows.of(mixed)
 
 
-def _joined(piece: Piece, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the answers of a piece in one tensor of its type."""
-    like = piece[0]
-    out = parts[0] if len(parts) == 1 else torch.cat([like.new_empty(0), *parts])
-    return out.to(like.dtype)
+def _mixed_type(rows: DeviceRows, weights: Floats) -> torch.dtype:
+    """Return the type of mixed values."""
+    return torch.float64 if needs_double(weights) else rows.computed

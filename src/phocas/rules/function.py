@@ -1,4 +1,4 @@
-"""Any function of the rows as a rule."""
+"""Rules made of a user's function of the rows."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from phocas.kernels import PLAIN_MEAN, Window
-from phocas.rules.algebra import Decision, Function, Mix
-from phocas.rules.base import Rule
-from phocas.rules.promise import Tolerance
+from phocas.rules.algebra import Function
+from phocas.rules.base import Composite
+from phocas.rules.execution import Plan
+from phocas.rules.guarantee import Tolerance
 from phocas.specs import build, count, normalise
 
 
 @dataclass(frozen=True)
-class FunctionRule(Rule):
-    """Reduce the rows by a function of an (m, d) array that returns d values.
+class FunctionRule(Composite):
+    """A rule that reduces the rows by a function of an (m, d) array that returns d values.
 
-    The function is given a copy, in float32 or float64. ``b`` is what it promises: so many wrong
-    rows, and with ``columnwise``, which says that it reduces each column on its own, so many wrong
-    values in every column. Without ``columnwise`` all columns must be in one place. Whose values
-    it leaves out is not known, so an explanation says that nobody's are.
+    The function gets a copy of the rows in float32 or float64. ``b`` is the number of wrong rows
+    that the function tolerates; with ``columnwise`` it is the number of wrong values in every
+    column as well. Without ``columnwise``, all columns must be in one place. Which values the
+    function drops is not known: an explanation reports none.
 
     Args:
-        function: what makes d values of the (m, d) rows.
-        b: how many wrong ones it is said to survive.
-        columnwise: whether it reduces each column on its own.
+        function: returns d values for the (m, d) rows.
+        b: how many wrong rows or values the function tolerates.
+        columnwise: whether the function reduces each column on its own.
 
     >>> import numpy as np
     >>> middle = FunctionRule(lambda rows: np.median(rows, axis=0), b=1, columnwise=True)
@@ -52,21 +55,21 @@ class FunctionRule(Rule):
 
     @classmethod
     def spelling(cls) -> str:
-        """Return what it is called in errors: nobody writes its class."""
+        """Return the name that errors print."""
         return cls.name
 
     @classmethod
     def adapt(cls, function: Callable[..., Any], arguments: Mapping[str, str]) -> FunctionRule:
-        """Make a rule of a function and the text of its arguments."""
+        """Return the rule for a function and the text of its arguments."""
         return build(cls, arguments, function=function)
 
     @property
     def whole(self) -> bool:  # type: ignore[override]  # read-only here: it follows from columnwise
-        """Tell that all columns are needed, unless it was said that they are not."""
+        """Tell whether all columns are needed: not if the function is column-wise."""
         return not self.columnwise
 
     def check(self, m: int) -> None:
-        """Refuse 2b >= m: no function survives that."""
+        """Raise ValueError if 2b >= m: no function tolerates that."""
         super().check(m)
         if self.b > self.largest_b(m):
             raise ValueError(
@@ -75,15 +78,16 @@ class FunctionRule(Rule):
             )
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return what the function was said to survive."""
+        """Return b, as given."""
         self.check(m)
         return Tolerance(rows=self.b, values=self.b if self.columnwise else 0)
 
     def window(self, m: int) -> Window:
-        """Return everything: the function takes the window's place."""
+        """Return the window of all values, which the function replaces."""
         del m
         return PLAIN_MEAN
 
-    def decision(self, mix: Mix, m: int) -> Decision:
-        """Put the function in the window's place."""
-        return Decision(mix, self.window(m), self.function)
+    def plan(self, m: int, rng: np.random.Generator | None) -> Plan:
+        """Return a plan that calls the function instead of a window."""
+        del rng
+        return Plan(self.window(m), function=self.function)

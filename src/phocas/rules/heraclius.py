@@ -1,98 +1,105 @@
-"""Heraclius, who overthrew Phocas: a column rule that drops only what is implausible."""
+"""Heraclius, named after the successor of Phocas: a column rule that drops only outliers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phocas.deprecation import former_parameters
 from phocas.kernels import Masses, Window
 from phocas.rules.columnwise import Phocas, TrimmingRule
-from phocas.rules.promise import reaching_delta, trimmed_mean_delta
+from phocas.rules.guarantee import reaching_delta, trimmed_mean_delta
 from phocas.specs import normalise, number
 
-LARGEST_REACH = 1e30
+LARGEST_CUTOFF = 1e30
 
 
+@former_parameters(reach="cutoff")
 @dataclass(frozen=True)
 class Heraclius(TrimmingRule):
-    """Average the m - b values nearest to the trimmed mean, and every other that is plausible.
+    """Average the m - b values nearest to the trimmed mean, and every other plausible value.
 
-    With T the b-trimmed mean of a column and r the distance from T to its (m-b)-th nearest value,
-    the spread s is r, or the root mean square of r over the column's block if that is more. A value
-    u has the weight
+    T is the b-trimmed mean of a column, and r the distance from T to its (m-b)-th nearest value.
+    The scale s is the larger of r and the root mean square of r over the column's block. A value u
+    has the weight
 
         w(u) = 1                                         if |u - T| <= r,
-        w(u) = 2 - |u - T| / (reach s), within 0 and 1,  if not,
+        w(u) = 2 - |u - T| / (cutoff s), within 0 and 1,  if not,
 
-    and Heraclius_b is the weighted mean. So the m - b values of Phocas' window count in full, any
-    other too if it is within ``reach`` spreads, and beyond that less and less, down to nothing at
-    twice as far. reach = 0 is Phocas, a huge reach the mean of the finite values.
+    and Heraclius_b is the weighted mean. The m - b values of Phocas' window have the weight 1. Any
+    other value has the weight 1 up to the distance ``cutoff`` s from T; beyond it, the weight falls
+    to 0 at twice the distance. cutoff = 0 is Phocas; a very large cutoff is the mean of the finite
+    values.
 
-    Blocks are of 1024 columns, counted from the first column of the matrix. They are what sparse
-    columns need: where most gradients are zero, r is zero, and everything honest would be far.
+    A block has 1024 columns, counted from the first column of the matrix. Sparse columns need the
+    scale of a block: where most gradients are zero, r is zero, and every honest gradient that is
+    not zero would be an outlier.
 
-    The default reach is from MNIST as in the paper (20 workers, b = 8, means of ten repeats). The
-    accuracy is 0.932 without failures and under bit flips and the gambler, 0.934 under Gaussian
-    and omniscient rows; the mean has 0.934 without failures, Phocas 0.913. Honest workers lose 0.2%
-    of their values, Gaussian liars all. A liar counts for at most ``reach`` spreads: who faces some
-    that adapt to the rule takes a smaller reach, or nearest-neighbour mixing before it. A weight
-    that ends at once, at 6 spreads, does as well here, and worse where lies are small: 0.89 under
-    "a little is enough" where this has 0.91 (six repeats).
+    The default cutoff was chosen on MNIST as in the paper (20 workers, b = 8, means of ten
+    repeats). The accuracy is 0.932 without failures and under bit flips and the gambler, and 0.934
+    under Gaussian and omniscient rows. Without failures, the mean has 0.934 and Phocas 0.913.
+    Honest workers lose 0.2% of their values, Gaussian workers all. A Byzantine value outside the
+    window adds at most ``cutoff`` s to the weighted sum. Against attacks that adapt to
+    the rule, use a smaller cutoff, or nearest-neighbour mixing (NNM) before the rule. A weight that
+    drops from 1 to 0 at 6 s has the same accuracy here. Against small attacks it is worse: 0.89
+    instead of 0.91 under "a little is enough" (six repeats).
 
-    Breakdown: survives b wrong values a column, 2b < m. NaN counts as +inf.
+    Breakdown: tolerates b Byzantine values per column, 2b < m. NaN counts as +inf.
 
-    Limits: measured on dense gradients of equal data. A value that only one worker has in its
-    column, such as the gradient of a rare token, is dropped even if it is honest
+    Limits: measured on dense gradients of equally distributed data. A value that only one worker
+    has in its column, such as the gradient of a rare token, is dropped even if it is honest
     (docs/choosing.md#limits).
 
-    Reference: ours, with its bound Delta_3 and its proof in docs/theory.md.
+    Reference: this project, with its bound Delta_3 and the proof in docs/theory.md.
 
     Args:
-        b: how many wrong values in every column it has to survive, 2b < m.
-        reach: up to how many spreads a value counts in full.
+        b: the number of Byzantine values per column that the rule tolerates, 2b < m.
+        cutoff: the distance from T, in units of s, up to which a value has the weight 1.
 
     >>> import numpy as np
     >>> rows = np.array([[1.0], [2.0], [6.0], [9.0], [900.0]])
-    >>> Heraclius(b=2)(rows)  # Phocas drops the 1 as well: it drops b values, whatever they are
+    >>> Heraclius(b=2)(rows)  # Phocas also drops the 1, because it always drops b values
     array([4.5])
     >>> Heraclius(b=2).explain(rows).dropped
     array([0., 0., 0., 0., 1.])
     """
 
-    reach: float = 4.0
+    cutoff: float = 4.0
     name: ClassVar[str] = "heraclius"
+    former_fields: ClassVar[Mapping[str, str]] = {"reach": "cutoff"}
     weighable = True
 
     def __post_init__(self) -> None:
-        """Check b and the reach."""
+        """Check b and the cutoff."""
         super().__post_init__()
-        reach = number("Heraclius", "reach", self.reach)
-        if not 0 <= reach <= LARGEST_REACH:
+        cutoff = number("Heraclius", "cutoff", self.cutoff)
+        if not 0 <= cutoff <= LARGEST_CUTOFF:
             raise ValueError(
-                f"Heraclius needs 0 <= reach <= {LARGEST_REACH:g}: got reach={reach:g}"
+                f"Heraclius needs 0 <= cutoff <= {LARGEST_CUTOFF:g}: got cutoff={cutoff:g}"
             )
-        normalise(self, reach=reach)
+        normalise(self, cutoff=cutoff)
 
     def window(self, m: int) -> Window:
-        """Return the m - b nearest to the trimmed mean, and what is within reach."""
+        """Return the window of the m - b values nearest to T and all values within the cutoff."""
         del m
-        return Window(trim=self.b, drop=self.b or None, reach=self.reach if self.b else 0.0)
+        return Window(trim=self.b, drop=self.b or None, cutoff=self.cutoff if self.b else 0.0)
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Let in what is within reach of the mass that Phocas keeps."""
+        """Return the weight that Phocas keeps, with the cutoff for the rest."""
         mass = self.heaviest(units)
-        return Masses(trim=mass, drop=mass or None, reach=self.reach if self.b else 0.0)
+        return Masses(trim=mass, drop=mass or None, cutoff=self.cutoff if self.b else 0.0)
 
     def expected(self, m: int) -> float:
-        """Return 0: what an honest worker sends is plausible, and nothing has to be dropped."""
-        return 0.0 if self.reach else super().expected(m)
+        """Return 0: the values of an honest worker are within the cutoff and are not dropped."""
+        return 0.0 if self.cutoff else super().expected(m)
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
-        """Return Delta_3, or Delta_2 where nothing is within reach."""
-        if not self.reach or not self.b:
+        """Return Delta_3, or Delta_2 of Phocas if the cutoff or b is 0."""
+        if not self.cutoff or not self.b:
             return Phocas(self.b).bound(m, q, adaptive=adaptive)
         if q > self.tolerates(m).values:
             return None

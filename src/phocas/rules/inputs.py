@@ -1,12 +1,12 @@
-"""What may be handed to a rule, and how its answer goes back in the same form.
+"""The input types of rules, and the conversion of results to the same type.
 
-NumPy arrays and torch tensors on the CPU are read where they are (:mod:`phocas.rules.host`).
-Tensors elsewhere stay there.
+NumPy arrays and torch tensors on the CPU are read in place (:mod:`phocas.rules.host`). Tensors on
+other devices stay there.
 
-Workers that have several arrays each (state dicts, lists of layers) may have arrays of whole
-numbers and flags among them, such as batch norm's counter of batches. No rule applies to these:
-each becomes the lower median of the workers' values, in its own type, which for flags is what more
-than half of the workers say. They are not counted in anyone's blame.
+Workers with several arrays each (state dicts, lists of layers) may have integer and Boolean arrays
+among them, such as batch norm's counter of batches. Rules do not apply to these. Each becomes the
+lower median of the workers' values, in its own type; for Boolean values this is the majority.
+Explanations do not count them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.floats import FORMATS
-from phocas.rules.algebra import Columns
-from phocas.rules.host import HostMatrix, Piece
+from phocas.rules.execution import ColumnRange, Matrix
+from phocas.rules.host import HostMatrix
 
 ACCEPTED = (
     "an (m, d) array or tensor, a sequence of m vectors, or a sequence of m mappings of names to"
@@ -29,8 +29,8 @@ ACCEPTED = (
 )
 
 
-def open_rows(rows: Any) -> Columns:
-    """Return the matrix behind whatever holds the rows; refuse what is not one."""
+def open_rows(rows: Any) -> Matrix:
+    """Return the matrix of the given rows; raise TypeError or ValueError for invalid rows."""
     if isinstance(rows, np.ndarray) or is_tensor(rows):
         _unmasked(rows, "rows")
         if rows.ndim != 2:
@@ -41,7 +41,7 @@ def open_rows(rows: Any) -> Columns:
         if _on_accelerator(rows):
             return _on_device([_strided(rows, "the matrix")], lambda answers: answers[0])
         array, element = _array(rows, "the matrix")
-        piece = Piece(0, array.shape[1], array, element)
+        piece = ColumnRange(0, array.shape[1], array, element)
         return HostMatrix([piece], lambda answers: like(rows, answers[0]))
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise TypeError(f"rows must be {ACCEPTED}: got {type(rows).__name__}")
@@ -54,7 +54,7 @@ def open_rows(rows: Any) -> Columns:
     return _open_vectors(rows)
 
 
-def _open_vectors(rows: Sequence[Any]) -> Columns:
+def _open_vectors(rows: Sequence[Any]) -> Matrix:
     first = rows[0]
     for i, row in enumerate(rows):
         if not _alike(row, first):
@@ -66,7 +66,7 @@ def _open_vectors(rows: Sequence[Any]) -> Columns:
     return HostMatrix([piece], lambda answers: like(first, answers[0]).reshape(first.shape))
 
 
-def _open_mappings(rows: Sequence[Any]) -> Columns:
+def _open_mappings(rows: Sequence[Any]) -> Matrix:
     first = rows[0]
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -87,7 +87,7 @@ def _open_mappings(rows: Sequence[Any]) -> Columns:
     )
 
 
-def _open_lists(rows: Sequence[Any]) -> Columns:
+def _open_lists(rows: Sequence[Any]) -> Matrix:
     first = rows[0]
     for i, row in enumerate(rows):
         if not isinstance(row, list | tuple):
@@ -107,12 +107,15 @@ def _open_parts(
     rows: Sequence[Sequence[Any]],
     places: Sequence[str],
     rebuild: Callable[[Sequence[Any]], Any],
-) -> Columns:
-    """Open workers that have several arrays each; ``rebuild`` gives the answers their form."""
+) -> Matrix:
+    """Return the matrix of workers with several arrays each.
+
+    ``rebuild`` converts a list of results to the form of the input.
+    """
     first = rows[0]
     for i, row in enumerate(rows):
         for value, example, place in zip(row, first, places, strict=True):
-            if not _alike(value, example):  # names take longer to write than to compare types
+            if not _alike(value, example):  # format the names only if they are needed: it is slow
                 _same(value, example, f"worker {i}, {place}", f"worker 0, {place}")
     elsewhere = [_on_accelerator(value) for value in first]
     if any(elsewhere) and not all(elsewhere):
@@ -136,7 +139,7 @@ def _open_parts(
 
     if any(elsewhere):
         return _on_device([_flat([row[index] for row in rows]) for index in by_rule], join)
-    pieces: list[Piece] = []
+    pieces: list[ColumnRange] = []
     start = 0
     for index in by_rule:
         piece = _piece(start, [row[index] for row in rows], places[index])
@@ -156,12 +159,12 @@ def _open_parts(
 
 
 def _is_whole(value: Any) -> bool:
-    """Tell counters, indices and flags from floating-point values."""
+    """Tell whether an array is of integers or Boolean values."""
     return element_of(value.dtype).startswith(("int", "uint", "bool"))
 
 
 def _middle(rows: Sequence[Any], place: str) -> Any:
-    """Return the lower median of whole numbers, exact in their own type; of flags, the majority."""
+    """Return the lower median of integers, in their own type; of Boolean values, the majority."""
     if _on_accelerator(rows[0]):
         middle = (len(rows) - 1) // 2
         return sys.modules["torch"].stack(_flat(rows)).sort(dim=0).values[middle]
@@ -169,17 +172,17 @@ def _middle(rows: Sequence[Any], place: str) -> Any:
 
 
 def lower_median(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return the lower median of each column: what more than half of the rows say, if they do."""
+    """Return the lower median of each column; a value of more than half of the rows wins."""
     return np.asarray(np.sort(np.stack(rows), axis=0)[(len(rows) - 1) // 2])
 
 
-def _piece(start: int, rows: Sequence[Any], place: str) -> Piece:
+def _piece(start: int, rows: Sequence[Any], place: str) -> ColumnRange:
     arrays = []
     element = ""
     for row in rows:
         array, element = _array(row, place)
         arrays.append(array.reshape(-1))  # a view wherever the values are adjacent
-    return Piece(start, arrays[0].size, arrays, element)
+    return ColumnRange(start, arrays[0].size, arrays, element)
 
 
 def _unmasked(values: Any, place: str) -> None:
@@ -188,7 +191,7 @@ def _unmasked(values: Any, place: str) -> None:
 
 
 def _alike(row: Any, first: Any) -> bool:
-    """Tell two plain arrays of one shape and type, the common case."""
+    """Tell whether two values are NumPy arrays of equal shape and type: the common case."""
     return (
         type(row) is np.ndarray
         and type(first) is np.ndarray
@@ -198,7 +201,7 @@ def _alike(row: Any, first: Any) -> bool:
 
 
 def _same(row: Any, first: Any, place: str, other: str) -> None:
-    """Refuse a row that differs from the first in kind, shape, type or device."""
+    """Raise an error if a row differs from the first row in kind, shape, type or device."""
     _unmasked(row, place)
     if not _is_array(row):
         raise TypeError(
@@ -230,7 +233,7 @@ def _is_array(value: Any) -> bool:
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell a torch tensor without importing torch."""
+    """Tell whether a value is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -239,9 +242,9 @@ def _on_accelerator(value: Any) -> bool:
     return not isinstance(value, np.ndarray) and str(value.device.type) != "cpu"
 
 
-@lru_cache(maxsize=64)  # NumPy takes longer for a type's name than a call may take
+@lru_cache(maxsize=64)  # NumPy needs several microseconds for the name of a type
 def element_of(dtype: Any) -> str:
-    """Return the name of a type of values."""
+    """Return the name of a dtype of NumPy or torch."""
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
@@ -258,7 +261,7 @@ def _array(value: Any, place: str) -> tuple[NDArray[Any], str]:
 
 
 def on_host(value: Any, place: str) -> NDArray[Any]:
-    """Return an array that shares the memory of the values; of bfloat16 tensors, the bits."""
+    """Return an array that shares the memory of the values; bfloat16 tensors become uint16."""
     if isinstance(value, np.ndarray):
         return np.asarray(value)
     _strided(value, place)
@@ -271,7 +274,7 @@ def on_host(value: Any, place: str) -> NDArray[Any]:
 
 
 def like(example: Any, answer: NDArray[Any]) -> Any:
-    """Return an answer in the form of the example."""
+    """Return a result as an array or a tensor, like the example."""
     if isinstance(example, np.ndarray):
         return answer.view(example.dtype) if element_of(example.dtype) == "bfloat16" else answer
     torch = sys.modules["torch"]
@@ -289,7 +292,7 @@ def _strided(tensor: Any, place: str = "a row") -> Any:
     return tensor
 
 
-def _on_device(pieces: list[Any], rebuild: Callable[[list[Any]], Any]) -> Columns:
+def _on_device(pieces: list[Any], rebuild: Callable[[list[Any]], Any]) -> Matrix:
     from phocas.rules.device import open_device  # noqa: PLC0415 - needs torch
 
     dtypes = {str(piece[0].dtype).removeprefix("torch.") for piece in pieces}

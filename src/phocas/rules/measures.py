@@ -1,31 +1,47 @@
-"""Measurements of rows that add up over columns to the same bits, however the columns are cut.
+"""Measurements of rows as sums over columns, with the same bits however the columns are split.
 
-A :class:`Partial` is what one holder of a column range knows: the sums of the whole granules inside
-its range (see :mod:`phocas.kernels.distances`), and its outermost columns, which belong to granules
-that it shares with its neighbours, as they are. Partials add up in any order; when nothing is
-missing, :func:`total` completes the shared granules and adds all granules in their order.
+Columns are summed in granules of fixed size (see :mod:`phocas.kernels.distances`). A
+:class:`Partial` is the measurement of a range of columns: the sums of the whole granules inside the
+range, and the values of its outermost columns, which belong to granules that extend beyond the
+range. Partials add up in any order. When all columns are there, :func:`total` completes the split
+granules and adds all granules in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.kernels import Rows
-from phocas.rules.algebra import Distances, Floats, Mix, Norms, Radii, Request, wants_double
+from phocas.rules.algebra import (
+    Distances,
+    Floats,
+    Mix,
+    Norms,
+    OutlierShares,
+    Radii,
+    Request,
+    wants_double,
+)
 
-MIXED_GRANULES = 16  # mixed rows are made that many granules at a time, fewer of more rows
+MIXED_GRANULES = 16  # granules that are mixed at a time; fewer if there are more than 64 rows
 VECTOR = 16  # columns that kernels measure at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partial:
-    """What is known of some columns: sums by granule number, and single columns by their place."""
+    """The measurement of some columns.
+
+    Attributes:
+        m: the number of rows.
+        sums: the sums of consecutive granules, with the number of the first granule.
+        edges: the values of columns in split granules, with the number of the first column.
+    """
 
     m: int
     sums: tuple[tuple[int, Floats], ...] = ()
@@ -37,20 +53,22 @@ class Partial:
         return Partial(self.m, self.sums + other.sums, self.edges + other.edges)
 
 
-def partial(request: Request, start: int, rows: Rows) -> Partial:
-    """Measure a block of columns that begins at column ``start`` of the whole matrix."""
+def partial(request: Request | Radii, start: int, rows: Rows) -> Partial:
+    """Measure a range of columns that begins at column ``start`` of the whole matrix."""
+    if isinstance(request, Radii):
+        return _edge_radii(request, start, rows)
     if request.weights is None and request.scale == 1:
         return _measure(request, start, rows)
     weights = np.eye(len(rows)) if request.weights is None else request.weights
     mix = kernels.SparseMix.of(weights)
     granule = kernels.granule_columns(len(mix))
-    # Wide in weights as well: what scales 3e38 down to 1e-9 is too small for single precision.
+    # The weights are double too: a factor from 3e38 to 1e-9 is too small for single precision.
     kind = np.dtype(np.float64) if wants_double(request) else kernels.compute_dtype(rows.element)
     together = max(2, MIXED_GRANULES * 64 // max(64, len(mix)))
     result = Partial(len(mix))
     begin = 0
     while begin < rows.columns:
-        # Blocks end on granules, so that only the outermost columns are edges.
+        # Blocks end at granules, so that only the outermost columns are edges.
         place = start + begin
         end = min(rows.columns, (place // granule + together) * granule - start)
         mixed = np.empty((len(mix), end - begin), kind)
@@ -81,10 +99,11 @@ def of_columns(
     sums: Callable[[int, int], Floats],
     values: Callable[[int, int], NDArray[np.floating]],
 ) -> Partial:
-    """Measure columns that begin at column ``start`` of more, by functions of a range of them.
+    """Measure columns that begin at column ``start`` of the whole matrix.
 
-    ``sums`` gives those of whole granules, as :func:`phocas.kernels.pair_sums` or ``square_sums``
-    does, and ``values`` what is computed with.
+    ``sums`` returns the sums of whole granules of a range of columns, as
+    :func:`phocas.kernels.pair_sums` or ``square_sums`` does. ``values`` returns the values of a
+    range of columns in the type of the computation.
     """
     granule = kernels.granule_columns(m)
     first = -(-start // granule)
@@ -99,12 +118,22 @@ def of_columns(
     return Partial(m, ((first, sums(head, tail)),) if tail > head else (), edges)
 
 
-def total(request: Request, partials: Iterable[Partial], columns: int | None = None) -> Floats:
-    """Return the m x m squared distances, or the m squared norms, of whole rows.
+def total(
+    request: Request | Radii | OutlierShares,
+    partials: Iterable[Partial],
+    columns: int | None = None,
+) -> Any:
+    """Return the answer to a request from the partials of all columns.
 
-    With the number of columns that there should be, columns missing at the end are noticed too.
+    The answer is the m x m squared distances or the m squared norms of whole rows, the scales of
+    split blocks by block number, or the share of replaced cells of each row. ``columns`` is the
+    expected number of columns; without it, missing last columns are not detected.
     """
     parts = _checked(partials)
+    if isinstance(request, Radii):
+        return _spreads(parts, columns)
+    if isinstance(request, OutlierShares):
+        return _shares(parts, columns)
     m = parts[0].m
     granule = kernels.granule_columns(m)
     blocks, edges = _covering(parts, granule, columns)
@@ -118,8 +147,8 @@ def total(request: Request, partials: Iterable[Partial], columns: int | None = N
     return kernels.pair_matrix(added, m) if isinstance(request, Distances) else added[:m]
 
 
-def edge_radii(request: Radii, start: int, rows: Rows) -> Partial:
-    """Measure the radii of columns that share a block with others; whole blocks are only named."""
+def _edge_radii(request: Radii, start: int, rows: Rows) -> Partial:
+    """Measure the radii of the columns in split blocks; record the numbers of whole blocks."""
     block = kernels.BLOCK_COLUMNS
     first, last = -(-start // block), (start + rows.columns) // block
     head = min(rows.columns, first * block - start)
@@ -143,10 +172,13 @@ def _radii(request: Radii, rows: Rows, mix: kernels.SparseMix | None) -> NDArray
     return kernels.radii(rows, request.window, mix, request.weighing)
 
 
-def spreads(partials: Iterable[Partial], columns: int | None = None) -> dict[int, float]:
-    """Return the spread of every block that is cut, by its number, from everyone's radii."""
+def _spreads(parts: list[Partial], columns: int | None) -> dict[int, float]:
+    """Return the scale of every split block of columns, by block number.
+
+    The scale is the root mean square of the radii of the columns in all parts of the block.
+    """
     block = kernels.BLOCK_COLUMNS
-    _, edges = _covering(_checked(partials), block, columns)
+    _, edges = _covering(parts, block, columns)
     end = max((start + values.shape[1] for start, values in edges), default=0)
     return {
         number: float(kernels.spread(radii[0, : end - number * block]))
@@ -154,9 +186,8 @@ def spreads(partials: Iterable[Partial], columns: int | None = None) -> dict[int
     }
 
 
-def shares(partials: Iterable[Partial], columns: int | None = None) -> Floats:
-    """Return what share of each row is counted: blocks' counts are sums, of others edges."""
-    parts = _checked(partials)
+def _shares(parts: list[Partial], columns: int | None) -> Floats:
+    """Return the share of replaced cells of each row, from the counts of all blocks."""
     blocks, edges = _covering(parts, kernels.BLOCK_COLUMNS, columns)
     counts = np.zeros(parts[0].m)
     width = 0
@@ -170,7 +201,7 @@ def shares(partials: Iterable[Partial], columns: int | None = None) -> Floats:
 
 
 def _checked(partials: Iterable[Partial]) -> list[Partial]:
-    """Return at least one partial, all of the same rows."""
+    """Return the partials as a list; raise ValueError if it is empty or the rows differ."""
     parts = list(partials)
     if not parts:
         raise ValueError("there must be at least one partial: got none")
@@ -185,7 +216,7 @@ Edges: TypeAlias = list[tuple[int, NDArray[np.floating]]]
 
 
 def _covering(parts: list[Partial], granule: int, columns: int | None) -> tuple[Blocks, Edges]:
-    """Return all sums, and all edges in their order; refuse columns twice or not at all."""
+    """Return all sums, and all edges in order; raise ValueError for repeated or missing columns."""
     blocks = [item for part in parts for item in part.sums]
     edges = sorted((item for part in parts for item in part.edges), key=lambda item: item[0])
     pieces = sorted(
@@ -210,7 +241,7 @@ def _covering(parts: list[Partial], granule: int, columns: int | None) -> tuple[
 
 
 def _in_order(blocks: list[Floats]) -> Floats:
-    """Add all rows of the blocks one after the other, as if they were one block."""
+    """Add all rows of several arrays one after the other, as if they were one array."""
     total = blocks[0].sum(axis=0)
     for block in blocks[1:]:
         total = np.concatenate([total[None], block]).sum(axis=0)
@@ -220,10 +251,10 @@ def _in_order(blocks: list[Floats]) -> Floats:
 def _complete(
     edges: list[tuple[int, NDArray[np.floating]]], m: int, granule: int
 ) -> dict[int, NDArray[np.floating]]:
-    """Join edge columns to granules; the last one ends, with zeros, at a whole vector."""
+    """Join edge columns to granules; pad the last granule with zeros to a whole vector."""
     joined: dict[int, NDArray[np.floating]] = {}
     last = max((start + values.shape[1] for start, values in edges), default=0)
-    # Tensors of different types may share a granule: it has the wider one.
+    # Tensors of different types may share a granule, which then has the wider type.
     kind = np.result_type(*{values.dtype for _, values in edges}) if edges else np.dtype("f4")
     for start, values in edges:
         done = 0

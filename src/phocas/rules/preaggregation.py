@@ -1,4 +1,4 @@
-"""Steps before a rule that make its rows better: nearer to one another, fewer, or shorter."""
+"""Pre-aggregations: steps before a rule that mix, bucket or clip the rows."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from phocas.rules.algebra import (
     heaviest,
     measured_norms,
 )
-from phocas.rules.base import PreAggregator, Told
-from phocas.rules.promise import Tolerance
+from phocas.rules.base import Bounded, PreAggregator
+from phocas.rules.guarantee import Tolerance
 from phocas.specs import count, normalise, positive
 
 
 @dataclass(frozen=True)
-class NNM(Told, PreAggregator):
+class NNM(Bounded, PreAggregator):
     """Replace each row by the mean of its m - b nearest rows, itself among them.
 
         x_i <- mean of the m - b rows x_j with the smallest |x_i - x_j|
 
-    Of rows that are as near, those with the smaller index are taken. Distances of float32 rows are
-    computed in single precision where it can hold them, and in double precision where it cannot.
+    The smaller index breaks ties. Distances of float32 rows are computed in single precision, and
+    in double precision if their squares overflow.
 
-    Breakdown: b wrong rows, or fewer if what follows survives fewer; one wrong value in every row
-    breaks it. A row at infinite distance is mixed into no finite row as long as at most b rows are
-    bad.
+    Breakdown: tolerates b Byzantine rows, or fewer if the following rule tolerates fewer; one
+    Byzantine value in every row breaks it. A row with NaN or inf is mixed into no finite row if at
+    most b rows have such values.
 
     Reference: Allouah et al., "Fixing by mixing" (2023).
 
     Args:
-        b: how many wrong rows it has to survive, 2b < m.
+        b: the number of Byzantine rows that the step tolerates, 2b < m.
 
     >>> import numpy as np
     >>> from phocas import Median
@@ -52,26 +52,32 @@ class NNM(Told, PreAggregator):
     weighable = True
 
     def tolerates(self, m: int, following: Tolerance) -> Tolerance:
-        """Return b rows or what follows survives; with more, no mix would be without a liar."""
+        """Return the tolerance of b rows, or that of the following rule if it is smaller.
+
+        With more than b Byzantine rows, every mixed row would contain one.
+        """
         del m
         return Tolerance(rows=min(self.b, following.rows))
 
-    def spreads(self, m: int, q: int, following: float) -> float | None:
-        """Bound how far honest rows move: by sqrt 2 spreads, in the root mean square.
+    def error_bound(self, m: int, q: int, following: float) -> float | None:
+        """Bound the error: honest rows move by at most sqrt(2) standard deviations (RMS).
 
-        The m - b nearest rows are on average no farther than all the honest ones.
+        The m - b nearest rows of a row are on average no farther than the honest rows.
         """
         del m, q
         return (1 + math.sqrt(2)) * following + math.sqrt(2)
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Find each row's neighbours; of two as near, the one with the smaller index."""
+        """Find the nearest rows of each row; the smaller index breaks ties."""
         return self.weighted_planning(m, None, rng)
 
     def weighted_planning(
         self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
     ) -> Planning:
-        """Take the mass nearest to each row, all but that of the b heaviest; the last in part."""
+        """Average the nearest rows of each row, up to the total weight less the b heaviest.
+
+        The last of the nearest rows may enter with a part of its weight.
+        """
         del rng
         each = _or_ones(units, m)
         kept = int(each.sum()) - heaviest(each, self.b)
@@ -97,14 +103,14 @@ class Bucketing(PreAggregator):
 
         x_k <- mean of the rows of bucket k,  k = 1 ... ceil(m / size)
 
-    Breakdown: what follows survives of ceil(m / size) rows. A bucket with a wrong row or value in
-    it is wrong there, so b wrong ones make at most b wrong buckets.
+    Breakdown: tolerates as many rows or values as the following rule does among ceil(m / size)
+    rows. Each Byzantine row or value affects one bucket, so b of them affect at most b buckets.
 
     Reference: Karimireddy, He, Jaggi, "Byzantine-robust learning on heterogeneous datasets via
     bucketing" (2022).
 
     Args:
-        size: how many rows make a bucket; the last may have fewer.
+        size: the number of rows in a bucket; the last bucket may have fewer.
 
     >>> import numpy as np
     >>> from phocas import Median
@@ -120,7 +126,7 @@ class Bucketing(PreAggregator):
         normalise(self, size=count("Bucketing", "size", self.size, minimum=1))
 
     def check(self, m: int) -> None:
-        """Refuse buckets larger than all rows."""
+        """Raise ValueError if a bucket is larger than the number of rows."""
         super().check(m)
         if self.size > m:
             raise ValueError(
@@ -133,19 +139,19 @@ class Bucketing(PreAggregator):
         return -(-m // self.size)
 
     def tolerates(self, m: int, following: Tolerance) -> Tolerance:
-        """Return what follows survives: in the worst draw each liar has a bucket of its own.
+        """Return the tolerance of the following rule.
 
-        So has each wrong value of a column, as who shares a bucket does not depend on values.
+        At worst, each Byzantine row, or Byzantine value of a column, is in a different bucket.
         """
         del m
         return following
 
-    def spreads(self, m: int, q: int, following: float) -> float | None:
-        """Bound the means of the buckets without a liar: their squares add up to no more."""
+    def error_bound(self, m: int, q: int, following: float) -> float | None:
+        """Bound the error by the variance of the means of buckets without Byzantine rows."""
         return (following + 1) * math.sqrt((m - q) / (self.rows_after(m) - q))
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Deal the rows into buckets."""
+        """Assign the rows to buckets."""
         yield from ()
         order = np.arange(m) if rng is None else rng.permutation(m)
         bucket = np.empty(m, np.intp)
@@ -162,11 +168,11 @@ class Clipping(PreAggregator):
 
         x_i <- x_i min(1, radius / |x_i|)
 
-    Breakdown: it bounds what a liar can add. Honest rows beyond the radius are clipped as well, so
-    there is no promise of staying near their mean, whatever follows.
+    Breakdown: it bounds the norm of what a Byzantine row adds. Honest rows beyond the radius are
+    clipped as well, so there is no guarantee on the distance from their mean.
 
     Args:
-        radius: how long a row may be.
+        radius: the largest norm of a row.
 
     >>> import numpy as np
     >>> from phocas import Mean
@@ -183,25 +189,26 @@ class Clipping(PreAggregator):
         normalise(self, radius=positive("Clipping", "radius", self.radius))
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Measure the rows."""
+        """Measure the norms of the rows and clip them to the radius."""
         del m, rng
         request = fitting_norms(self.radius)
         return clipped((yield request), request, (self.radius * request.scale) ** 2)
 
 
 @dataclass(frozen=True)
-class AdaptiveClipping(Told, PreAggregator):
+class AdaptiveClipping(Bounded, PreAggregator):
     """Scale the k = floor(2 (b/m) (m - b)) longest rows down to the next longest (ARC).
 
         x_i <- x_i min(1, C / |x_i|),  C the (k+1)-th largest of |x_1| ... |x_m|
 
-    Breakdown: what follows survives, in rows, if fewer than m - k are wrong; one wrong value in
-    every row breaks it. A row with NaN or inf has infinite length and becomes zero.
+    Breakdown: tolerates as many rows as the following rule does, if fewer than m - k are Byzantine;
+    one Byzantine value in every row breaks it. A row with NaN or inf has infinite norm and becomes
+    zero.
 
     Reference: Allouah et al., "Adaptive gradient clipping for robust federated learning" (2025).
 
     Args:
-        b: how many wrong rows it has to survive, 2b < m; k follows from it.
+        b: the number of Byzantine rows that the step tolerates, 2b < m; it determines k.
 
     >>> import numpy as np
     >>> from phocas import Mean
@@ -214,28 +221,32 @@ class AdaptiveClipping(Told, PreAggregator):
     weighable = True
 
     def tolerates(self, m: int, following: Tolerance) -> Tolerance:
-        """Return the rows that what follows survives, if an honest one is among those not clipped.
+        """Return the tolerance of the following rule, limited to m - k - 1 rows.
 
-        Then no honest row is clipped below the shortest honest one.
+        With at most m - k - 1 Byzantine rows, at least one honest row is not clipped, and no honest
+        row is scaled down to less than the norm of the shortest honest row.
         """
         return Tolerance(rows=min(following.rows, m - 1 - self.clipped_rows(m)))
 
-    def spreads(self, m: int, q: int, following: float) -> float | None:
-        """Bound how far honest rows move: no farther than to the shortest of them."""
+    def error_bound(self, m: int, q: int, following: float) -> float | None:
+        """Bound the error: honest rows are scaled down to the shortest honest norm at most."""
         return following + math.sqrt(m - q)
 
     def clipped_rows(self, m: int) -> int:
-        """Return how many rows are scaled down."""
+        """Return the number k of rows that are scaled down."""
         return 2 * self.b * (m - self.b) // m
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Measure the rows and take the longest that is left alone as the radius."""
+        """Measure the norms and clip to the (k+1)-th largest."""
         return self.weighted_planning(m, None, rng)
 
     def weighted_planning(
         self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
     ) -> Planning:
-        """Scale the mass K = floor(2 (B/T) (T - B)) of the longest down to the next longest."""
+        """Scale the longest rows, of total weight K, down to the norm of the next longest.
+
+        K = floor(2 (B/T) (T - B)), with T the total weight and B that of the b heaviest workers.
+        """
         del rng
         each = _or_ones(units, m)
         total, mass = int(each.sum()), heaviest(each, self.b)

@@ -1,7 +1,7 @@
-"""The twin of every rule: its definition in plain NumPy, float64, slow and obvious.
+"""Reference implementations of all rules in plain NumPy and float64: slow and simple.
 
-``reference(rule, rows)`` is what ``rule(rows)`` must be, up to rounding. Nothing here is shared
-with the fast path.
+``rule(rows)`` must equal ``reference(rule, rows)``, up to rounding. This module shares no code with
+the fast implementation.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.rules.base import Pipeline, PreAggregator, Rule, Stage, Told
+from phocas.rules.base import Bounded, Pipeline, PreAggregator, Rule, Stage
+from phocas.rules.cell_filter import CellFilter
 from phocas.rules.centres import CenteredClipping, GeometricMedian
-from phocas.rules.cleaning import Cleaning
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
 from phocas.rules.heraclius import Heraclius
+from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.relative import Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
-from phocas.rules.watch import Watch
 from phocas.rules.weighting import Weighted
 
 Matrix = NDArray[np.float64]
@@ -50,9 +50,9 @@ def reference(rule: Rule, rows: Any) -> Matrix:
 
 
 def _weighted(rule: Rule, rows: Matrix, units: NDArray[np.int64]) -> Matrix:
-    """Let every worker of weight w stand for w that say the same, and the b heaviest for theirs.
+    """Replace every worker of weight w by w equal workers, and b by the copies of the b heaviest.
 
-    Rules that choose rows choose among the workers, and average the chosen by weight.
+    Rules that choose rows choose among the original workers, and average the chosen by weight.
     """
     counts = units // np.gcd.reduce(units)
     if isinstance(rule, Pipeline):
@@ -66,20 +66,20 @@ def _weighted(rule: Rule, rows: Matrix, units: NDArray[np.int64]) -> Matrix:
     if type(rule) in _CHOICES:
         return _averaged(rows, _CHOICES[type(rule)](rule, rows), units)
     many = np.repeat(rows, counts, axis=0)
-    if isinstance(rule, Heraclius) and not rule.reach:
-        rule = Phocas(rule.b)  # of equal values at the edge, some are kept and some are not
+    if isinstance(rule, Heraclius) and not rule.cutoff:
+        rule = Phocas(rule.b)  # only some of several equal values at the edge are kept
     return reference(_of_copies(rule, counts), many)
 
 
 def _of_copies(step: Step, counts: NDArray[np.int64]) -> Step:
-    """Return a step that is told how many copies the b heaviest workers have."""
-    if not isinstance(step, Told):
+    """Return a step with b replaced by the number of copies of the b heaviest workers."""
+    if not isinstance(step, Bounded):
         return step
     return replace(step, b=int(np.sort(counts)[len(counts) - step.b :].sum()))
 
 
 def _averaged(rows: Matrix, chosen: list[int], units: NDArray[Any]) -> Matrix:
-    """Average the chosen rows by weight; NaN if there is nothing to choose."""
+    """Average the chosen rows by weight; return NaN if no row is chosen."""
     if not chosen:
         return np.full(rows.shape[1], np.nan)
     return np.asarray(units[chosen] / units[chosen].sum() @ np.asarray(rows[chosen]))
@@ -89,7 +89,7 @@ def _averaged(rows: Matrix, chosen: list[int], units: NDArray[Any]) -> Matrix:
 
 
 def _ordered(column: Matrix) -> Matrix:
-    """Sort a column; NaN is the largest value of all."""
+    """Sort a column; NaN counts as +inf."""
     return np.sort(np.where(np.isnan(column), np.inf, column))
 
 
@@ -99,12 +99,12 @@ def _mean(values: Matrix) -> float:
 
 
 def trimmed(column: Matrix, b: int) -> float:
-    """Average what is left of a column without its b smallest and b largest values."""
+    """Average a column without its b smallest and b largest values."""
     return _mean(_ordered(column)[b : len(column) - b])
 
 
 def nearest(column: Matrix, centre: float, size: int) -> float:
-    """Average the values of a column nearest to a centre; of two as near, the smaller first."""
+    """Average the values of a column nearest to a centre; the smaller value breaks ties."""
     ordered = _ordered(column)
     distance = np.abs(ordered / 2 - centre / 2)
     distance[np.isnan(distance)] = np.inf
@@ -137,7 +137,7 @@ HERACLIUS_BLOCK = 1024
 
 
 def weights(rule: Heraclius, rows: Matrix) -> Matrix:
-    """Return how much each value counts, for columns from the first on."""
+    """Return the weight of each value."""
     m, d = rows.shape
     values = np.where(np.isnan(rows), np.inf, rows)
     centres = _by_column(lambda column: trimmed(column, rule.b), values)
@@ -151,7 +151,7 @@ def weights(rule: Heraclius, rows: Matrix) -> Matrix:
         known = np.where(np.isfinite(radius), radius, 0)
         largest = known.max() or 1.0
         spread = np.maximum(radius, np.sqrt(np.mean((known / largest) ** 2)) * largest)
-        falling = np.clip(2 - near / (rule.reach * spread), 0, 1)
+        falling = np.clip(2 - near / (rule.cutoff * spread), 0, 1)
         kept[:, block] = np.where(near <= radius, 1, np.nan_to_num(falling))
     return np.asarray(kept)
 
@@ -159,11 +159,11 @@ def weights(rule: Heraclius, rows: Matrix) -> Matrix:
 def _heraclius(rule: Heraclius, rows: Matrix) -> Matrix:
     values = np.where(np.isnan(rows), np.inf, rows)
     kept = weights(rule, rows)
-    share = kept / kept.sum(axis=0)  # NaN where the column is lost
+    share = kept / kept.sum(axis=0)  # NaN if all weights of a column are 0
     return np.asarray(np.where(kept == 0, 0 * share, share * values).sum(axis=0))
 
 
-def _watch(_: Watch, rows: Matrix) -> Matrix:
+def _monitor(_: Monitor, rows: Matrix) -> Matrix:
     return _mean_rule(Mean(), rows)
 
 
@@ -192,7 +192,7 @@ def squared_distances(rows: Matrix) -> Matrix:
 
 
 def scores(squared: Matrix, neighbours: int) -> Matrix:
-    """Return each row's sum of squared distances to so many nearest others."""
+    """Return each row's sum of squared distances to its nearest other rows."""
     m = len(squared)
     return np.array(
         [np.sum(np.sort(np.delete(squared[i], i))[:neighbours]) for i in range(m)], np.float64
@@ -200,7 +200,7 @@ def scores(squared: Matrix, neighbours: int) -> Matrix:
 
 
 def _smallest(values: Matrix, number: int) -> list[int]:
-    """Return where the smallest values are, of equal ones the first; nothing if one is infinite."""
+    """Return the indices of the smallest values; an empty list if one of them is infinite."""
     best = np.argsort(values, kind="stable")[:number]
     return [int(row) for row in best] if np.isfinite(values[best]).all() else []
 
@@ -236,7 +236,7 @@ def _mda(rule: MDA, rows: Matrix) -> list[int]:
 
 
 class Clipped(np.ndarray[Any, np.dtype[np.float64]]):
-    """Rows whose lengths are known: clipped ones are all as long, however their values round."""
+    """Rows with exact norms: all clipped rows have the same norm, however their values round."""
 
     lengths: Matrix | None = None
 
@@ -255,7 +255,7 @@ def _cge(rule: CGE, rows: Matrix) -> list[int]:
 def _geometric_median(rule: GeometricMedian, rows: Matrix) -> Matrix:
     del rule
     rows = rows[np.isfinite(rows).all(axis=1)]
-    # Not from the median itself: the iteration would stay on a row that it begins on.
+    # Do not start from the median: the iteration cannot leave a row on which it starts.
     middle = np.median(rows, axis=0)
     point = rows[np.argsort(_lengths(rows - middle))[: len(rows) // 2 + 1]].mean(axis=0)
     for _ in range(10_000):
@@ -280,17 +280,17 @@ def _centered_clipping(rule: CenteredClipping, rows: Matrix) -> Matrix:
     return point
 
 
-# -- before a rule ---------------------------------------------------------------------------------
+# -- pre-aggregations ------------------------------------------------------------------------------
 
 
-def implausible(rule: Cleaning, rows: Matrix) -> NDArray[np.bool_]:
-    """Return which values are to be replaced: those that Heraclius of half the reach leaves out."""
+def implausible(rule: CellFilter, rows: Matrix) -> NDArray[np.bool_]:
+    """Return which values are replaced: those that Heraclius drops at half the cutoff."""
     if not rule.b:
         return np.zeros(rows.shape, bool)
-    return np.asarray(weights(Heraclius(rule.b, rule.reach / 2), rows) == 0)
+    return np.asarray(weights(Heraclius(rule.b, rule.cutoff / 2), rows) == 0)
 
 
-def _cleaning(rule: Cleaning, rows: Matrix, following: Rule) -> Matrix:
+def _cell_filter(rule: CellFilter, rows: Matrix, following: Rule) -> Matrix:
     wrong = implausible(rule, rows)
     centres = _by_column(lambda column: trimmed(column, rule.b), rows)
     result = np.where(wrong, centres, rows)
@@ -344,7 +344,7 @@ _RULES: dict[type[Rule], Callable[[Any, Matrix], Matrix]] = {
     Bulyan: _bulyan,
     GeometricMedian: _geometric_median,
     CenteredClipping: _centered_clipping,
-    Watch: _watch,
+    Monitor: _monitor,
 }
 _CHOICES: dict[type[Rule], Callable[[Any, Matrix], list[int]]] = {
     Krum: _krum,
@@ -354,7 +354,7 @@ _CHOICES: dict[type[Rule], Callable[[Any, Matrix], list[int]]] = {
 }
 """Rules that average the rows that they choose."""
 _STAGES: dict[type[PreAggregator], Callable[[Any, Matrix, Rule], Matrix]] = {
-    Cleaning: _cleaning,
+    CellFilter: _cell_filter,
     NNM: _nnm,
     Bucketing: _bucketing,
     Clipping: _clipping,

@@ -1,4 +1,7 @@
-"""A rule on differences to a common start, without a copy of the differences."""
+"""A rule applied to the differences between rows and a base row, without copying differences.
+
+The base is the last row, such as the parameters from which all workers started.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +14,34 @@ from numpy.typing import NDArray
 
 from phocas.kernels import Window
 from phocas.rules.algebra import (
-    Cleanup,
-    Decision,
     Distances,
     Floats,
     Function,
-    Matrix,
     Mix,
     Norms,
     Planning,
     Request,
     by_function,
-    select,
 )
-from phocas.rules.base import Rule
-from phocas.rules.host import HostMatrix
-from phocas.rules.promise import Tolerance
+from phocas.rules.base import Composite, Rule, plan_of
+from phocas.rules.execution import Plan
+from phocas.rules.guarantee import Tolerance
 
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Relative(Rule):
-    """Aggregate the differences of m rows to a base, which is the last row, and add the base.
+class Relative(Composite):
+    """Aggregate the differences of rows from a base, which is the last row, and add the base.
 
-    Windows move with their values, so the base stands only where it changes the result: as a
-    weight in mixes that do not add up to one (clipping), in norms, and for functions. Rules that go
-    by columns get the bits that they have without it.
+    If all values of a column shift, the mean of a window shifts with them, so a base does not
+    change the result of a column rule, to the bit. The base matters for mixes whose weights do not
+    add up to one (clipping), for norms, and for users' functions.
 
-    Breakdown: that of the rule. NaN and inf in the base pass into the result where it has a weight.
+    Breakdown: that of the rule. NaN and inf in the base enter the result if the base has a weight.
 
     Args:
-        rule: what aggregates the differences.
+        rule: the rule that aggregates the differences.
 
     >>> import numpy as np
     >>> from phocas import Median, Clipping
@@ -62,11 +61,11 @@ class Relative(Rule):
 
     @property
     def whole(self) -> bool:  # type: ignore[override]  # read-only here: the rule decides
-        """Tell whether the rule must see all columns."""
+        """Tell whether the rule needs all columns on one server."""
         return self.rule.whole
 
     def check(self, m: int) -> None:
-        """Check the rule with the rows that are not the base."""
+        """Check the rule with the number of rows without the base."""
         self.rule.check(m - 1)
 
     def window(self, m: int) -> Window:
@@ -74,73 +73,75 @@ class Relative(Rule):
         return self.rule.window(m - 1)
 
     def expected(self, m: int) -> float:
-        """Return what the rule drops."""
+        """Return the expected share that the rule drops."""
         return self.rule.expected(m - 1)
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return what the rule survives, as long as the base is right."""
+        """Return the tolerance of the rule among the other rows; the base must be correct."""
         return self.rule.tolerates(m - 1)
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Return the rule's distance, in the same unit."""
-        return self.rule.spreads(m - 1, q)
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Return the error bound of the rule."""
+        return self.rule.error_bound(m - 1, q)
 
-    def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Plan as the rule does, with its questions about differences asked of all rows."""
-        planning = self.rule.planning(m - 1, rng)
-        reply: Floats | None = None
-        while True:
-            try:
-                request: Request = planning.send(reply) if reply is not None else next(planning)
-            except StopIteration as stop:
-                return _shifted(stop.value, m)
-            if isinstance(request, Norms):
-                weights = np.eye(m - 1) if request.weights is None else request.weights
-                differences = np.column_stack([weights, -weights.sum(axis=1)])
-                reply = yield replace(request, weights=differences)
-            elif request.weights is None:
-                reply = (yield request)[: m - 1, : m - 1]
-            else:
-                reply = yield Distances(
-                    _completed(request.weights), wide=request.wide, scale=request.scale
-                )
+    def plan(self, m: int, rng: np.random.Generator | None) -> Plan:
+        """Return the rule's execution plan, changed to run on all m rows.
 
-    def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
-        """Decide as any rule does; where a base can be told from rows that are cleaned."""
-        if self.cleanup(matrix.m) is not None and not isinstance(matrix, HostMatrix):
-            raise TypeError(
-                f"{self.rule} cleans, and with a base that needs rows in host memory: move the"
-                " tensors to the CPU first"
-            )
-        return super().decide(matrix, rng)
-
-    def cleanup(self, m: int) -> Cleanup | None:
-        """Clean as the rule does, all but the base: what is implausible moves with its column."""
-        found = self.rule.cleanup(m - 1)
-        return None if found is None else replace(found, rows=m - 1)
-
-    def decision(self, mix: Mix, m: int) -> Decision:
-        """Leave it to the rule: mixed rows are in the place of the base already.
-
-        A function is given differences, as nobody knows whether it moves with its rows.
+        The last row is the base. The plan of the rule is for the m - 1 differences from the base.
+        Each mix of differences becomes a mix of rows, in which the base has the weight that makes
+        the sum of the weights one. A cell filter leaves the base unchanged. A rule made of a user's
+        function gets the differences themselves, because the function need not return a result
+        that shifts when all rows shift.
         """
-        decided = self.rule.decision(mix, m - 1)
-        if decided.window.watched:
-            decided.plain = Mix(select(m, np.arange(m - 1)))
-        if decided.function is not None and mix.weights is not None:
-            rows = np.vstack([mix.weights, np.eye(m)[-1:]])
-            decided.mix = Mix(rows, mix.fair)
-            decided.function = partial(_of_differences, decided.function)
-        return decided
+        plan = plan_of(self.rule, m - 1, rng)
+        plan.planning = _planning(plan.planning, m)
+        if plan.filtering is not None:
+            request = replace(plan.filtering.request, rows=m - 1)
+            plan.filtering = replace(plan.filtering, request=request)
+        if plan.function is not None:
+            plan.planning = _with_base(plan.planning, m)
+            plan.function = partial(_of_differences, plan.function)
+        return plan
+
+
+def _planning(planning: Planning | None, m: int) -> Planning:
+    """Compute the mix of m - 1 differences; rewrite the requests as measurements of the m rows."""
+    reply: Floats | None = None
+    while planning is not None:
+        try:
+            request: Request = planning.send(reply) if reply is not None else next(planning)
+        except StopIteration as stop:
+            return _shifted(stop.value, m)
+        if isinstance(request, Norms):
+            weights = np.eye(m - 1) if request.weights is None else request.weights
+            differences = np.column_stack([weights, -weights.sum(axis=1)])
+            reply = yield replace(request, weights=differences)
+        elif request.weights is None:
+            reply = (yield request)[: m - 1, : m - 1]
+        else:
+            reply = yield Distances(
+                _completed(request.weights), wide=request.wide, scale=request.scale
+            )
+    return _shifted(Mix(), m)
+
+
+def _with_base(planning: Planning, m: int) -> Planning:
+    """Compute the mix of another planning generator, and append the base as the last row."""
+    mix = yield from planning
+    weights = np.eye(m)[:-1] if mix.weights is None else mix.weights
+    return Mix(np.vstack([weights, np.eye(m)[-1:]]), mix.fair)
 
 
 def _of_differences(function: Function, rows: NDArray[Any]) -> NDArray[Any]:
-    """Reduce the differences of rows to the last of them, and add it."""
+    """Reduce the differences of rows from the last row, and add the last row."""
     return np.asarray(by_function(function, rows[:-1] - rows[-1]) + rows[-1])
 
 
 def _shifted(mix: Mix, m: int) -> Mix:
-    """Return the mix of differences as one of all rows, the base with what is missing to one."""
+    """Return a mix of differences as a mix of all rows.
+
+    The base gets the weight that makes the sum of each mix's weights one.
+    """
     weights = np.eye(m - 1) if mix.weights is None else mix.weights
     fair = np.append(np.broadcast_to(mix.fair, (m - 1,)), 1.0)
     return Mix(_completed(weights), fair)

@@ -1,4 +1,7 @@
-"""Rules that choose whole rows by their geometry: they survive b wrong rows, not b wrong cells."""
+"""Rules that choose whole rows by distances or norms.
+
+These rules tolerate b Byzantine rows, but not one Byzantine value in every row.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,22 @@ from phocas.rules.algebra import (
     measured_norms,
     select,
 )
-from phocas.rules.base import Rule, Told
+from phocas.rules.base import Bounded, Rule
 from phocas.rules.cliques import smallest_diameter
-from phocas.rules.promise import Tolerance, survived, window_spreads
+from phocas.rules.guarantee import Tolerance, survived, window_spreads
 from phocas.specs import count, normalise
 
 
 def krum_scores(squared: Floats, b: int, *, at_least: int = 0) -> Floats:
     """Return each row's sum of squared distances to its m - b - 2 nearest other rows."""
     neighbours = max(len(squared) - b - 2, at_least)
-    # A row's distance to itself is zero and so comes first.
+    # The distance of a row to itself is zero, so it comes first and is skipped.
     nearest = np.sort(squared, axis=1)[:, 1 : 1 + neighbours]
     return np.asarray(nearest.sum(axis=1), np.float64)
 
 
 def _best_scores(m: int, b: int, number: int) -> Planning:
-    """Choose so many rows with the best Krum scores; of equal scores, the smaller index first."""
+    """Choose the ``number`` rows with the best Krum scores; the smaller index breaks ties."""
 
     def choose(squared: Floats) -> tuple[Mix, bool]:
         scores = krum_scores(squared, b)
@@ -45,13 +48,15 @@ def _best_scores(m: int, b: int, number: int) -> Planning:
 
 
 def _near_rows(m: int, b: int, q: int) -> int:
-    """Return how many of the rows that a Krum score counts for a liar are honest at least."""
+    """Return the smallest number of honest rows among the neighbours in a Byzantine row's score."""
     return m - b - q - 1
 
 
 @dataclass(frozen=True)
-class RowRule(Told, Rule):
-    """A rule that is told to survive b wrong rows and averages those that it chooses.
+class RowRule(Bounded, Rule):
+    """A rule that chooses some of the rows and averages the chosen rows.
+
+    The rule is given b, the number of Byzantine rows that it tolerates.
 
     >>> from phocas import MDA
     >>> MDA(b=2).tolerates(7)
@@ -59,12 +64,15 @@ class RowRule(Told, Rule):
     """
 
     def window(self, m: int) -> Window:
-        """Return all of the chosen rows' values."""
+        """Return the window that averages all values of a column of the chosen rows."""
         del m
         return Window()
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return b rows; one wrong value in every row would leave none to choose."""
+        """Return the tolerance of b Byzantine rows and of 0 Byzantine values per column.
+
+        The second number is 0 because a row with one Byzantine value is a Byzantine row.
+        """
         self.check(m)
         return Tolerance(rows=self.b)
 
@@ -73,8 +81,9 @@ class KrumRule(RowRule):
     """A rule that compares rows by their Krum scores.
 
     With S the sum of the squared distances of the h honest rows from their mean, honest scores add
-    up to at most 2 h S. A liar with a score of s has ``_near_rows`` honest rows within s in all,
-    whose mean is within sqrt(S / near) of the honest mean.
+    up to at most 2 h S. A Byzantine row with the score s has at least ``near = _near_rows(...)``
+    honest rows whose squared distances to it add up to at most s. The mean of these honest rows is
+    within sqrt(S / near) of the honest mean.
     """
 
     condition = "2b + 2 < m"
@@ -91,14 +100,14 @@ class Krum(KrumRule):
 
         Krum_b = x_k,  k = argmin_i s_i,  s_i = sum of |x_i - x_j|^2 over the m - b - 2 nearest j
 
-    Breakdown: survives b wrong rows, 2b + 2 < m; one wrong value in every row breaks it. A row with
-    NaN or inf is at infinite distance from all others.
+    Breakdown: tolerates b Byzantine rows, 2b + 2 < m; one Byzantine value in every row breaks it. A
+    row with NaN or inf is at infinite distance from all others.
 
     Reference: Blanchard et al., "Machine learning with adversaries" (2017); Definition 3 of the
     paper.
 
     Args:
-        b: how many wrong rows it has to survive, 2b + 2 < m.
+        b: the number of Byzantine rows that the rule tolerates, 2b + 2 < m.
 
     >>> import numpy as np
     >>> rows = np.array([[1.0, 1.0], [1.1, 0.9], [0.9, 1.2], [1.0, 1.1], [900.0, 900.0]])
@@ -109,15 +118,15 @@ class Krum(KrumRule):
     name: ClassVar[str] = "krum"
     weighable = True
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Bound the chosen row: an honest one, or one whose score is no more than 2 S."""
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Bound the error of the chosen row, which is honest or has a score of at most 2 S."""
         if q > self.tolerates(m).rows:
             return None
-        liar = (1 + math.sqrt(2)) / math.sqrt(_near_rows(m, self.b, q)) if q else 0.0
-        return math.sqrt(m - q) * max(1.0, liar)
+        byzantine = (1 + math.sqrt(2)) / math.sqrt(_near_rows(m, self.b, q)) if q else 0.0
+        return math.sqrt(m - q) * max(1.0, byzantine)
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
-        """Return Delta_0 of the paper's first lemma for b wrong rows; fewer are a special case."""
+        """Return Delta_0 of the paper's first lemma for b Byzantine rows, which covers q <= b."""
         if q > self.tolerates(m).rows:
             return None
         b = self.b
@@ -137,19 +146,19 @@ class Krum(KrumRule):
 
 @dataclass(frozen=True)
 class MultiKrum(KrumRule):
-    """Average the ``select`` rows with the best Krum scores; m - b of them unless told otherwise.
+    """Average the ``select`` rows with the best Krum scores (by default m - b rows).
 
         MultiKrum_b = mean of the select rows x_i with the smallest s_i,
         s_i = sum of |x_i - x_j|^2 over the m - b - 2 nearest j
 
-    Breakdown: survives b wrong rows, 2b + 2 < m; one wrong value in every row breaks it. A row with
-    NaN or inf is at infinite distance from all others.
+    Breakdown: tolerates b Byzantine rows, 2b + 2 < m; one Byzantine value in every row breaks it. A
+    row with NaN or inf is at infinite distance from all others.
 
     Reference: Blanchard et al. (2017). Scores are computed once.
 
     Args:
-        b: how many wrong rows it has to survive, 2b + 2 < m.
-        select: how many rows are averaged, at most m - b.
+        b: the number of Byzantine rows that the rule tolerates, 2b + 2 < m.
+        select: the number of rows to average, at most m - b; None: m - b.
 
     >>> import numpy as np
     >>> rows = np.array([[1.0], [1.5], [2.0], [1.5], [900.0]])
@@ -168,11 +177,11 @@ class MultiKrum(KrumRule):
             normalise(self, select=count("MultiKrum", "select", self.select, minimum=1))
 
     def chosen(self, m: int) -> int:
-        """Return how many rows are averaged."""
+        """Return the number of rows to average."""
         return m - self.b if self.select is None else self.select
 
     def check(self, m: int) -> None:
-        """Refuse 2b + 2 >= m, and more rows than can be honest."""
+        """Raise ValueError if 2b + 2 >= m, or if ``select`` is more than m - b."""
         super().check(m)
         if self.chosen(m) > m - self.b:
             raise ValueError(
@@ -180,13 +189,13 @@ class MultiKrum(KrumRule):
                 f" m={m} workers, the largest select is {m - self.b}"
             )
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Bound the mean of the chosen, whose scores add up to at most 2 S for each of them."""
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Bound the error of the mean of the chosen rows, whose average score is at most 2 S."""
         if q > self.tolerates(m).rows:
             return None
         chosen = self.chosen(m)
-        liars, near = min(q, chosen), _near_rows(m, self.b, q)
-        pull = math.sqrt(2 * liars / (chosen * near)) + liars / (chosen * math.sqrt(near))
+        byzantine, near = min(q, chosen), _near_rows(m, self.b, q)
+        pull = math.sqrt(2 * byzantine / (chosen * near)) + byzantine / (chosen * math.sqrt(near))
         return math.sqrt(m - q) * (1 / math.sqrt(chosen) + pull)
 
     def expected(self, m: int) -> float:
@@ -206,14 +215,14 @@ class Bulyan(RowRule):
         S = m - 2b rows, each the Krum of those that are left
         Bulyan_b = mean of the m - 4b values u of S with the smallest |u - Median(S)|
 
-    Breakdown: survives b wrong rows, 4b + 3 <= m. A row with NaN or inf is at infinite distance
-    from all others.
+    Breakdown: tolerates b Byzantine rows, 4b + 3 <= m. A row with NaN or inf is at infinite
+    distance from all others.
 
     Reference: El Mhamdi et al., "The hidden vulnerability of distributed learning in Byzantium"
-    (2018). Towards the end of the choice at least one neighbour is counted.
+    (2018). A score counts at least one neighbour, also when few rows are left.
 
     Args:
-        b: how many wrong rows it has to survive, 4b + 3 <= m.
+        b: the number of Byzantine rows that the rule tolerates, 4b + 3 <= m.
 
     >>> import numpy as np
     >>> Bulyan(b=1)(np.array([[1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [900.0]]))
@@ -229,28 +238,28 @@ class Bulyan(RowRule):
         return (m - 3) // 4
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return what the window survives, whichever rows are chosen: at least b."""
+        """Return the tolerance of the window, whichever rows are chosen: at least b."""
         self.check(m)
         most = survived(self.window(m))
         return Tolerance(rows=most, values=most)
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Bound the distance by the window's numbers, with all liars among the chosen."""
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Bound the error by the parameters of the window, if all q Byzantine rows are chosen."""
         if q > self.tolerates(m).rows:
             return None
         return window_spreads(self.window(m), m - 2 * self.b, q, honest=m - q)
 
     def window(self, m: int) -> Window:
-        """Return, of the m - 2b chosen, all but the 2b farthest from their median."""
+        """Return the window of the m - 2b chosen values without the 2b farthest from the median."""
         chosen = m - 2 * self.b
         return Window(trim=(chosen - 1) // 2, drop=2 * self.b) if self.b else Window()
 
     def expected(self, m: int) -> float:
-        """Return the share of values that are not among the last m - 4b."""
+        """Return the share of values that do not enter the mean of m - 4b values."""
         return 4 * self.b / m
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Choose rows one by one, each time the best of those that are left."""
+        """Choose rows one by one: each time the row with the best score among the rest."""
         del rng
 
         def choose(squared: Floats) -> tuple[list[int], bool]:
@@ -274,15 +283,16 @@ class MDA(RowRule):
 
         MDA_b = mean of S,  S = argmin of max_(i,j in S) |x_i - x_j| over sets of m - b rows
 
-    Of several such sets the first in lexicographic order is taken. Minimum-diameter averaging.
+    The method is called minimum-diameter averaging. If several sets have the smallest diameter, the
+    first in lexicographic order is taken.
 
-    Breakdown: survives b wrong rows, 2b < m. A row with NaN or inf is at infinite distance from all
-    others. The search is exponential in b at worst; b up to about 20 takes milliseconds.
+    Breakdown: tolerates b Byzantine rows, 2b < m. A row with NaN or inf is at infinite distance
+    from all others. The search is exponential in b at worst; b up to about 20 takes milliseconds.
 
     Reference: El Mhamdi et al., "Genuinely distributed Byzantine machine learning" (2020).
 
     Args:
-        b: how many wrong rows it has to survive, 2b < m.
+        b: the number of Byzantine rows that the rule tolerates, 2b < m.
 
     >>> import numpy as np
     >>> MDA(b=1)(np.array([[1.0], [2.0], [6.0], [900.0]]))
@@ -292,24 +302,25 @@ class MDA(RowRule):
     name: ClassVar[str] = "mda"
     weighable = True
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Bound the mean of the set: its liars are within the honest diameter of all its rows.
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Bound the error of the mean of the chosen set.
 
-        That is at most sqrt(2h) spreads, and one of the m - b - q honest rows of the set is within
-        sqrt(h / (m - b - q)) spreads of the honest mean.
+        The distance of a Byzantine row in the set to every other row of the set is at most the
+        diameter of the h honest rows, sqrt(2h) standard deviations. One of the m - b - q honest
+        rows of the set is within sqrt(h / (m - b - q)) standard deviations of the honest mean.
         """
         if q > self.tolerates(m).rows:
             return None
         honest, size = m - q, m - self.b
-        liar = math.sqrt(2 * honest) + math.sqrt(honest / (size - q))
-        return (q * liar + math.sqrt(size * honest)) / size
+        byzantine = math.sqrt(2 * honest) + math.sqrt(honest / (size - q))
+        return (q * byzantine + math.sqrt(size * honest)) / size
 
     def expected(self, m: int) -> float:
         """Return the share of rows not chosen."""
         return self.b / m
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Choose the set with the smallest diameter."""
+        """Choose the set of rows with the smallest diameter."""
         del rng
 
         def choose(squared: Floats) -> tuple[Mix, bool]:
@@ -326,17 +337,17 @@ class CGE(RowRule):
 
         CGE_b = mean of the m - b rows x_i with the smallest |x_i|
 
-    Of rows that are as long, those with the smaller index are taken: rows that were clipped before
-    all have the radius as their norm.
+    The smaller index breaks ties: rows that were clipped before all have the same norm.
 
-    Breakdown: what b wrong rows add is no longer than an honest row, 2b < m; it bounds the norm,
-    not the direction. A row with NaN or inf has infinite norm.
+    Breakdown: no chosen Byzantine row is longer than the longest honest row if at most b rows are
+    Byzantine, 2b < m. This bounds the norm of the result, not its direction. A row with NaN or inf
+    has infinite norm.
 
     Reference: Gupta, Liu, Vaidya, "Byzantine fault-tolerant distributed machine learning using
     SGD and comparative gradient elimination" (2020), as a mean instead of a sum.
 
     Args:
-        b: how many rows are left out, 2b < m.
+        b: the number of rows to drop, 2b < m.
 
     >>> import numpy as np
     >>> CGE(b=1)(np.array([[1.0], [2.0], [6.0], [-900.0]]))
@@ -347,7 +358,7 @@ class CGE(RowRule):
     weighable = True
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return nothing: a liar no longer than an honest row may point anywhere."""
+        """Return zero: a Byzantine row as short as an honest row may have any direction."""
         self.check(m)
         return Tolerance()
 

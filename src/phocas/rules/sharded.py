@@ -1,14 +1,15 @@
-"""A rule over servers that each hold a range of columns: the bits that one server would get.
+"""Aggregation on several servers that each hold a range of columns.
 
-Every server makes its own :class:`Evaluation`. As long as it has a ``request``, each server
-measures its columns with ``partial``, all partials are exchanged, and everyone gives all of them
-to ``answer``. Then each server finishes its own columns.
+The result has the same bits as on one server. Every server creates a :class:`ShardedAggregation`.
+While the aggregation has a ``request``, each server measures its columns with ``partial``, the
+servers exchange all partial measurements, and each server passes all of them to ``answer``. Then
+each server reduces its own columns with ``finish``.
 
 >>> import numpy as np
 >>> from phocas import Krum
 >>> rows = np.random.default_rng(0).normal(size=(7, 100))
 >>> shards = [(0, 33), (33, 100)]
->>> evaluation = Evaluation(Krum(b=2), m=7)
+>>> evaluation = ShardedAggregation(Krum(b=2), m=7)
 >>> while evaluation.request is not None:
 ...     evaluation.answer([evaluation.partial(rows[:, a:b], start=a) for a, b in shards])
 >>> whole = np.concatenate([evaluation.finish(rows[:, a:b]) for a, b in shards])
@@ -19,49 +20,40 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from phocas.rules import measures
-from phocas.rules.algebra import Clean, Columns, Decision, Floats, Plausible, Radii, Request
-from phocas.rules.base import (
-    Explanation,
-    Randomness,
-    Rule,
-    as_generator,
-    decision_rows,
-    shares,
-)
-from phocas.rules.host import HostMatrix
+from phocas.deprecation import former_attributes
+from phocas.rules.algebra import OutlierShares, Radii, Request
+from phocas.rules.base import Explanation, Randomness, Rule, as_generator, plan_of
+from phocas.rules.execution import Execution, Matrix
 from phocas.rules.inputs import open_rows
 from phocas.rules.measures import Partial
 from phocas.rules.table import RULES
-from phocas.rules.washing import Marks
 
 
-class Evaluation:
-    """The planning of one aggregation, as seen by one holder of columns.
+@former_attributes(standing="prepare", cleans="filters")
+class ShardedAggregation:
+    """One aggregation of rows whose columns are held by several servers.
 
-    Most column rules have nothing to ask: their ``request`` is None from the start. Heraclius asks
-    for the radii of columns whose block is cut, unless ``whole_blocks`` is False: then every holder
-    has blocks of its own, from its first column on. A rule that cleans asks for them in any case,
-    and then for what is implausible. With ``d``, the columns of the whole matrix, an answer that
-    lacks the last of them is refused as well.
+    ``request`` is the next measurement; None: columns can be finished. For most column rules
+    ``request`` is None from the start. Heraclius requests the radii of columns whose block is split
+    between servers. (A block is 1024 columns, counted from the first column of the matrix.) With
+    ``whole_blocks=False`` Heraclius requests nothing: every server counts blocks from its own first
+    column. A rule that filters cells always requests these radii, and then the number of replaced
+    cells. With ``d``, an answer without the last columns is rejected as well.
 
     Args:
         rule: the rule, or its text.
-        m: how many workers there are.
-        rng: the randomness of rules that draw, the same for every holder.
-        d: the columns of the whole matrix.
-        whole_blocks: whether blocks of columns that are cut are put together.
+        m: the number of workers.
+        rng: a generator or seed for rules that draw; it must be the same on every server.
+        d: the number of columns of the whole matrix.
+        whole_blocks: whether the parts of split blocks of columns are measured together.
 
     >>> import numpy as np
-    >>> from phocas import Evaluation, Phocas
+    >>> from phocas import ShardedAggregation, Phocas
     >>> rows = np.array([[1.0, 10.0], [2.0, 20.0], [6.0, 60.0], [900.0, 0.0]])
-    >>> holders = [Evaluation(Phocas(b=1), m=4) for _ in range(2)]
+    >>> holders = [ShardedAggregation(Phocas(b=1), m=4) for _ in range(2)]
     >>> [holder.request for holder in holders]
     [None, None]
     """
@@ -75,128 +67,67 @@ class Evaluation:
         d: int | None = None,
         whole_blocks: bool = True,
     ) -> None:
-        self.rule = RULES.of(rule, "Evaluation")
+        self.rule = RULES.of(rule, "ShardedAggregation")
         self.rule.check(m)
         self.m = m
         self.d = d
         if self.rule.whole and d is None:
             raise ValueError(_needs_all(self.rule))
-        self._cleanup = self.rule.cleanup(m)
-        self.whole_blocks = whole_blocks or self._cleanup is not None
-        self.request: Request | Radii | Plausible | None = None
-        self._clean: Clean | None = None
-        self._marks: dict[int, Marks | None] = {}
-        self._decision: Decision | None = None
-        self._planning = self.rule.planning(m, as_generator(rng))
-        if self._cleanup is None:
-            self._advance(None)
-        else:
-            self.request = self._cleanup.plausible().radii(m)
+        plan = plan_of(self.rule, m, as_generator(rng))
+        self.filters = plan.filtering is not None
+        """Whether the rule filters cells, which needs the columns in host memory."""
+        self._run = Execution(plan, m, d=d, shared=whole_blocks or self.filters)
 
     @property
-    def cleans(self) -> bool:
-        """Tell whether the rule cleans, for which columns must be in host memory."""
-        return self._cleanup is not None
-
-    def _advance(self, reply: Floats | None) -> None:
-        try:
-            request = next(self._planning) if reply is None else self._planning.send(reply)
-            self.request = replace(request, clean=self._clean)
-        except StopIteration as stop:
-            self.request = None
-            self._decision = replace(self.rule.decision(stop.value, self.m), clean=self._clean)
-            if self._decision.window.reach and self.whole_blocks:
-                self.request = self._decision.radii()
+    def request(self) -> Request | Radii | OutlierShares | None:
+        """Return the next measurement over all columns; None: columns can be finished."""
+        return self._run.request
 
     def partial(self, columns: Any, start: int) -> Partial:
         """Measure columns that begin at column ``start`` of the whole matrix."""
-        if self.request is None:
-            raise ValueError("there is no request: the evaluation is ready to finish")
-        matrix = self._open(columns, start)
-        found = matrix.partial(self.request, start)
-        if isinstance(matrix, HostMatrix):
-            self._marks[start] = matrix.marks
-        return found
+        return self._run.partial(self._open(columns), start)
 
     def answer(self, partials: Iterable[Partial]) -> None:
-        """Take everyone's partials, in any order; columns must be measured once each."""
-        if self.request is None:
-            raise ValueError("there is no request to answer: the evaluation is ready to finish")
-        if isinstance(self.request, Plausible):
-            if self._cleanup is not None:
-                shares = measures.shares(partials, self.d)
-                self._clean = self._cleanup.clean(self.request, shares)
-            self._advance(None)
-        elif not isinstance(self.request, Radii):
-            self._advance(measures.total(self.request, partials, self.d))
-        elif self._decision is None and self._cleanup is not None:
-            self.request = self._cleanup.plausible(measures.spreads(partials, self.d))
-        elif self._decision is not None:
-            self._decision.spreads = measures.spreads(partials, self.d)
-            self.request = None
+        """Accept the partial measurements of all servers, in any order, each column once."""
+        self._run.answer(partials)
 
     def finish(self, columns: Any, start: int | None = None) -> Any:
-        """Aggregate columns, in the form that they have, from column ``start`` of the matrix on."""
-        decision = self._decided(start)
-        return self._all(columns, start).apply(decision, None, start or 0)
+        """Aggregate columns that begin at column ``start``; return the result in the same form."""
+        return self._run.reduce(self._all(columns, start), start or 0)
 
     def explain(self, columns: Any, start: int | None = None) -> Explanation:
-        """Aggregate columns and say what share of each worker's values there was dropped."""
-        decision = self._decided(start)
-        matrix = self._all(columns, start)
-        counts = np.zeros(decision_rows(decision, self.m), np.int64)
-        value = matrix.apply(decision, counts, start or 0)
-        cleaned = None
-        if decision.clean is not None and isinstance(matrix, HostMatrix) and matrix.marks:
-            here = matrix.marks.counts(self.m) / max(1, matrix.d)
-            cleaned = replace(decision.clean, shares=here).lost
-        dropped = shares(decision, self.m, counts, matrix.d, cleaned)
-        return Explanation(value, dropped, self.rule.expected(self.m))
+        """Aggregate columns, and return the share of each worker's values dropped there."""
+        found = self._run.explain(self._all(columns, start), start or 0)
+        return Explanation(*found, self.rule.expected(self.m))
 
-    def standing(self, columns: Any, start: int) -> Callable[[], Explanation]:
-        """Return :meth:`explain` for columns that stay where they are while their values change.
+    def prepare(self, columns: Any, start: int) -> Callable[[], Explanation]:
+        """Return a function like :meth:`explain` for columns at a fixed address in memory.
 
-        It is for who calls it time and again, and saves all that does not depend on the values. A
-        value that it returns may be overwritten by the next one.
+        The values of the columns may change between calls. Work that does not depend on the values
+        is done once. The result of one call may be overwritten by the next call.
         """
-        decision = self._decided(start)
-        matrix = self._all(columns, start)
-        kept = matrix.standing(decision) if isinstance(matrix, HostMatrix) else None
-        if kept is None:
+        prepared = self._run.prepare(self._all(columns, start))
+        if prepared is None:
             return partial(self.explain, columns, start)
         expected = self.rule.expected(self.m)
+        return lambda: Explanation(*prepared(), expected)
 
-        def explain() -> Explanation:
-            counts = np.zeros(self.m, np.int64)
-            value = kept.apply(counts)
-            return Explanation(value, shares(decision, self.m, counts, matrix.d), expected)
-
-        return explain
-
-    def _decided(self, start: int | None) -> Decision:
-        if self._decision is None or self.request is not None:
-            raise ValueError(
-                f"the evaluation is not ready: it waits for an answer to {self.request}"
-            )
-        by_blocks = self._decision.spreads is not None or self._clean is not None
-        if by_blocks and start is None:
+    def _all(self, columns: Any, start: int | None) -> Matrix:
+        """Return the matrix of the columns to finish; raise ValueError if the rule needs more."""
+        if self.request is not None:
+            raise ValueError(f"the aggregation is not ready: it needs an answer to {self.request}")
+        if self._run.by_blocks and start is None:
             raise ValueError(
                 f"{self.rule} goes by blocks of columns: give the column at which these begin, as"
                 " start=..."
             )
-        return self._decision
-
-    def _all(self, columns: Any, start: int | None) -> Columns:
-        """Open columns that are finished here, which must be all of them for some rules."""
-        matrix = self._open(columns, start or 0)
+        matrix = self._open(columns)
         if self.rule.whole and matrix.d != self.d:
             raise ValueError(f"{_needs_all(self.rule)}: got {matrix.d} of {self.d}")
         return matrix
 
-    def _open(self, columns: Any, start: int) -> Columns:
-        matrix = columns if isinstance(columns, HostMatrix) else open_rows(columns)
-        if isinstance(matrix, HostMatrix):
-            matrix.marks = self._marks.get(start)
+    def _open(self, columns: Any) -> Matrix:
+        matrix = columns if isinstance(columns, Matrix) else open_rows(columns)
         if matrix.m != self.m:
             raise ValueError(f"columns must be of {self.m} rows: got {matrix.m}")
         return matrix
@@ -204,6 +135,6 @@ class Evaluation:
 
 def _needs_all(rule: Rule) -> str:
     return (
-        f"{rule} needs all columns in one place: use one server and say d, or set columnwise=True"
+        f"{rule} needs all columns in one place: use one server and give d, or set columnwise=True"
         " if each column is reduced on its own"
     )

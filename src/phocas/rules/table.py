@@ -1,30 +1,30 @@
-"""The tables of rules and pre-aggregators, and rules by name."""
+"""The registered rules and pre-aggregators, and the parser of their names."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from phocas.rules.base import Chain, PreAggregator, Randomness, Rule
+from phocas.rules.cell_filter import CellFilter
 from phocas.rules.centres import CenteredClipping, GeometricMedian
-from phocas.rules.cleaning import Cleaning
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
 from phocas.rules.function import FunctionRule
 from phocas.rules.heraclius import Heraclius
+from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
-from phocas.rules.watch import Watch
 from phocas.specs import Foreign, Table, loaded, split
 
 PRE_AGGREGATORS: Table[PreAggregator] = Table(
-    "pre-aggregator", [Cleaning, NNM, Bucketing, Clipping, AdaptiveClipping], PreAggregator
+    "pre-aggregator", [CellFilter, NNM, Bucketing, Clipping, AdaptiveClipping], PreAggregator
 )
 
 
 class RuleTable(Table[Rule]):
-    """Rules by name, with their pre-aggregators before them: ``nnm:b=6|phocas:b=6``."""
+    """A table of rules, whose text may have pre-aggregators first: ``nnm:b=6|phocas:b=6``."""
 
     def read(self, text: str) -> Rule | Foreign:
-        """Read a rule and import nothing; it is foreign if one of its steps is."""
+        """Parse a rule without importing modules; return Foreign if a step is user-defined."""
         *before, last = split(text, "|")
         if before and not all(part.strip() for part in (*before, last)):
             raise ValueError(f"a step must stand on both sides of every |: got {text!r}")
@@ -47,7 +47,7 @@ class RuleTable(Table[Rule]):
         return _joined(stages, rule)
 
     def of(self, value: object, owner: str) -> Rule:
-        """Return a rule that may also be given as text or as a function."""
+        """Return the rule for a rule, its text, or a function."""
         if isinstance(value, PreAggregator):
             raise TypeError(
                 f"{owner} needs a rule, and {value!r} is a pre-aggregator: write a rule after it,"
@@ -56,7 +56,7 @@ class RuleTable(Table[Rule]):
         return super().of(value, owner)
 
     def parse(self, text: str) -> Rule:
-        """Read a rule, and import those of its steps that are the user's own."""
+        """Parse a rule, and import its user-defined steps."""
         *before, last = split(text, "|")
         found = self.read(text)
         if not isinstance(found, Foreign):
@@ -85,7 +85,7 @@ RULES = RuleTable(
         CenteredClipping,
         MDA,
         CGE,
-        Watch,
+        Monitor,
     ],
     base=Rule,
     adapt=FunctionRule.adapt,
@@ -93,7 +93,7 @@ RULES = RuleTable(
 
 
 def parse_rule(text: str) -> Rule:
-    """Read a rule, with its pre-aggregators if any, from text.
+    """Parse the text of a rule and of its pre-aggregators, if any.
 
     Args:
         text: the rule as on the command line.
@@ -122,8 +122,8 @@ def aggregate(
         rows: an (m, d) array or tensor, m vectors, m mappings or m lists of arrays.
         rule: a rule, its text, or a function of the rows.
         rng: a generator or a seed, for rules that draw.
-        weights: one number for each worker, such as its examples.
-        max_share: the largest share of all weight that anybody may have.
+        weights: one number for each worker, such as its number of examples.
+        max_share: the largest share of all weight that a worker may have.
 
     >>> import numpy as np
     >>> aggregate(np.array([[1.0], [2.0], [900.0]]), "median")

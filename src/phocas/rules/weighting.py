@@ -1,8 +1,8 @@
-"""Rules whose workers have weights, such as their numbers of examples, that nobody can abuse.
+"""Rules for workers with weights, such as their numbers of examples.
 
-b still counts workers. What a rule cuts is the mass of the b heaviest, so that b liars, whichever
-they are, are cut; a value at the edge is cut in part. docs/theory.md has the definitions, what is
-promised, and a bound on the influence of any worker.
+b counts workers, as without weights. A rule cuts as much weight as the b heaviest workers have, so
+any b Byzantine workers are cut. A value at the edge may be cut in part. docs/theory.md has the
+definitions, the guarantees, and a bound on the influence of each worker.
 """
 
 from __future__ import annotations
@@ -15,32 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import LARGEST_TOTAL, Masses, Weighing, Window
-from phocas.rules.algebra import (
-    Decision,
-    Floats,
-    Matrix,
-    Mix,
-    Planning,
-    heaviest,
-    select,
-    through,
-)
-from phocas.rules.base import Pipeline, Rule, Told
-from phocas.rules.host import HostMatrix
-from phocas.rules.promise import Tolerance, mass_spreads
+from phocas.rules.algebra import Floats, Mix, Planning, heaviest, select, through
+from phocas.rules.base import Bounded, Composite, Pipeline, Rule, plan_of
+from phocas.rules.execution import Plan
+from phocas.rules.guarantee import Tolerance, mass_spreads
 from phocas.specs import normalise
 
 Units = NDArray[np.int64]
 
 
 def capped(weights: Floats, max_share: float) -> Floats:
-    """Lower the largest weights until none is more than a share of what all are then.
+    """Lower the largest weights until none is more than a share of the resulting total.
 
     >>> capped(np.array([1.0, 1.0, 2.0, 96.0]), 0.4)
     array([1.        , 1.        , 2.        , 2.66666667])
     """
     ordered = np.sort(weights)
-    # With the k heaviest at the limit c and the others s in all, c = share (s + k c).
+    # If the k heaviest have the limit c, and the others s in total, then c = share (s + k c).
     for k in range(1, len(ordered) + 1):
         if k == len(ordered) or k * max_share >= 1:
             return np.asarray(np.minimum(weights, ordered[-k]))
@@ -52,10 +43,10 @@ def capped(weights: Floats, max_share: float) -> Floats:
 
 
 def units_of(weights: Any, m: int, max_share: float | None) -> Units:
-    """Return weights as whole numbers in proportion, of at most ``LARGEST_TOTAL`` in all.
+    """Return weights as integers in proportion, of at most ``LARGEST_TOTAL`` in total.
 
-    Counts that are no more than that stay as they are. A weight of 0 stays 0 and leaves its worker
-    out; any other is at least 1. Refuses what is no weight: NaN, infinite or negative.
+    Integers within this limit stay unchanged. A weight of 0 stays 0 and excludes its worker; any
+    other weight becomes at least 1. Raises ValueError for NaN, infinite or negative weights.
     """
     try:
         given = np.asarray(weights, np.float64)
@@ -74,7 +65,7 @@ def units_of(weights: Any, m: int, max_share: float | None) -> Units:
     workers = int(present.sum())
     room = LARGEST_TOTAL - workers
     if not present.any():
-        raise ValueError("weights must not all be 0: nobody would be left")
+        raise ValueError("weights must not all be 0: no worker would be left")
     if max_share is None and given.sum() <= LARGEST_TOTAL and np.all(given == np.floor(given)):
         return given.astype(np.int64)
     shares = given / given.max()
@@ -85,14 +76,15 @@ def units_of(weights: Any, m: int, max_share: float | None) -> Units:
                 f"max_share must be between 1/{workers}, where all weigh the same, and 1: got"
                 f" {max_share!r}"
             )
-        # Rounded down, others may lose a unit each: nobody is above the cap of what is left.
+        # Rounding down may cost each worker one unit. The cap is lower by so much that it holds
+        # for the rounded weights as well.
         shares[present] = capped(shares[present], max(least, max_share * (1 - workers / room)))
     shares /= shares.sum()
     return np.where(present, np.maximum(1, np.floor(shares * room)), 0).astype(np.int64)
 
 
 def check_cap(rule: Rule, max_share: float | None) -> None:
-    """Raise ValueError unless the rule holds under a cap, whatever weights workers claim.
+    """Raise ValueError unless the guarantee holds under a cap, whatever weights workers claim.
 
     >>> from phocas import TrimmedMean
     >>> check_cap(TrimmedMean(b=2), 0.25)
@@ -102,12 +94,12 @@ def check_cap(rule: Rule, max_share: float | None) -> None:
     """
     if not rule.weighable:
         raise ValueError(f"{rule} cannot be weighted; leave the weights out")
-    count = _liars(rule)
+    count = _byzantine(rule)
     if max_share is None or 2 * count * max_share < 1:
         return
     digits = 3 + math.ceil(math.log10(2 * count))
     largest = (math.ceil(10**digits / (2 * count)) - 1) / 10**digits
-    b = f"b={count}" if count > rule.least_liars else "1 worker"
+    b = f"b={count}" if count > rule.min_byzantine else "1 worker"
     raise ValueError(
         f"{rule} needs {b.partition('=')[0]} x max_share < 1/2, so that workers within b cannot"
         f" claim half of all weight: got {b} with max_share={max_share:g}, the largest max_share is"
@@ -116,19 +108,20 @@ def check_cap(rule: Rule, max_share: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class Weighted(Rule):
-    """Apply a rule to workers that have weights, with nobody above ``max_share`` of all.
+class Weighted(Composite):
+    """A rule for workers with weights, each at most ``max_share`` of all weight.
 
-    ``rule(rows, weights=w, max_share=s)`` is this. Refused if the b heaviest could hold half of all
-    weight. Weights are rounded to whole units of about 1/4,000,000 of all; a worker of weight 0 is
-    not there. With equal weights it is the rule itself, to the bit.
+    ``rule(rows, weights=w, max_share=s)`` applies it. The b heaviest workers must have less than
+    half of all weight; otherwise the call raises ValueError. Weights are rounded to integer units
+    of about 1/4,000,000 of the total. A worker of weight 0 is excluded. With equal weights the
+    result is that of the rule without weights, to the bit.
 
-    Breakdown: survives the b heaviest, so any b, if the rule survives b.
+    Breakdown: tolerates the b heaviest workers, and so any b workers, if the rule tolerates b.
 
     Args:
-        rule: the rule, which must have a definition with weights.
+        rule: the rule, which must be defined for weights.
         weights: one number for each worker.
-        max_share: the largest share of all weight that anybody may have.
+        max_share: the largest share of all weight that a worker may have.
 
     >>> import numpy as np
     >>> from phocas import Median
@@ -147,12 +140,12 @@ class Weighted(Rule):
     outermost: ClassVar[bool] = True
 
     units: Units = field(init=False, repr=False, compare=False)
-    """The weights of those that have one, in whole units."""
+    """The weights of the workers whose weight is not 0, in integer units."""
     present: NDArray[np.intp] = field(init=False, repr=False, compare=False)
-    """Who has a weight."""
+    """The indices of the workers whose weight is not 0."""
 
     def __post_init__(self) -> None:
-        """Check the weights, and that the rule has a definition with them."""
+        """Check the weights, and that the rule is defined for weights."""
         check_cap(self.rule, None)
         found = units_of(self.weights, len(self.weights), self.max_share)
         check_cap(self.rule, self.max_share)
@@ -160,50 +153,50 @@ class Weighted(Rule):
 
     @property
     def _plain(self) -> bool:
-        """Tell whether all have the same weight, so that there is none."""
+        """Tell whether all weights are equal, so that the rule without weights applies."""
         return bool(self.units.min() == self.units.max())
 
     def check(self, m: int) -> None:
-        """Refuse a rule that does not hold, and weights of which the b heaviest hold half."""
+        """Raise ValueError if the rule does not hold, or if the b heaviest have half the weight."""
         if m != len(self.weights):
             raise ValueError(
                 f"weights must be one for each of {m} workers: got {len(self.weights)}"
             )
         units = self.units
         self.rule.check(len(units))
-        b, liars = _told(self.rule), _liars(self.rule)
-        if self._plain or 2 * heaviest(units, liars) < units.sum():
+        b, byzantine = _given_b(self.rule), _byzantine(self.rule)
+        if self._plain or 2 * heaviest(units, byzantine) < units.sum():
             return
-        most = next(q for q in range(liars, -1, -1) if 2 * heaviest(units, q) < units.sum())
-        share = (1 / len(units) + 1 / (2 * liars)) / 2
-        who = f"{liars} heaviest" if liars > 1 else "heaviest"
-        have = "have" if liars > 1 else "has"
-        told = f"the largest b is {most}, or " if b > self.rule.least_liars else ""
+        most = next(q for q in range(byzantine, -1, -1) if 2 * heaviest(units, q) < units.sum())
+        share = (1 / len(units) + 1 / (2 * byzantine)) / 2
+        who = f"{byzantine} heaviest" if byzantine > 1 else "heaviest"
+        have = "have" if byzantine > 1 else "has"
+        advice = f"the largest b is {most}, or " if b > self.rule.min_byzantine else ""
         raise ValueError(
             f"the {who} of {len(units)} workers {have}"
-            f" {heaviest(units, liars) / units.sum():.1%} of all weight, half is too much:"
-            f" {told}max_share={share:.4g} would hold"
+            f" {heaviest(units, byzantine) / units.sum():.1%} of all weight, half is too much:"
+            f" {advice}max_share={share:.4g} would hold"
         )
 
     def _masses(self) -> Masses | None:
         return self.rule.masses(self.units)
 
     def window(self, m: int) -> Window:
-        """Return the rule's window, for those who have a weight."""
+        """Return the rule's window for the workers whose weight is not 0."""
         del m
         return self.rule.window(len(self.units))
 
     def expected(self, m: int) -> float:
-        """Return the share of all mass that is left out."""
+        """Return the share of all weight that is dropped."""
         del m
         units = self.units
         masses = None if self._plain else self._masses()
-        if masses is None or masses.reach:
+        if masses is None or masses.cutoff:
             return self.rule.expected(len(units))
         return 1 - masses.kept(float(units.sum())) / float(units.sum())
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return how many of the heaviest are survived, and so how many of any."""
+        """Return how many of the heaviest workers, and so of any workers, are tolerated."""
         self.check(m)
         units = self.units
         before = self.rule.tolerates(len(units))
@@ -212,57 +205,63 @@ class Weighted(Rule):
         most = max(q for q in range(len(units)) if q == 0 or heaviest(units, q) <= limit)
         return Tolerance(min(before.rows, most), min(before.values, most))
 
-    def spreads(self, m: int, q: int) -> float | None:
-        """Bound the distance from the honest weighted mean, in honest weighted spreads."""
+    def error_bound(self, m: int, q: int) -> float | None:
+        """Bound the distance from the weighted honest mean.
+
+        The unit is the weighted standard deviation (RMS) of honest rows.
+        """
         masses, units = self._masses(), self.units
         if self._plain:
-            return self.rule.spreads(len(units), q)
+            return self.rule.error_bound(len(units), q)
         if masses is None or isinstance(self.rule, Pipeline) or q > self.tolerates(m).values:
             return None
         return mass_spreads(masses, units, heaviest(units, q))
 
-    def decide(self, matrix: Matrix, rng: np.random.Generator | None = None) -> Decision:
-        """Decide as any rule does, where there are kernels for weights."""
-        if not isinstance(matrix, HostMatrix):
-            raise TypeError("weights need rows in host memory: move the tensors to the CPU first")
-        return super().decide(matrix, rng)
+    def plan(self, m: int, rng: np.random.Generator | None) -> Plan:
+        """Return the rule's execution plan for workers whose weight is not 0.
 
-    def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Plan as the rule does, among those who have a weight."""
+        The plan cuts weight from each column instead of a number of values.
+        """
+        plan = plan_of(self.rule, len(self.units), rng)
+        plan.planning = self._planning(m, rng)
+        if self._plain:
+            return plan
+        masses = self._masses()
+        if masses is None:
+            plan.window = Window()
+            plan.planning = self._averaged(plan.planning, m)
+        else:
+            plan.weighing = Weighing(self.units, masses)
+        return plan
+
+    def _planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Compute the rule's mix of the rows whose weight is not 0."""
         units, present = self.units, self.present
         first = Mix() if len(present) == m else Mix(select(m, present))
         weighed = None if self._plain else units
         return (yield from through(first, self.rule.weighted_planning(len(units), weighed, rng)))
 
-    def decision(self, mix: Mix, m: int) -> Decision:
-        """Cut mass instead of values; the rows that were chosen are averaged by weight already."""
-        del m
-        units = self.units
-        decided = self.rule.decision(mix, len(units))
-        masses = self._masses()
-        if self._plain:
-            return decided
-        if masses is not None:
-            decided.weighing = Weighing(units, masses)
-            return decided
+    def _averaged(self, planning: Planning, m: int) -> Planning:
+        """Compute the mix of a rule that averages its chosen rows by weight: one row."""
+        mix = yield from planning
         if mix.weights is None or len(mix.weights) > 1:
             raise ValueError(
                 f"{self.rule} cannot be weighted: its weighted_planning must return one row"
             )
-        fair = np.ones(mix.weights.shape[1])  # more than m with a base
-        fair[self.present] = units / units.sum()
-        return Decision(Mix(mix.weights, fair), Window())
+        fair = np.ones(m)
+        fair[self.present] = self.units / self.units.sum()
+        return Mix(mix.weights, fair)
 
 
-def _told(rule: Rule) -> int:
-    """Return the largest b of a rule's steps, 0 if it has none."""
+def _given_b(rule: Rule) -> int:
+    """Return the largest b of a rule's steps; 0 if no step has a b."""
     steps = (*rule.stages, rule.rule) if isinstance(rule, Pipeline) else (rule,)
-    return max(step.b if isinstance(step, Told) else 0 for step in steps)
+    return max(step.b if isinstance(step, Bounded) else 0 for step in steps)
 
 
-def _liars(rule: Rule) -> int:
-    """Return how many of the heaviest must not hold half of all weight."""
-    return max(_told(rule), rule.least_liars)
+def _byzantine(rule: Rule) -> int:
+    """Return how many of the heaviest workers must have less than half of all weight."""
+    return max(_given_b(rule), rule.min_byzantine)
 
 
 def _survived(masses: Masses) -> float:

@@ -1,4 +1,4 @@
-"""The paper's bounds and conditions as functions, what breaks them, and survival probabilities."""
+"""The paper's bounds and conditions as functions, counterexamples, and survival probabilities."""
 
 from phocas.theory.bounds import (
     Bound,

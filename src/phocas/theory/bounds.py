@@ -1,11 +1,11 @@
-"""How far a rule may be from the true gradient: the paper's Deltas, in units of V.
+"""Bounds on a rule's error: the paper's Deltas, in units of V.
 
-``V`` bounds the variance of one correct gradient, ``E ||v - g||^2 <= V``. Each ``delta_*`` is the
-formula as printed, under the conditions its proof needs; the formulas live on the rules, as
-``rule.bound(m, q)``, and what raises here is None there. The proofs treat the values that were not
-replaced as independent, which an attacker who looks first and then picks what to replace makes
-false; each ``adaptive_*`` is a bound that holds against that attacker too. The derivations are in
-docs/theory.md.
+``V`` bounds the variance of one honest gradient, ``E ||v - g||^2 <= V``. Each ``delta_*`` is the
+formula as printed in the paper, under the conditions its proof needs. Each raises ValueError where
+``rule.bound(m, q)``, which holds the formula, returns None. The proofs assume that the honest
+values are independent of the choice which values are replaced. An adaptive attacker, who sees all
+values before choosing, violates this. Each ``adaptive_*`` is a bound that also holds against an
+adaptive attacker. The derivations are in docs/theory.md.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from phocas.rules import RULES, Heraclius, Krum, Phocas, Rule, Told, TrimmedMean
+from phocas.rules import RULES, Bounded, Heraclius, Krum, Phocas, Rule, TrimmedMean
 from phocas.specs import count
 
 
 def largest_b(m: int) -> int:
-    """Return the largest b with ``2b < m``: beyond it the bad values may be the majority.
+    """Return the largest b with ``2b < m``; for larger b Byzantine values may be the majority.
 
     Args:
-        m: how many workers there are.
+        m: number of workers.
 
     >>> from phocas.theory import largest_b
     >>> largest_b(20), largest_b(21)
@@ -34,7 +34,7 @@ def largest_krum(m: int) -> int:
     """Return the largest q with ``2q + 2 < m``, which Krum needs; -1 if there is none.
 
     Args:
-        m: how many workers there are.
+        m: number of workers.
 
     >>> from phocas.theory import largest_krum
     >>> largest_krum(20), largest_krum(2)
@@ -44,13 +44,13 @@ def largest_krum(m: int) -> int:
 
 
 def delta_krum(m: int, q: int) -> float:
-    """Return Delta_0, the bound of Krum with q bad rows (the paper's first lemma).
+    """Return Delta_0, the bound of Krum with q Byzantine rows (the paper's first lemma).
 
     ``6m - 6q + (4q(m-q-2) + 4q^2(m-q-1)) / (m-2q-2)``, for ``2q + 2 < m``.
 
     Args:
-        m: how many workers there are.
-        q: how many rows are bad.
+        m: number of workers.
+        q: number of Byzantine rows.
 
     >>> delta_krum(m=5, q=1)
     44.0
@@ -59,16 +59,16 @@ def delta_krum(m: int, q: int) -> float:
 
 
 def delta_trimmed_mean(m: int, q: int, b: int) -> float:
-    """Return Delta_1, the bound of the trimmed mean with q bad values a column (Theorem 1).
+    """Return Delta_1, the trimmed mean's bound with q Byzantine values per column (Theorem 1).
 
-    ``2(b+1)(m-q) / (m-b-q)^2``, for ``q <= b`` and ``2b < m``. The theorem asks for ``2q < m``
-    only, but with ``b < q`` one huge value reaches the result, so there is no bound and this
-    raises.
+    ``2(b+1)(m-q) / (m-b-q)^2``, for ``q <= b`` and ``2b < m``. The theorem requires only ``2q <
+    m``. With ``b < q``, however, one huge value can change the result without limit, so there is no
+    bound and this function raises ValueError.
 
     Args:
-        m: how many workers there are.
-        q: how many values of each column are bad.
-        b: how many the rule is told to survive.
+        m: number of workers.
+        q: number of Byzantine values per column.
+        b: number of Byzantine values per column that the rule is configured to tolerate.
 
     >>> delta_trimmed_mean(m=3, q=1, b=1)
     8.0
@@ -77,15 +77,15 @@ def delta_trimmed_mean(m: int, q: int, b: int) -> float:
 
 
 def delta_phocas(m: int, q: int, b: int) -> float:
-    """Return Delta_2, the bound of Phocas with q bad values a column (Theorem 2).
+    """Return Delta_2, the bound of Phocas with q Byzantine values per column (Theorem 2).
 
-    ``4 + 12(b+1)(m-q) / (m-b-q)^2``, for ``q <= b`` and ``2b < m`` (``2q < n`` in print). It is
-    ``4 + 6 Delta_1``: always above that of the trimmed mean.
+    ``4 + 12(b+1)(m-q) / (m-b-q)^2``, for ``q <= b`` and ``2b < m`` (``2q < n`` in print). It equals
+    ``4 + 6 Delta_1``, so it is always above the bound of the trimmed mean.
 
     Args:
-        m: how many workers there are.
-        q: how many values of each column are bad.
-        b: how many the rule is told to survive.
+        m: number of workers.
+        q: number of Byzantine values per column.
+        b: number of Byzantine values per column that the rule is configured to tolerate.
 
     >>> delta_phocas(m=3, q=1, b=1)
     52.0
@@ -93,32 +93,32 @@ def delta_phocas(m: int, q: int, b: int) -> float:
     return _bound(Phocas(b), m, q, adaptive=False)
 
 
-def delta_heraclius(m: int, q: int, b: int, reach: float = Heraclius.reach) -> float:
-    """Return Delta_3, the bound of Heraclius with q bad values a column (docs/theory.md).
+def delta_heraclius(m: int, q: int, b: int, cutoff: float = Heraclius.cutoff) -> float:
+    """Return Delta_3, the bound of Heraclius with q Byzantine values per column (docs/theory.md).
 
-    ``(sqrt D + K (1 + sqrt D))^2`` with D = Delta_1 and K at least 1, which grows with the reach if
-    q > 0; for ``q <= b`` and ``2b < m``. Without a reach it is Delta_2.
+    ``(sqrt D + K (1 + sqrt D))^2`` with D = Delta_1 and K at least 1, for ``q <= b`` and ``2b <
+    m``. K grows with the cutoff if q > 0. Without a cutoff the bound is Delta_2.
 
     Args:
-        m: how many workers there are.
-        q: how many values of each column are bad.
-        b: how many the rule is told to survive.
-        reach: up to how many spreads a value counts in full.
+        m: number of workers.
+        q: number of Byzantine values per column.
+        b: number of Byzantine values per column that the rule is configured to tolerate.
+        cutoff: distance from the centre, in deviations, up to which a value has full weight.
 
     >>> [round(delta_heraclius(m=20, q=q, b=6), 1) for q in (0, 3, 6)]
     [14.6, 101.1, 500.6]
     """
-    return _bound(Heraclius(b, reach), m, q, adaptive=False)
+    return _bound(Heraclius(b, cutoff), m, q, adaptive=False)
 
 
 def adaptive_krum(m: int, q: int) -> float:
-    """Bound Krum against an attacker who picks the rows after seeing all: always below Delta_0.
+    """Return a bound of Krum against an adaptive attacker; it is always below Delta_0.
 
-    ``m max(1, (1 + sqrt 2)^2 / (m-2q-1))``, for ``2q + 2 < m``; ``m`` without bad rows.
+    ``m max(1, (1 + sqrt 2)^2 / (m-2q-1))``, for ``2q + 2 < m``; ``m`` without Byzantine rows.
 
     Args:
-        m: how many workers there are.
-        q: how many rows are bad.
+        m: number of workers.
+        q: number of Byzantine rows.
 
     >>> round(adaptive_krum(m=5, q=1), 3)
     14.571
@@ -127,14 +127,14 @@ def adaptive_krum(m: int, q: int) -> float:
 
 
 def adaptive_trimmed_mean(m: int, q: int, b: int) -> float:
-    """Bound the trimmed mean against an attacker who picks the values after seeing all.
+    """Return a bound of the trimmed mean against an adaptive attacker.
 
     ``min(m, 2(b+q+1)) / (m-b-q)``, for ``q <= b`` and ``2b < m``.
 
     Args:
-        m: how many workers there are.
-        q: how many values of each column are bad.
-        b: how many the rule is told to survive.
+        m: number of workers.
+        q: number of Byzantine values per column.
+        b: number of Byzantine values per column that the rule is configured to tolerate.
 
     >>> adaptive_trimmed_mean(m=3, q=1, b=1)
     3.0
@@ -143,14 +143,14 @@ def adaptive_trimmed_mean(m: int, q: int, b: int) -> float:
 
 
 def adaptive_phocas(m: int, q: int, b: int) -> float:
-    """Bound Phocas against an attacker who picks the values after seeing all.
+    """Return a bound of Phocas against an adaptive attacker.
 
-    ``(sqrt(m/(m-q)) + 2 sqrt(D))^2`` with D the same bound of the trimmed mean.
+    ``(sqrt(m/(m-q)) + 2 sqrt(D))^2``, where D is ``adaptive_trimmed_mean(m, q, b)``.
 
     Args:
-        m: how many workers there are.
-        q: how many values of each column are bad.
-        b: how many the rule is told to survive.
+        m: number of workers.
+        q: number of Byzantine values per column.
+        b: number of Byzantine values per column that the rule is configured to tolerate.
 
     >>> round(adaptive_phocas(m=3, q=1, b=1), 3)
     21.985
@@ -158,34 +158,34 @@ def adaptive_phocas(m: int, q: int, b: int) -> float:
     return _bound(Phocas(b), m, q, adaptive=True)
 
 
-def adaptive_heraclius(m: int, q: int, b: int, reach: float = Heraclius.reach) -> float:
-    """Bound Heraclius against an attacker who picks the values after seeing all.
+def adaptive_heraclius(m: int, q: int, b: int, cutoff: float = Heraclius.cutoff) -> float:
+    """Return a bound of Heraclius against an adaptive attacker.
 
-    ``(sqrt D + K (sqrt(m/(m-q)) + sqrt D))^2`` with D the same bound of the trimmed mean.
+    ``(sqrt D + K (sqrt(m/(m-q)) + sqrt D))^2``, where D is ``adaptive_trimmed_mean(m, q, b)``.
 
     Args:
-        m: how many workers there are.
-        q: how many values of each column are bad.
-        b: how many the rule is told to survive.
-        reach: up to how many spreads a value counts in full.
+        m: number of workers.
+        q: number of Byzantine values per column.
+        b: number of Byzantine values per column that the rule is configured to tolerate.
+        cutoff: distance from the centre, in deviations, up to which a value has full weight.
 
-    >>> adaptive_heraclius(m=20, q=3, b=6, reach=0) == adaptive_phocas(m=20, q=3, b=6)
+    >>> adaptive_heraclius(m=20, q=3, b=6, cutoff=0) == adaptive_phocas(m=20, q=3, b=6)
     True
     """
-    return _bound(Heraclius(b, reach), m, q, adaptive=True)
+    return _bound(Heraclius(b, cutoff), m, q, adaptive=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What is promised of a rule told b: its bounds in units of V, or why there are none.
+    """The bounds of a rule given b, in units of V, or the reason why there are none.
 
     Attributes:
-        rule: its name.
-        b: what it is told.
-        feasible: whether it may be told that.
-        reason: why not.
+        rule: name of the rule.
+        b: the rule's b, or None if it has none.
+        feasible: whether the rule tolerates q Byzantine values with this b.
+        reason: why it does not, or why there is no bound; empty otherwise.
         printed: the paper's bound.
-        adaptive: the one against who picks after seeing all.
+        adaptive: the bound against an adaptive attacker.
 
     >>> (bound,) = [each for each in table(4, q=1, values=[1]) if each.rule == "krum"]
     >>> bound.feasible, bound.reason
@@ -201,14 +201,14 @@ class Bound:
 
 
 def table(m: int, q: int, values: Iterable[int]) -> list[Bound]:
-    """Judge every rule for every b: feasible or not and why, and the bounds in units of V.
+    """Return the error bounds of every registered rule, one entry for each rule and each b.
 
-    Rules that need more than a b to be told, such as a radius, are not among them.
+    Rules that need more parameters than b, such as a radius, are omitted.
 
     Args:
-        m: how many workers there are.
-        q: how many are wrong.
-        values: the b that rules are told.
+        m: number of workers.
+        q: number of Byzantine workers.
+        values: the values of b to use.
 
     >>> found = {bound.rule: bound for bound in table(5, q=1, values=[1])}
     >>> found["phocas"].b, round(found["phocas"].printed, 1), found["mean"].feasible
@@ -225,21 +225,21 @@ def table(m: int, q: int, values: Iterable[int]) -> list[Bound]:
     rules = [
         rule
         for cls in RULES.values()
-        for rule in ([cls(b) for b in values] if issubclass(cls, Told) else cls.choices(m))
+        for rule in ([cls(b) for b in values] if issubclass(cls, Bounded) else cls.choices(m))
     ]
     return [judge(rule, m, q) for rule in rules]
 
 
 def judge(rule: Rule, m: int, q: int) -> Bound:
-    """Judge one rule.
+    """Return the bounds of one rule, or the reason why there are none.
 
     >>> judge(Krum(9), 20, 6).reason
     'needs 2b + 2 < m (b <= 8)'
     >>> judge(Phocas(5), 20, 6).reason
     'needs q <= b'
     """
-    b = rule.b if isinstance(rule, Told) else None
-    if isinstance(rule, Told) and rule.b > (limit := rule.largest_b(m)):
+    b = rule.b if isinstance(rule, Bounded) else None
+    if isinstance(rule, Bounded) and rule.b > (limit := rule.largest_b(m)):
         most = f"b <= {limit}" if limit >= 0 else "m is too small"
         return Bound(rule.name, b, feasible=False, reason=f"needs {rule.condition} ({most})")
     survived = max(rule.tolerates(m).rows, rule.tolerates(m).values)
@@ -262,7 +262,7 @@ def _krum_bound(m: int, q: int, *, adaptive: bool) -> float:
 def _bound(
     rule: Krum | TrimmedMean | Phocas | Heraclius, m: int, q: int, *, adaptive: bool
 ) -> float:
-    """Return a rule's bound, or raise with the condition that fails."""
+    """Return a rule's bound; raise ValueError with the violated condition if there is none."""
     owner = type(rule).__name__
     m, q = count(owner, "m", m, minimum=1), count(owner, "q", q)
     rule.check(m)

@@ -1,9 +1,9 @@
-"""What a rule's Delta does to training: the two convergence theorems, as functions.
+"""The paper's two convergence theorems as functions of a rule's bound Delta.
 
-Theorem 3 is for a ``mu``-strongly convex and ``smooth``-smooth loss, Theorem 4 for any smooth one.
-``delta`` is the bound of the rule in full, so Delta_1 times V. In print Theorem 3's error floor
-carries the step as a factor, which the sum of its geometric series does not have;
-:func:`error_floor` is the sum, and :func:`printed_error_floor` is kept to show that it is broken.
+Theorem 3 is for a ``mu``-strongly convex and ``smooth``-smooth loss, Theorem 4 for any smooth loss.
+``delta`` is the whole bound of the rule, for example Delta_1 times V. As printed, the error floor
+of Theorem 3 has the step as a factor, which the sum of its geometric series does not have.
+:func:`error_floor` returns the correct sum. :func:`printed_error_floor` exists to show the mistake.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from phocas.specs import count, positive
 
 
 def largest_step_convex(mu: float, smooth: float) -> float:
-    """Return the largest step of Theorem 3, ``2 / (mu + L)``.
+    """Return the largest step size of Theorem 3, ``2 / (mu + L)``.
 
     Args:
-        mu: the strong convexity of F.
+        mu: strong convexity of F.
         smooth: L, the smoothness of F.
 
     >>> largest_step_convex(mu=1.0, smooth=3.0)
@@ -28,12 +28,12 @@ def largest_step_convex(mu: float, smooth: float) -> float:
 
 
 def contraction(mu: float, smooth: float, step: float) -> float:
-    """Return Theorem 3's factor a round, ``1 - step mu L / (mu + L)``.
+    """Return Theorem 3's contraction factor per round, ``1 - step mu L / (mu + L)``.
 
     Args:
-        mu: the strong convexity of F.
+        mu: strong convexity of F.
         smooth: L, the smoothness of F.
-        step: the step of the descent.
+        step: the step size.
 
     >>> contraction(mu=1.0, smooth=3.0, step=0.4)
     0.7
@@ -44,10 +44,10 @@ def contraction(mu: float, smooth: float, step: float) -> float:
 
 
 def error_floor(mu: float, smooth: float, delta: float) -> float:
-    """Return the distance that remains for ever, ``(mu + L) / (mu L) sqrt(Delta)``, for any step.
+    """Return the limit of the distance bound, ``(mu + L) / (mu L) sqrt(Delta)``, for any step size.
 
     Args:
-        mu: the strong convexity of F.
+        mu: strong convexity of F.
         smooth: L, the smoothness of F.
         delta: the bound of the rule, times V.
 
@@ -59,12 +59,12 @@ def error_floor(mu: float, smooth: float, delta: float) -> float:
 
 
 def printed_error_floor(mu: float, smooth: float, step: float, delta: float) -> float:
-    """Return the floor as Theorem 3 prints it, times the step: no bound for small steps.
+    """Return the error floor as Theorem 3 prints it, times the step; it is wrong for small steps.
 
     Args:
-        mu: the strong convexity of F.
+        mu: strong convexity of F.
         smooth: L, the smoothness of F.
-        step: the step of the descent.
+        step: the step size.
         delta: the bound of the rule, times V.
 
     >>> printed_error_floor(mu=1.0, smooth=1.0, step=0.25, delta=4.0)
@@ -76,16 +76,17 @@ def printed_error_floor(mu: float, smooth: float, step: float, delta: float) -> 
 def distance_bound(
     rounds: int, start: float, *, mu: float, smooth: float, step: float, delta: float
 ) -> float:
-    """Bound ``E ||x^T - x*||`` after T rounds from ``||x^0 - x*|| = start`` (Theorem 3, corrected).
+    """Return a bound on ``E ||x^T - x*||`` after T rounds (Theorem 3, corrected).
 
-    ``rho^T start + (1 - rho^T) (mu + L) / (mu L) sqrt(Delta)``, with rho the contraction.
+    ``rho^T start + (1 - rho^T) (mu + L) / (mu L) sqrt(Delta)``, with rho the contraction factor and
+    ``start = ||x^0 - x*||``.
 
     Args:
-        rounds: T, how many steps are taken.
-        start: how far the first point is from the best.
-        mu: the strong convexity of F.
+        rounds: T, the number of rounds.
+        start: distance of the first point from the optimum.
+        mu: strong convexity of F.
         smooth: L, the smoothness of F.
-        step: the step of the descent.
+        step: the step size.
         delta: the bound of the rule, times V.
 
     >>> distance_bound(0, 5.0, mu=1.0, smooth=1.0, step=0.5, delta=4.0)
@@ -96,7 +97,7 @@ def distance_bound(
 
 
 def largest_step_smooth(smooth: float) -> float:
-    """Return the largest step of Theorem 4, ``1 / L``.
+    """Return the largest step size of Theorem 4, ``1 / L``.
 
     Args:
         smooth: L, the smoothness of F.
@@ -108,16 +109,16 @@ def largest_step_smooth(smooth: float) -> float:
 
 
 def gradient_bound(rounds: int, gap: float, *, smooth: float, step: float, delta: float) -> float:
-    """Bound the mean of ``E ||grad F(x^t)||^2`` over T rounds (Theorem 4).
+    """Return a bound on the mean of ``E ||grad F(x^t)||^2`` over T rounds (Theorem 4).
 
-    ``2 gap / (step T) + Delta``, with ``gap = F(x^0) - F(x*)``: the first term falls as 1/T, not
-    linearly as the text says.
+    ``2 gap / (step T) + Delta``, with ``gap = F(x^0) - F(x*)``. The first term falls as 1/T, not
+    linearly as the paper's text says.
 
     Args:
-        rounds: T, how many steps are taken.
-        gap: how far F is above its least value at the start.
+        rounds: T, the number of rounds.
+        gap: difference between F at the start and its minimum.
         smooth: L, the smoothness of F.
-        step: the step of the descent.
+        step: the step size.
         delta: the bound of the rule, times V.
 
     >>> gradient_bound(10, 5.0, smooth=2.0, step=0.5, delta=3.0)

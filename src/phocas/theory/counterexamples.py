@@ -1,6 +1,6 @@
-"""The paper's three propositions as matrices that break a rule with one bad value a column.
+"""The paper's three propositions: matrices that break a rule with one Byzantine value per column.
 
-Each function takes the matrix of correct gradients, row i for worker i, and returns a corrupted
+Each function takes the matrix of honest gradients, row i for worker i, and returns a corrupted
 copy.
 """
 
@@ -15,14 +15,14 @@ Array: TypeAlias = NDArray[np.float64]
 
 
 def against_mean(rows: Array, gradient: Array) -> Array:
-    """Make the mean point uphill: it becomes ``-g/m`` (Proposition 1).
+    """Return rows whose mean is ``-g/m``, which points uphill (Proposition 1).
 
-    The last worker sends ``-g`` minus the sum of all others. The error is ``(1 + 1/m) ||g||``,
-    beyond any constant that does not know g.
+    The last worker sends ``-g`` minus the sum of all others. The error of the mean is ``(1 + 1/m)
+    ||g||``, which no constant independent of g bounds.
 
     Args:
-        rows: an (m, d) matrix of correct gradients.
-        gradient: the true one.
+        rows: an (m, d) matrix of honest gradients.
+        gradient: the true gradient g.
 
     >>> against_mean(np.array([[3.0, 5.0], [1.0, 1.0]]), np.array([2.0, 2.0])).mean(axis=0)
     array([-1., -1.])
@@ -33,17 +33,17 @@ def against_mean(rows: Array, gradient: Array) -> Array:
 
 
 def against_selection(rows: Array, size: float = 1e20, per_column: int = 1) -> Array:
-    """Spoil one value of every row, at most ``per_column`` a column (Proposition 2).
+    """Return rows with one value of every row replaced, at most ``per_column`` per column.
 
-    Whatever row a rule outputs then holds ``-size``. There must be a column for every
-    ``per_column`` rows, ``d per_column >= m``, which the proposition does not say: below that, a
-    rule that outputs one of its rows can be resilient (the median of an odd number of scalars is
-    one).
+    Every row then contains ``-size``, and so does the output of a rule that selects a row
+    (Proposition 2). This needs ``d per_column >= m``, which the proposition does not state. With
+    fewer columns, a rule that outputs one of its rows can be resilient, such as the median of an
+    odd number of scalars.
 
     Args:
-        rows: an (m, d) matrix of correct gradients.
-        size: minus what is put in.
-        per_column: how many values of a column may be spoilt.
+        rows: an (m, d) matrix of honest gradients.
+        size: minus the value that is written.
+        per_column: largest number of replaced values per column.
 
     >>> against_selection(np.ones((2, 3)), size=9.0)
     array([[-9.,  1.,  1.],
@@ -61,15 +61,15 @@ def against_selection(rows: Array, size: float = 1e20, per_column: int = 1) -> A
 
 
 def against_krum(m: int, d: int, size: float = 1e20) -> tuple[Array, Array]:
-    """Return a gradient of ones and a matrix on which Krum walks away from it (Proposition 3).
+    """Return a gradient of ones and a matrix on which Krum moves against it (Proposition 3).
 
-    Krum outputs a row, so this is Proposition 2 with all correct rows equal to the gradient: every
-    row has the same inner product with it, ``d - 1 - size``.
+    Krum outputs a row, so this is Proposition 2 with all honest rows equal to the gradient. Every
+    row has the same inner product with the gradient, ``d - 1 - size``.
 
     Args:
-        m: how many workers there are.
-        d: how many columns there are, at least m.
-        size: minus what is put in.
+        m: number of workers.
+        d: number of columns, at least m.
+        size: minus the value that is written.
 
     >>> gradient, rows = against_krum(m=5, d=6, size=100.0)
     >>> rows @ gradient

@@ -1,8 +1,9 @@
-"""The worst that q bad values a column can do to a rule, found by search.
+"""The largest error that q Byzantine values per column can cause, found by search.
 
-A matrix holds one independent trial a column: m values around a truth of 0. An attacker who chooses
-*before* seeing replaces the first q of them; one who chooses *after* seeing replaces the q that
-help most. Both know every value when they decide what to put in.
+Each column of a matrix is one independent trial: m values around a true value of 0. An attacker who
+chooses *before* seeing the values replaces the first q of them. An attacker who chooses *after*
+seeing them replaces the q most useful ones. Both know every value when they choose the
+replacements.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[np.float64]
 Reduce: TypeAlias = Callable[[Array], Array]
 
-# Just inside the tie, where the bad value is still the nearer one.
+# Slightly closer to the centre than a tie, so that the Byzantine value counts as the nearer one.
 _INSIDE = 1 - 1e-9
-# Of the reach, on both sides: spreads are not known before the values are placed.
+# Multiples of the cutoff to try: the deviations are not known before the values are placed.
 _SHARES = (-1.5, -1.25, -1, -0.75, -0.5, 0.5, 0.75, 1, 1.25, 1.5)
 
 
 def worst_trimmed_mean(columns: Array, q: int, b: int, *, after: bool) -> Array:
     """Return the largest error of the trimmed mean in each column, exactly.
 
-    The trimmed mean never falls when a value rises, so all bad values go to the same infinity, and
-    the values worth replacing are those at the other end.
+    The trimmed mean never falls when a value rises. So all Byzantine values go to the same
+    infinity, and the values to replace are those at the other end.
     """
     m = len(columns)
     kept = np.sort(columns if after else columns[q:], axis=0)
@@ -37,19 +38,20 @@ def worst_trimmed_mean(columns: Array, q: int, b: int, *, after: bool) -> Array:
 
 
 def worst_error(
-    rule: Reduce, centre: Reduce, columns: Array, q: int, *, after: bool, reach: float = 0.0
+    rule: Reduce, centre: Reduce, columns: Array, q: int, *, after: bool, cutoff: float = 0.0
 ) -> Array:
     """Return the largest error of a column-wise rule in each column that the search finds.
 
-    Some bad values go to one infinity, which moves the rule's ``centre``; the others sit together
-    where the rule just still takes them in: at a correct value, at the mirror image of one about
-    the centre, about ``reach`` times as far away as the farthest, or on a grid. After seeing, what
-    is replaced are q neighbours in sorted order, the two ends being neighbours: in the middle for a
-    symmetric distribution, which spreads the rest.
+    Some Byzantine values go to one infinity, which moves the rule's ``centre``. The others share
+    one value that the rule still accepts: an honest value, its mirror image about the centre, a
+    value about ``cutoff`` times as far away as the farthest honest value, or a point of a grid. An
+    attacker who chooses after seeing replaces q neighbours in sorted order, where the two ends
+    count as neighbours. For a symmetric distribution these are the middle values, so that the rest
+    has a larger deviation.
     """
     worst = np.zeros(columns.shape[1])
     for kept in _kept(columns, q, after=after):
-        for bad in _placements(centre, kept, q, reach):
+        for bad in _placements(centre, kept, q, cutoff):
             np.maximum(worst, np.abs(rule(np.concatenate([kept, bad]))), out=worst)
     return worst
 
@@ -64,29 +66,29 @@ def _kept(columns: Array, q: int, *, after: bool) -> Iterator[Array]:
 
 
 def _placements(
-    centre: Reduce, kept: Array, q: int, reach: float, grid: int = 17
+    centre: Reduce, kept: Array, q: int, cutoff: float, grid: int = 17
 ) -> Iterator[Array]:
     trials = kept.shape[1]
     if q == 0:
         yield np.empty((0, trials))
         return
     low, high = kept.min(axis=0), kept.max(axis=0)
-    spots = [*kept, *(low + (high - low) * share for share in np.linspace(-1, 2, grid))]
+    candidates = [*kept, *(low + (high - low) * share for share in np.linspace(-1, 2, grid))]
     for infinity in (-np.inf, np.inf):
         middle = centre(np.concatenate([kept, np.full((q, trials), infinity)]))
-        spots += list(middle + (middle - kept) * _INSIDE)
-        farthest = reach * np.abs(kept - middle).max(axis=0)
-        spots += [middle + share * farthest for share in _SHARES if reach]
+        candidates += list(middle + (middle - kept) * _INSIDE)
+        farthest = cutoff * np.abs(kept - middle).max(axis=0)
+        candidates += [middle + share * farthest for share in _SHARES if cutoff]
     for infinity in (-np.inf, np.inf):
         yield np.full((q, trials), infinity)
         for far in range(q):
             lost = np.full((far, trials), infinity)
-            for spot in spots:
-                yield np.concatenate([lost, np.broadcast_to(spot, (q - far, trials))])
+            for candidate in candidates:
+                yield np.concatenate([lost, np.broadcast_to(candidate, (q - far, trials))])
 
 
 def krum(trials: Array, b: int) -> Array:
-    """Return Krum's choice for each of many trials at once, an (N, m, d) array to (N, d)."""
+    """Return Krum's choice for each of many trials: an (N, m, d) array to (N, d)."""
     m = trials.shape[1]
     squares = np.square(trials[:, :, None, :] - trials[:, None, :, :]).sum(axis=3)
     nearest = np.sort(squares, axis=2)[:, :, 1 : m - b - 1]
@@ -96,21 +98,22 @@ def krum(trials: Array, b: int) -> Array:
 
 
 def worst_krum(trials: Array, q: int, b: int, *, after: bool, grid: int = 25) -> Array:
-    """Return the largest squared error of Krum in each of N trials, (N, m, d), that is found.
+    """Return the largest squared error of Krum that the search finds in each of N trials (N, m, d).
 
-    All bad rows are one point, so that they vouch for each other, moved away from the truth along
-    the mean of the correct rows or along the first axis. After seeing, what is replaced are the
-    rows nearest to the truth, or those at one end of the first axis.
+    All Byzantine rows are one point, so that they are near one another. The point is moved away
+    from the truth along the mean of the honest rows or along the first axis. An attacker who
+    chooses after seeing replaces the rows nearest to the truth, or those at one end of the first
+    axis.
     """
     worst = np.zeros(len(trials))
     for kept in _kept_rows(trials, q, after=after):
         mean = kept.mean(axis=1)
         axis = np.zeros_like(mean)
         axis[:, 0] = 1
-        reach = np.sqrt(np.square(kept).sum(axis=2).max(axis=1))[:, None]
+        cutoff = np.sqrt(np.square(kept).sum(axis=2).max(axis=1))[:, None]
         for direction in (mean / np.linalg.norm(mean, axis=1, keepdims=True), axis):
             for share in np.linspace(-1.5, 1.5, grid):
-                bad = np.repeat((share * reach * direction)[:, None, :], q, axis=1)
+                bad = np.repeat((share * cutoff * direction)[:, None, :], q, axis=1)
                 choice = krum(np.concatenate([kept, bad], axis=1), b)
                 np.maximum(worst, np.square(choice).sum(axis=1), out=worst)
     return worst

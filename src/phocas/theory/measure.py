@@ -1,4 +1,4 @@
-"""Measure the bounds: the error of each rule under the worst attack, over several distributions.
+"""Measurement of the bounds: each rule's error under the worst attack, for several distributions.
 
 ``python -m phocas.theory.measure`` prints the table of docs/theory.md.
 """
@@ -24,7 +24,7 @@ RARE = 0.05
 
 
 def _rare(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Draw 1 with probability 0.05 and else 0, scaled to mean 0 and variance 1."""
+    """Draw 1 with probability 0.05 and 0 otherwise, scaled to mean 0 and variance 1."""
     hits = (rng.random(shape) < RARE).astype(np.float64)
     return (hits - RARE) / math.sqrt(RARE * (1 - RARE))
 
@@ -45,7 +45,13 @@ DISTRIBUTIONS: Mapping[str, Draw] = {
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The mean squared error under one attacker, in units of V, and its standard error."""
+    """The mean squared error under one attacker, in units of V.
+
+    Attributes:
+        error: the mean squared error.
+        spread: its standard error.
+        distribution: name of the distribution of the honest values.
+    """
 
     error: float
     spread: float
@@ -82,7 +88,7 @@ def worst_of(
     seed: int = 0,
     distributions: Iterable[str] = tuple(DISTRIBUTIONS),
 ) -> Measured:
-    """Return the largest error over the distributions, and which one it was."""
+    """Return the largest error over the distributions, with the name of the distribution."""
     found = [
         measure(rule, m, q, b, distribution=name, after=after, trials=trials, seed=seed)
         for name in distributions
@@ -91,10 +97,11 @@ def worst_of(
 
 
 def two_point_error(m: int, q: int, b: int, p: float) -> float:
-    """Return the exact worst error of the trimmed mean, chosen after seeing, in units of V.
+    """Return the exact worst error of the trimmed mean, in units of V, for two-point values.
 
-    Each value is low with probability p and else high, with mean 0 and variance 1. A column is then
-    known by its number of low values, which is binomial, and no sampling is needed for rare ones.
+    The attacker chooses after seeing the values. Each value is low with probability p and high
+    otherwise, with mean 0 and variance 1. The number of low values in a column is binomial and
+    determines the error, so rare events need no sampling.
 
     >>> round(two_point_error(3, 1, 1, 0.5), 12)  # every value is off by 1, and so is the worst
     1.0
@@ -107,7 +114,7 @@ def two_point_error(m: int, q: int, b: int, p: float) -> float:
     low, high = -math.sqrt((1 - p) / p), math.sqrt(p / (1 - p))
     width = m - 2 * b
     errors = []
-    for start in (b - q, b + q):  # the order statistics that remain, of all m, pushed down or up
+    for start in (b - q, b + q):  # first order statistic that remains, pushed down or up
         taken = np.clip(lows - start, 0, width)
         errors.append(np.abs(taken * low + (width - taken) * high) / width)
     return float(chance @ np.maximum(*errors) ** 2)
@@ -124,7 +131,7 @@ def _phocas_squares(columns: Array, q: int, b: int, *, after: bool) -> Array:
 def _heraclius_squares(columns: Array, q: int, b: int, *, after: bool) -> Array:
     rule = Heraclius(b)
     centre = TrimmedMean(b)
-    worst = extremes.worst_error(rule, centre, columns, q, after=after, reach=rule.reach)
+    worst = extremes.worst_error(rule, centre, columns, q, after=after, cutoff=rule.cutoff)
     return worst**2
 
 
@@ -156,7 +163,7 @@ GRID = (
 
 
 def main(trials: int = 20_000) -> None:
-    """Print the measured errors next to the bounds, for a grid of m, q and b, as Markdown."""
+    """Print the measured errors beside the bounds, for a grid of m, q and b, as Markdown."""
     print("| rule | m | q | b | printed | chosen before | chosen after | after/printed | proven |")
     print("|---|---|---|---|---|---|---|---|---|")
     for rule in MEASURED:

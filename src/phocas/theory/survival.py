@@ -1,11 +1,12 @@
-"""The chance that a run survives values that go bad at random: the paper's gambler, as arithmetic.
+"""Probability that a run survives values that are corrupted at random, as by the paper's gambler.
 
-Every value a worker sends goes bad with probability ``rate``, on its own. A rule survives a round
-if no more goes bad than ``rule.tolerates`` says: bad values in each column, or touched rows if the
-rule promises to survive rows only. A run survives if all its rounds do. Beyond its promise a rule
-may still be lucky, so these are lower bounds on what a run will show.
+Every value that a worker sends is corrupted independently with probability ``rate``. A rule
+survives a round if no more is corrupted than ``rule.tolerates`` returns: corrupted values per
+column, or corrupted rows if the rule only tolerates rows. A run survives if all its rounds do. A
+rule may also survive beyond its guarantee, so these probabilities are lower bounds.
 
-Chances are kept as logarithms of both sides, so that 1e-300 and 1 - 1e-300 are both exact.
+Probabilities are stored as logarithms of both survival and failure, so that 1e-300 and 1 - 1e-300
+are both exact.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from phocas.rules import RULES, Rule, Told, Tolerance, parse_rule
+from phocas.rules import RULES, Bounded, Rule, Tolerance, parse_rule
 from phocas.specs import count
 
-# Below exp(-40) a chance and its union bound agree to the last bit.
+# Below exp(-40) a probability and its union bound agree to the last bit.
 _TINY = -40.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Chance:
-    """The chance to survive, held as the logarithms of surviving and of failing.
+    """The probability that a rule survives corrupted values, stored as two logarithms.
+
+    A rule survives if it tolerates the number of corrupted values; otherwise it fails.
 
     Attributes:
-        log_survives: the logarithm of surviving.
-        log_fails: the logarithm of failing.
+        log_survives: logarithm of the probability to survive.
+        log_fails: logarithm of the probability to fail.
 
     >>> chance = every(0.25)
     >>> chance.survives, round(chance.fails, 2)
@@ -38,16 +41,16 @@ class Chance:
 
     @property
     def survives(self) -> float:
-        """Return the probability to survive."""
+        """Return the probability that the number of corrupted values is tolerated."""
         return math.exp(self.log_survives)
 
     @property
     def fails(self) -> float:
-        """Return the probability to fail, to full precision however small."""
+        """Return the probability to fail, with full precision however small it is."""
         return math.exp(self.log_fails)
 
     def repeated(self, times: int) -> Chance:
-        """Return the chance of that many independent trials: ``1 - (1 - p)^times`` to fail."""
+        """Return the probability to survive ``times`` independent trials."""
         union = self.log_fails + math.log(times)
         log_survives = times * self.log_survives if times else 0.0
         if union < _TINY:
@@ -55,12 +58,17 @@ class Chance:
         return Chance(log_survives, log_complement(log_survives))
 
     def union(self, times: int) -> float:
-        """Bound the probability to fail once in that many trials, independent or not."""
+        """Return a bound on the probability to fail at least once in ``times`` trials.
+
+        The trials need not be independent.
+        """
         return math.exp(min(0.0, self.log_fails + math.log(times)))
 
 
 def at_most(m: int, b: int, bad: Chance) -> Chance:
-    """Return the chance that at most b of m go bad, each as ``bad`` says: the binomial tail.
+    """Return the probability that at most b of m fail, each with probability ``bad``.
+
+    This is the binomial distribution function.
 
     >>> at_most(m=2, b=0, bad=every(0.1)).survives
     0.81
@@ -74,7 +82,7 @@ def at_most(m: int, b: int, bad: Chance) -> Chance:
     if bad.log_survives == -math.inf:
         return Chance(-math.inf, 0.0)
     above = log_sum([_log_binomial(m, k, bad) for k in range(b + 1, m + 1)])
-    # The smaller side is summed, the other follows: a sum close to 1 has lost the difference.
+    # Sum the smaller side and derive the other: a sum close to 1 has lost the difference.
     if above < math.log(0.5):
         return Chance(log_complement(above), above)
     below = log_sum([_log_binomial(m, k, bad) for k in range(b + 1)])
@@ -82,7 +90,7 @@ def at_most(m: int, b: int, bad: Chance) -> Chance:
 
 
 def every(rate: float) -> Chance:
-    """Return the chance of one value that goes bad with probability ``rate``.
+    """Return the ``Chance`` of one value that is corrupted with probability ``rate``.
 
     >>> every(0.25).survives
     0.75
@@ -96,14 +104,14 @@ def every(rate: float) -> Chance:
 
 @dataclasses.dataclass(frozen=True)
 class Exposure:
-    """What is exposed to bad values: the columns of one server or of all, for some rounds.
+    """The values that may be corrupted: the columns of one server or of all, for some rounds.
 
     Args:
-        num_workers: m, how many workers there are.
-        dims: d, how many columns there are.
-        rounds: for how many rounds.
-        rate: the probability that a value is bad.
-        servers: how many servers share the columns, if one of them is exposed.
+        num_workers: m, the number of workers.
+        dims: d, the number of columns.
+        rounds: number of rounds.
+        rate: probability that a value is corrupted.
+        servers: number of servers that share the columns, of which one is affected; 1: all columns.
 
     >>> Exposure(num_workers=20, dims=118282, rounds=500, rate=0.0005, servers=20).columns
     5915
@@ -127,11 +135,11 @@ class Exposure:
 
     @property
     def columns(self) -> int:
-        """Return the columns that can go bad: those of the largest shard if one server is hit."""
+        """Return the number of columns at risk: those of the largest shard."""
         return -(-self.dims // self.servers)
 
     def trial(self, tolerance: Tolerance) -> tuple[Chance, int]:
-        """Return the chance of one independent part of a run, and how many parts there are."""
+        """Return the survival probability of one part of a run, and the number of parts."""
         if tolerance.values >= tolerance.rows:
             column = at_most(self.num_workers, tolerance.values, every(self.rate))
             return column, self.columns * self.rounds
@@ -139,18 +147,21 @@ class Exposure:
         return at_most(self.num_workers, tolerance.rows, touched), self.rounds
 
     def survival(self, rule: Rule | str) -> Survival:
-        """Return the chance that a run with this rule survives."""
+        """Return the probability that a run with this rule survives.
+
+        A run survives if the rule tolerates the corrupted values of every round.
+        """
         rule = parse_rule(rule) if isinstance(rule, str) else rule
         trial, times = self.trial(rule.tolerates(self.num_workers))
-        told = rule.b if isinstance(rule, Told) else None
-        return Survival(rule.name, told, trial.repeated(times), trial.union(times))
+        b = rule.b if isinstance(rule, Bounded) else None
+        return Survival(rule.name, b, trial.repeated(times), trial.union(times))
 
     def every_b(self, name: str) -> list[Survival]:
-        """Return the chances of a rule for every b that it may be told, or its only one."""
+        """Return the survival probabilities of a rule for every b it accepts."""
         return [self.survival(rule) for rule in RULES[name].choices(self.num_workers)]
 
     def smallest(self, name: str, confidence: float = 0.999) -> Survival | None:
-        """Return the smallest b that survives with that confidence, if there is one.
+        """Return the smallest b with which a run survives with that confidence, or None.
 
         >>> gambler = Exposure(num_workers=20, dims=118282, rounds=500, rate=0.0005, servers=20)
         >>> gambler.smallest("phocas").b, gambler.smallest("krum")
@@ -164,13 +175,13 @@ class Exposure:
 
 @dataclasses.dataclass(frozen=True)
 class Survival:
-    """A rule told b, the chance that a run with it survives, and the union bound on failing.
+    """The probability that a run with a rule given b survives.
 
     Attributes:
-        rule: its name.
-        b: what it is told, if anything.
-        chance: that a run survives.
-        union: a bound on failing that is quick to see.
+        rule: name of the rule.
+        b: the rule's b, or None if it has none.
+        chance: probability that a run survives.
+        union: the union bound on the probability of failure, which is simpler to verify.
 
     >>> Survival("phocas", 3, every(0.25), union=0.3).chance.survives
     0.75
@@ -188,13 +199,13 @@ def _log_binomial(m: int, k: int, bad: Chance) -> float:
 
 
 def log_sum(logs: list[float]) -> float:
-    """Return the logarithm of a sum of probabilities, from theirs."""
+    """Return the logarithm of a sum of probabilities, given their logarithms."""
     top = max(logs)
     return min(0.0, top + math.log(math.fsum(math.exp(value - top) for value in logs)))
 
 
 def log_complement(log_p: float) -> float:
-    """Return log(1 - p) from log p, exact on both ends."""
+    """Return log(1 - p) given log p, precise for p near 0 and near 1."""
     if log_p == 0.0:
         return -math.inf
     return math.log(-math.expm1(log_p)) if log_p > math.log(0.5) else math.log1p(-math.exp(log_p))

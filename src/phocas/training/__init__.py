@@ -1,4 +1,4 @@
-"""Parameter servers and workers: training in which some values lie.
+"""Parameter servers and workers: training with Byzantine workers.
 
 The names below load torch when they are first used, so that ``import phocas.training`` stays cheap.
 """

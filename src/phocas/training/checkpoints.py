@@ -1,7 +1,7 @@
-"""Checkpoints: the whole state of a run in one file, which is there entirely or not at all.
+"""Checkpoints: the whole state of a run in one file, which is replaced atomically.
 
-A checkpoint is a safetensors file. Its digest is taken over all its bytes, with zeros where the
-digest itself stands, so that no damage to it goes unnoticed.
+A checkpoint is a safetensors file with a digest in its metadata. The digest is that of the whole
+file with zeros in the place of the digest, so that every damage is detected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from phocas.training.trainer import Trainer
 
 FORMAT = 5
-READABLE = (4, FORMAT)  # version 0.2 wrote 4: no loss of the first round, no lost model
+READABLE = (4, FORMAT)  # 4 is of version 0.2: it has neither ``first_loss`` nor ``lost``
 Tensors = dict[str, torch.Tensor]
 
 _NO_DIGEST = "0" * 64
@@ -34,7 +34,7 @@ _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint whose bytes are not those that were written."""
+    """A checkpoint whose digest does not match its content."""
 
 
 def save_checkpoint(
@@ -45,10 +45,16 @@ def save_checkpoint(
     *,
     keep: Path | None = None,
 ) -> None:
-    """Write the state of a trainer; whoever reads the path sees the old file or the new one.
+    """Write the state of a trainer into a file, atomically.
 
-    Everything random is a function of (seed, round, worker), so there is no generator to keep.
-    The checkpoint that was there before goes to ``keep``, if that is given.
+    Random numbers are functions of (seed, round, worker), so no state of a generator is saved.
+
+    Args:
+        path: the file.
+        trainer: the trainer.
+        identity: the identity of the run, which :func:`load_checkpoint` compares.
+        extra: further tensors to save.
+        keep: where to move the checkpoint that was there before.
     """
     header, tensors = _capture(trainer)
     tensors |= {f"extra.{name}": tensor for name, tensor in (extra or {}).items()}
@@ -59,7 +65,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> Tensors:
-    """Give a trainer the state of a checkpoint, and return what was saved besides."""
+    """Restore the state of a trainer, and return the further tensors of the checkpoint."""
     header, tensors = _read(path)
     if header["identity"] != identity:
         raise ValueError(f"checkpoint {path} belongs to a run with another configuration")
@@ -75,7 +81,7 @@ def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> Tensors
 
 
 def _check_code(path: Path, saved: Mapping[str, str] | None, code: Mapping[str, str]) -> None:
-    """Raise if a checkpoint was saved with other code; warn if it does not say with which."""
+    """Raise ValueError if a checkpoint was saved with other code; warn if that is unknown."""
     if saved == code or (saved is None and not code):
         return
     now = describe_code(code) or "none of your own"
@@ -88,13 +94,13 @@ def _check_code(path: Path, saved: Mapping[str, str] | None, code: Mapping[str, 
         return
     raise ValueError(
         f"checkpoint {path} was saved with other code ({describe_code(saved) or 'none of your own'}"
-        f"; now {now}): restore that code to go on, or begin at round 0 (phocas train --restart, or"
-        " a Trainer that loads nothing)"
+        f"; now {now}): restore that code to continue, or begin at round 0 (phocas train --restart,"
+        " or a Trainer that loads nothing)"
     )
 
 
 def read_model(path: Path) -> Tensors:
-    """Return the model in a checkpoint, by the names of its state dict."""
+    """Return the state dict of the model in a checkpoint."""
     header, tensors = _read(path)
     found = {}
     for name, place in header["model"].items():
@@ -108,12 +114,12 @@ def read_model(path: Path) -> Tensors:
 
 
 def save_model(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a model alone, by the names of its state dict, as safetensors."""
+    """Write the state dict of a model as a safetensors file."""
     write_atomically(path, save({name: value.clone() for name, value in tensors.items()}))
 
 
 def discard_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, and what was left of one by a process that was killed while writing."""
+    """Remove a checkpoint, and temporary files of processes that were killed while writing."""
     path.unlink(missing_ok=True)
     for half in path.parent.glob(f"{path.name}.*.tmp"):
         half.unlink(missing_ok=True)
@@ -126,13 +132,17 @@ def _capture(trainer: Trainer) -> tuple[dict[str, Any], Tensors]:
     places = {name: _place(tensor, vector) for name, tensor in named.items()}
     for name, tensor in {**dict(trainer.model.named_buffers()), **named}.items():
         if places.get(name) is None:
-            tensors[f"model.{name}"] = tensor.clone()  # tied tensors must not share memory here
+            tensors[f"model.{name}"] = (
+                tensor.clone()
+            )  # safetensors rejects tensors that share memory
     for name, tensor in trainer.cluster.state().items():
         tensors[f"cluster.{name}"] = tensor
-    tensors["attendance"] = torch.from_numpy(trainer.attendance.sums)
-    for name, array in trainer.suspicion.state().items():
+    tensors["attendance"] = torch.from_numpy(trainer.participation.sums)
+    for name, array in trainer.detector.state().items():
         tensors[f"suspicion.{name}"] = torch.from_numpy(array)
-    tensors |= {f"course.{name}": tensor for name, tensor in trainer.course.state().items()}
+    tensors |= {
+        f"course.{name}": tensor for name, tensor in trainer.recent_direction.state().items()
+    }
     numbers: dict[str, dict[str, Any]] = {}
     for index, entries in trainer.server.optimizer_state().items():
         numbers[str(index)] = {}
@@ -146,7 +156,7 @@ def _capture(trainer: Trainer) -> tuple[dict[str, Any], Tensors]:
 
 
 def _place(tensor: torch.Tensor, vector: torch.Tensor) -> tuple[int, list[int]] | None:
-    """Return where a tensor lies in the vector of parameters, if it is a piece of it."""
+    """Return the start and the shape of a tensor that is a view of the vector of parameters."""
     same = tensor.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
     if not same or tensor.dtype != vector.dtype or not tensor.is_contiguous():
         return None
@@ -165,11 +175,11 @@ def _restore(trainer: Trainer, tensors: Tensors, header: Mapping[str, Any]) -> N
         if header["model"].get(name) is None:
             tensor.copy_(tensors[f"model.{name}"])
     trainer.cluster.load_state(_part(tensors, "cluster"))
-    suspicion = _part(tensors, "suspicion")
-    trainer.suspicion.load_state({key: value.numpy() for key, value in suspicion.items()})
-    trainer.course.load_state(_part(tensors, "course"))
+    detection = _part(tensors, "suspicion")
+    trainer.detector.load_state({key: value.numpy() for key, value in detection.items()})
+    trainer.recent_direction.load_state(_part(tensors, "course"))
     trainer.first_loss, trainer.lost = header.get("first_loss"), header.get("lost")
-    np.copyto(trainer.attendance.sums, tensors["attendance"].numpy())
+    np.copyto(trainer.participation.sums, tensors["attendance"].numpy())
     state = {int(index): dict(rest) for index, rest in header["optimizer"].items()}
     for name, tensor in _part(tensors, "optimizer").items():
         index, _, key = name.partition(".")
@@ -191,7 +201,7 @@ def _metadata(header: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _seal(content: bytes) -> bytes:
-    """Write the digest of a file into the zeros that were left for it."""
+    """Write the digest of a file into the place of its zeros."""
     found = _DIGEST.search(content)
     assert found is not None
     digest = hashlib.sha256(content).hexdigest().encode()

@@ -1,8 +1,7 @@
-"""The seam between the loop and where its rounds run: an engine makes a cluster from a task."""
+"""The interface between the trainer and the engines: an engine builds a cluster for a task."""
 
 from __future__ import annotations
 
-import importlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +15,7 @@ from phocas.specs import unknown
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from phocas.rules.sampling import Sample
+    from phocas.detection.sampling import Sample
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.server import Action, Aggregate, ParameterServer
     from phocas.training.task import Task
@@ -24,102 +23,114 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """The aggregate of one round and what was seen on the way."""
+    """The aggregate of one round, and the metrics of computing it."""
 
     aggregate: Aggregate
+    """The aggregate."""
     losses: npt.NDArray[np.floating]
     """The mean loss of each worker's batch, as an honest worker computes it."""
     honest_distance: float | None
-    """From the aggregate to the mean of the gradients before anything was corrupted, if known."""
+    """The distance of the aggregate from the mean of the uncorrupted gradients, if known."""
     touched: int
     """The number of cells that the attack changed."""
     seconds: dict[str, float]
+    """The time of each phase."""
     missing: tuple[int, ...] = ()
-    """Workers whose row did not come in time, or came in no usable form: a row of NaN each."""
+    """Workers whose row was late or unusable; each counts as a row of NaN."""
     news: tuple[str, ...] = ()
-    """What went wrong with processes and messages, in words."""
+    """Descriptions of failures of processes and messages."""
     sampled: tuple[npt.NDArray[np.float64], ...] = ()
-    """The values of the columns that were asked for, as the servers received them."""
+    """The values of the sampled columns, as the servers received them."""
     participants: npt.NDArray[np.int64] | None = None
-    """Which client each entry of ``aggregate.dropped`` is of, where not all take part."""
+    """The client of each entry of ``aggregate.dropped``, if not all clients take part."""
     virtual_seconds: float | None = None
-    """What a virtual clock shows, where there is one."""
+    """The time of the virtual clock, if there is one."""
     staleness: int | None = None
-    """How many steps behind the last row was, where nobody waits."""
+    """With asynchronous training, the number of steps since the last row's parameters."""
     refused: int = 0
-    """Rows that were too stale to be used."""
+    """The number of rows that were rejected because they were too stale."""
 
 
 class Cluster(Protocol):
-    """What a trainer needs of the workers and servers, wherever they run."""
+    """The workers and servers of a task, as the trainer sees them."""
 
     server: ParameterServer
-    """The parameters as they are published, and the policy for what is not finite."""
+    """The trainer's copy of the parameters, and the policy for aggregates that are not finite."""
     gradients: WorkerGradients
-    """How a worker differentiates the model, with the threads of this process."""
+    """The computation of gradients in this process, which evaluation uses too."""
     kind: str
-    """What a checkpoint must agree with besides the task."""
+    """A name that a checkpoint must match besides the task."""
     same_rows: bool
-    """Whether row i is worker i's in every round, so that workers can be compared over rounds."""
+    """Whether row i is worker i in every round, so that workers can be compared over rounds."""
 
     def gather(
         self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
     ) -> Gathered:
-        """Run a round (from 0) up to the aggregate; ``honest`` asks for the distance too."""
+        """Run a round up to the aggregate.
+
+        Args:
+            round: the number of the round, from 0.
+            by_server: whether to return the dropped shares of each server.
+            honest: whether to return the distance from the mean of uncorrupted gradients.
+            samples: columns whose values to return.
+        """
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
-        """Take an optimiser step along the aggregate, unless the policy forbids it."""
+        """Take an optimizer step along the aggregate, unless the policy forbids it."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint must keep of the workers."""
+        """Return the state of the workers, for a checkpoint."""
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
 
     def close(self) -> None:
-        """Let go of threads and processes."""
+        """End the threads and processes."""
 
 
 class Engine(Protocol):
-    """Settings that know what they build: where and how the rounds of a task run."""
+    """An engine and its settings: it decides where and how the rounds of a task run."""
 
     def build(self, task: Task) -> Cluster:
         """Start the workers and servers of a task."""
 
 
-# Engines lie above training, so they are found by name, and loaded when a trainer needs one.
-ENGINES = {
-    "local": "phocas.engines.local:LocalSettings",
-    "ray": "phocas.engines.ray:RaySettings",
-}
+ENGINES = ("local", "ray")
 
 
 def find_engine(engine: Engine | str) -> Engine:
-    """Return an engine, or the one of a name with its default settings.
+    """Return an engine, given the engine itself or its name for the default settings.
+
+    This is the one place where training imports from a layer above: ``pyproject.toml`` lists it as
+    an exception of the layers. The imports are here, because engines import this module.
 
     >>> type(find_engine("local")).__name__
     'LocalSettings'
     """
+    if engine == "local":
+        from phocas.engines.local import LocalSettings  # noqa: PLC0415
+
+        return LocalSettings()
+    if engine == "ray":
+        from phocas.engines.ray import RaySettings  # noqa: PLC0415
+
+        return RaySettings()
     if not isinstance(engine, str):
         if not hasattr(engine, "build"):
             raise TypeError(f"an engine is a name or has build(task): got {engine!r}")
         return engine
-    if engine not in ENGINES:
-        raise ValueError(unknown("engine", engine, ENGINES))
-    module, _, name = ENGINES[engine].partition(":")
-    found: Engine = getattr(importlib.import_module(module), name)()
-    return found
+    raise ValueError(unknown("engine", engine, ENGINES))
 
 
 class Clock:
-    """Times of the phases of a round, each from the end of the one before."""
+    """The times of the phases of a round, each from the end of the phase before."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def stop(self, phase: str) -> None:
-        """Give the time since the last phase to this one."""
+        """Add the time since the last call to a phase."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now

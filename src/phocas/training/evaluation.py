@@ -1,4 +1,4 @@
-"""How well a model does on the samples that it is judged by."""
+"""Evaluation of a model on the test samples."""
 
 from __future__ import annotations
 
@@ -15,33 +15,38 @@ if TYPE_CHECKING:
     from torch import nn
 
     from phocas.training.gradients.base import Loss
-    from phocas.training.lanes import Lanes
+    from phocas.training.pool import DeterministicPool
     from phocas.training.samples import Samples
 
-# Fixed, so that an evaluation does not depend on the threads.
+# Constant, so that an evaluation does not depend on the number of threads.
 _TARGETS_AT_ONCE = 1000
-_IMAGES_AT_ONCE = 100  # convolutions of so many, channels-last, stay in cache: 0.4 ms for 1.3 each
+_IMAGES_AT_ONCE = 100  # so many, channels-last, stay in cache: 0.4 ms each instead of 1.3
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """How the model does on the test samples."""
+    """The model's loss and accuracy on the test samples."""
 
     loss: float
     top1: float | None
-    """The share of samples whose class got the highest score; None where targets are no classes."""
+    """Share of samples whose class has the highest score; None if targets are not classes."""
     top3: float | None
-    """The share of samples whose class is among the three with the highest scores, or None."""
+    """Share of samples whose class is among the three with the highest scores, or None."""
     seconds: float
 
 
 def evaluate(
-    model: nn.Module, loss: Loss, samples: Samples, lanes: Lanes, *, channels_last: bool = False
+    model: nn.Module,
+    loss: Loss,
+    samples: Samples,
+    pool: DeterministicPool,
+    *,
+    channels_last: bool = False,
 ) -> Metrics:
-    """Return the mean loss over all test samples, and the accuracy where there is such a thing.
+    """Return the mean loss over all test samples, and the accuracy if targets are classes.
 
-    Accuracy needs one whole number a sample as target and a row of scores as output. Samples go to
-    the device of the model.
+    Accuracy needs one integer per sample as target and a row of scores as output. Samples are moved
+    to the device of the model.
     """
     device = next((parameter.device for parameter in model.parameters()), None)
     start = time.perf_counter()
@@ -60,7 +65,7 @@ def evaluate(
     mode = model.training
     model.eval()
     try:
-        losses, sizes, hits = zip(*lanes.map(judge, samples.test_parts(size)), strict=True)
+        losses, sizes, hits = zip(*pool.map(judge, samples.test_parts(size)), strict=True)
     finally:
         model.train(mode)
     total = sum(sizes)
@@ -74,7 +79,7 @@ def evaluate(
 
 
 def _hits(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
-    """Count the targets with the highest score and those among the highest three."""
+    """Count the targets with the highest score, and those among the highest three."""
     if targets.dtype != torch.int64 or targets.dim() != 1 or outputs.dim() != 2:
         return None
     if outputs.shape[1] == 1:

@@ -1,9 +1,9 @@
-"""Local steps: each worker goes H steps of its own, and sends how far it has come.
+"""Local steps: each worker takes H optimizer steps, and sends the change of the parameters.
 
-A row is the change of the parameters, :math:`x - x_i` after H steps of worker i's own optimiser,
-which begins anew in every round. The server steps along the aggregate with an optimiser of its own
-(FedAvg, McMahan et al. 2017; FedOpt, Reddi et al. 2021; DiLoCo, Douillard et al. 2023, whose
-workers however keep their optimisers' state from round to round).
+A row is the change :math:`x - x_i` after H steps of worker i's own optimizer, whose state is new in
+every round. The server steps along the aggregate with its own optimizer (FedAvg, McMahan et al.
+2017; FedOpt, Reddi et al. 2021; DiLoCo, Douillard et al. 2023, whose workers keep the state of
+their optimizers between rounds).
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ from torch import nn
 
 from phocas.training.dropout import worker_generator
 from phocas.training.gradients.base import SAMPLES_A_BLOCK, Buffers, WorkerGradients, empty_losses
-from phocas.training.gradients.merged import Merged
+from phocas.training.gradients.merged import MergedBatchGradients
 from phocas.training.optimizers import OPTIMIZERS, Optimizers, is_plain
 from phocas.training.parameters import apart, set_apart
 
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""What the workers see in a step (from 0) of a round: inputs (m, n, ...) and targets (m, n)."""
+"""Return the batches of a step (from 0) of a round: inputs (m, n, ...) and targets (m, n)."""
 
 
 @dataclass(frozen=True, eq=False)
 class LocalOptimizer:
-    """What each worker steps with, and how many times a round."""
+    """The optimizer of the workers, and the number of its steps in a round."""
 
     steps: int
+    """The number of steps in a round."""
     kind: Optimizers
+    """The class of the optimizer."""
     options: Mapping[str, Any]
+    """Its options besides the learning rate."""
     lr: float
+    """The learning rate."""
     linear: bool
-    """Whether the server steps by plain SGD or momentum, where a factor may move to its rate.
+    """Whether the server's optimizer is linear in the rows (SGD, with or without momentum).
 
-    Rows are then the changes divided by the learning rate: sums of gradients, so that one step of
-    SGD is a round of synchronous training to the bit, and what thresholds mean stays.
+    Rows are then divided by the workers' learning rate, and the server's is multiplied by it. So
+    rows are sums of gradients, thresholds of rules keep their meaning, and one step of SGD gives
+    the bits of synchronous training.
     """
 
     @property
@@ -48,28 +53,32 @@ class LocalOptimizer:
         return is_plain(self.kind, self.options)
 
     def make(self, tensors: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
-        """Begin anew, for tensors whose ``grad`` somebody fills."""
+        """Return a new optimizer for tensors whose ``grad`` the caller sets."""
         return self.kind(tensors, lr=lr, **self.options)
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """Whose steps a round has, and which: ``first`` is the first one's number in the run."""
+class RoundSteps:
+    """The steps of some workers in a round."""
 
     workers: range
+    """The workers."""
     seed: int
+    """The seed of the run."""
     first: int
+    """The number of the first step, counted over the run."""
     lr: float
+    """The learning rate of the round."""
 
 
 class LocalSteps(ABC):
-    """Let workers take H steps each from the server's parameters, and write how far they came."""
+    """The base class of the ways to compute local steps of all workers."""
 
     def __init__(self, gradients: WorkerGradients, local: LocalOptimizer) -> None:
         self.gradients = gradients
         self.local = local
         self.left: list[Buffers] = []
-        """The buffers as each worker left them in the last round, if the model has any."""
+        """The model's buffers after the last round, for each worker, if the model has any."""
 
     def __call__(
         self,
@@ -82,7 +91,13 @@ class LocalSteps(ABC):
     ) -> torch.Tensor:
         """Write the rows into out (m, d), and return the workers' mean losses over their steps.
 
-        ``factor`` scales the learning rate in this round; ``first_worker`` is the number of row 0.
+        Args:
+            batches: returns the batches of a step.
+            out: the rows.
+            seed: the seed of the run.
+            round: the number of the round.
+            factor: the factor of the learning rate in this round.
+            first_worker: the worker of row 0.
         """
         lr = self.local.lr * factor
         flat = self.gradients.flat
@@ -93,30 +108,30 @@ class LocalSteps(ABC):
             return losses
         start = flat.vector.clone()
         workers = range(first_worker, first_worker + len(out))
-        losses = self._walk(batches, out, Walk(workers, seed, first, lr))
+        losses = self._run(batches, out, RoundSteps(workers, seed, first, lr))
         torch.sub(start, out, out=out)
-        if self.local.linear and lr:  # at the end of a schedule nothing has moved
+        if self.local.linear and lr:  # with a learning rate of 0, no parameter changes
             out.div_(lr)
         return losses
 
     @abstractmethod
-    def _walk(self, batches: Batches, out: torch.Tensor, walk: Walk) -> torch.Tensor:
-        """Write the parameters that workers come to into out, and return their mean losses."""
+    def _run(self, batches: Batches, out: torch.Tensor, steps: RoundSteps) -> torch.Tensor:
+        """Write the parameters of the workers after their steps into out; return mean losses."""
 
 
 class MergedSteps(LocalSteps):
-    """Step many workers of a dense model at once: their weights are the rows of one matrix.
+    """Local steps of many workers of a dense model at once: their weights are rows of one matrix.
 
     With A the inputs of a linear layer and D the gradient at its outputs, a step of SGD is
-    ``W_i^T -= lr A_i^T D_i``: one batched product that changes the weights where they are. They are
-    turned while workers walk, since the products ``A_i W_i^T`` of few samples take half as long
-    again when every worker's weights must be turned first. What products write, and the slopes that
-    they read, lies :func:`apart`, so that a worker's bits do not depend on who else is there.
+    ``W_i^T -= lr A_i^T D_i``: one batched product that updates the weights in place. The weights
+    are transposed during the steps: otherwise the products ``A_i W_i^T`` of few samples take 1.5
+    times as long, because they transpose the weights of every worker. The outputs and gradients of
+    the workers are stored :func:`apart`, so that the bits of a worker do not depend on the others.
     """
 
-    gradients: Merged
+    gradients: MergedBatchGradients
 
-    def _walk(self, batches: Batches, out: torch.Tensor, walk: Walk) -> torch.Tensor:
+    def _run(self, batches: Batches, out: torch.Tensor, steps: RoundSteps) -> torch.Tensor:
         merged, total = self.gradients, torch.zeros_like(empty_losses(len(out), out))
         tensors = merged.flat.tensors
         out.copy_(torch.cat([tensor.detach().t().flatten() for tensor in tensors]).expand_as(out))
@@ -125,50 +140,55 @@ class MergedSteps(LocalSteps):
 
         def go(block: _Block) -> None:
             place = block.place
-            workers = walk.workers[place] if random else ()
+            workers = steps.workers[place] if random else ()
             generators = [
-                worker_generator(walk.seed, walk.first + step, i, out.device) for i in workers
+                worker_generator(steps.seed, steps.first + step, i, out.device) for i in workers
             ]
             total[place] += block.step(inputs[place], targets[place], generators)
 
         for step in range(self.local.steps):
             inputs, targets = batches(step)
-            if not blocks:  # smaller ones cost more in calls than they save in caches
+            if not blocks:  # smaller blocks fit caches better, but cost more calls
                 size = math.ceil(SAMPLES_A_BLOCK / targets.shape[1])
                 places = [slice(start, start + size) for start in range(0, len(out), size)]
-                blocks = [_Block(merged, self.local, out, place, walk.lr) for place in places]
-            merged.lanes.map(go, blocks)
-        merged.lanes.map(_Block.turn_back, blocks)
+                blocks = [_Block(merged, self.local, out, place, steps.lr) for place in places]
+            merged.pool.map(go, blocks)
+        merged.pool.map(_Block.transpose_back, blocks)
         return total.div_(self.local.steps)
 
 
 class _Block:
-    """Some workers' weights, and what steps over them: matrices are (inputs, outputs) meanwhile."""
+    """The transposed weights (inputs, outputs) of some workers, and their optimizer."""
 
     def __init__(
-        self, merged: Merged, local: LocalOptimizer, rows: torch.Tensor, place: slice, lr: float
+        self,
+        merged: MergedBatchGradients,
+        local: LocalOptimizer,
+        rows: torch.Tensor,
+        place: slice,
+        lr: float,
     ) -> None:
         self.merged = merged
         self.lr = lr
         self.place = place
-        self.straight = merged.by_tensor(rows[place])
-        self.weights = _turned(self.straight)
+        self.original = merged.by_tensor(rows[place])
+        self.weights = _transposed(self.original)
         self.optimizer: torch.optim.Optimizer | None = None
         if not local.plain:
-            self.slopes = _turned(merged.by_tensor(merged.flat.rows(len(rows[place]))))
+            self.gradients = _transposed(merged.by_tensor(merged.flat.rows(len(rows[place]))))
             tensors = []
             for key, stack in self.weights.items():
-                for weight, slope in zip(stack, self.slopes[key], strict=True):
-                    tensors.append(weight.t())  # in the shape that an optimiser knows
-                    tensors[-1].grad = slope.t()
+                for weight, gradient in zip(stack, self.gradients[key], strict=True):
+                    tensors.append(weight.t())  # in the shape of the model
+                    tensors[-1].grad = gradient.t()
             self.optimizer = local.make(tensors, lr)
 
-    def turn_back(self) -> None:
-        """Leave the weights in their rows as the model has them."""
-        for key, straight in self.straight.items():
-            if straight.dim() > 2:
-                for one, turned in zip(straight, self.weights[key].clone(), strict=True):
-                    one.copy_(turned.t())
+    def transpose_back(self) -> None:
+        """Transpose the weights back, in their rows."""
+        for key, original in self.original.items():
+            if original.dim() > 2:
+                for one, transposed in zip(original, self.weights[key].clone(), strict=True):
+                    one.copy_(transposed.t())
 
     @torch.no_grad()
     def step(
@@ -195,7 +215,9 @@ class _Block:
                 values = values * mask.div_(1 - layer.p)
                 tape.append((layer, mask))
         losses = empty_losses(k, values)
-        delta = self.merged.slope(values.reshape(k * n, -1), targets, losses).view(k, n, -1)
+        delta = self.merged.output_gradient(values.reshape(k * n, -1), targets, losses).view(
+            k, n, -1
+        )
         lowest = next(i for i, (layer, _) in enumerate(tape) if isinstance(layer, nn.Linear))
         for place in range(len(tape) - 1, lowest - 1, -1):
             layer, saved = tape[place]
@@ -215,70 +237,70 @@ class _Block:
         return losses
 
     def _descend(self, layer: nn.Linear, delta: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Step along the slope of one layer, or leave it to the optimiser."""
+        """Take a step of SGD for one layer, or store its gradient for the optimizer."""
         across = inputs.transpose(1, 2)
         if self.optimizer is None:
             self.weights[id(layer.weight)].baddbmm_(across, delta, alpha=-self.lr)
             if layer.bias is not None:
                 self.weights[id(layer.bias)].sub_(delta.sum(1), alpha=self.lr)
             return
-        torch.bmm(across, delta, out=self.slopes[id(layer.weight)])
+        torch.bmm(across, delta, out=self.gradients[id(layer.weight)])
         if layer.bias is not None:
-            torch.sum(delta, 1, out=self.slopes[id(layer.bias)])
+            torch.sum(delta, 1, out=self.gradients[id(layer.bias)])
 
 
-def _turned(parts: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return stacks of matrices (k, a, b) as if turned ones, (k, b, a), lay in their memory."""
+def _transposed(parts: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return views of the memory of matrices (k, a, b) with the shape (k, b, a)."""
     return {key: part.view(len(part), *reversed(part.shape[1:])) for key, part in parts.items()}
 
 
 class OneByOne(LocalSteps):
-    """Step one worker after another, each in the model itself: for any model and optimiser."""
+    """Local steps of one worker after another in the model itself, for any model and optimizer."""
 
-    def _walk(self, batches: Batches, out: torch.Tensor, walk: Walk) -> torch.Tensor:
+    def _run(self, batches: Batches, out: torch.Tensor, steps: RoundSteps) -> torch.Tensor:
         flat = self.gradients.flat
         start = flat.vector.clone()
         buffers = dict(self.gradients.model.named_buffers())
         begun = {name: buffer.clone() for name, buffer in buffers.items()}
         m = len(out)
-        # One step of all workers at a time, so that samples are drawn once a step.
+        # One step of all workers at a time, so that samples are drawn once per step.
         out.copy_(start.expand_as(out))
         gradient = torch.empty_like(out[:1])
         optimizers = []
         for row in out:
             tensors = list(flat.views(row))
-            for tensor, slope in zip(tensors, flat.views(gradient[0]), strict=True):
-                tensor.grad = slope
-            optimizers.append(self.local.make(tensors, walk.lr))
+            for tensor, view in zip(tensors, flat.views(gradient[0]), strict=True):
+                tensor.grad = view
+            optimizers.append(self.local.make(tensors, steps.lr))
         kept = [{name: tensor.clone() for name, tensor in begun.items()} for _ in range(m)]
         total = torch.zeros_like(empty_losses(m, out))
         for step in range(self.local.steps):
             inputs, targets = batches(step)
-            for i, worker in enumerate(walk.workers):
+            for i, worker in enumerate(steps.workers):
                 one = slice(i, i + 1)
                 flat.vector.copy_(out[i])
                 for name, buffer in buffers.items():
                     buffer.copy_(kept[i][name])
                 total[one] += self.gradients(
-                    inputs[one], targets[one], gradient, walk.seed, walk.first + step, worker
+                    inputs[one], targets[one], gradient, steps.seed, steps.first + step, worker
                 )
                 for name, buffer in buffers.items():
                     kept[i][name].copy_(buffer)
                 optimizers[i].step()
         flat.vector.copy_(start)
-        for name, buffer in buffers.items():  # a worker may lie there too
+        for name, buffer in buffers.items():  # Byzantine workers may send wrong buffers, too
             buffer.copy_(torch.stack([each[name] for each in kept]).median(0).values)
         self.left = kept
         return total.div_(self.local.steps)
 
 
 def local_steps(gradients: WorkerGradients, local: LocalOptimizer) -> LocalSteps:
-    """Choose how workers step, by how their gradients are computed.
+    """Choose how to compute local steps, by the way in which gradients are computed.
 
-    Only torch's own optimisers are known to step every tensor for itself: another may look at all
-    that it is given, so it gets one worker's.
+    Optimizers of torch are known to treat every tensor independently. Others may combine tensors,
+    so they get the tensors of one worker only.
     """
-    dense = isinstance(gradients, Merged) and not any(
+    dense = isinstance(gradients, MergedBatchGradients) and not any(
         isinstance(layer, nn.Embedding) for layer in gradients.layers
     )
     known = local.kind in OPTIMIZERS.values()

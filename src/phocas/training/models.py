@@ -1,9 +1,9 @@
-"""The models of the paper's tables, softmax regression, and any model of the user's own.
+"""The models of the paper's tables, softmax regression, and user-defined models.
 
-The paper does not say how its weights begin. Its tables are in MXNet's words, so ours begin as
-MXNet's Xavier does: uniform within sqrt(6 / (inputs + outputs)), biases 0. (On MNIST the mean
-without attack then reaches 0.931 in 500 rounds; with torch's own smaller weights, ``init=torch``,
-0.914.)
+The paper does not state how its weights are initialised. Its tables use MXNet's terms, so the
+default is MXNet's Xavier: uniform within sqrt(6 / (inputs + outputs)), biases 0. On MNIST the mean
+without attack then reaches an accuracy of 0.931 in 500 rounds. With torch's own smaller weights,
+``init=torch``, it reaches 0.914.
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ from phocas.specs import Spec, Table, count, imported_callable, is_place, normal
 
 
 class ModelSpec(Spec):
-    """A model that can be written down; the loss supplies the softmax at its end."""
+    """A model that has a spec; its output are logits, and the loss applies the softmax."""
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Return a new module for inputs of a shape and so many classes."""
+        """Return a new module for inputs of a shape and that number of classes."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class MLP(ModelSpec):
-    """Stack fully connected layers with ReLU between them, as in the paper's MLP table.
+    """Fully connected layers with ReLU between them, as in the paper's MLP table.
+
+    Args:
+        hidden: widths of the hidden layers.
+        dropout: probability of dropout after each hidden layer.
+        init: initial weights, ``"xavier"`` or ``"torch"``.
 
     >>> sum(p.numel() for p in MLP().layers((1, 28, 28), 10).parameters())
     118282
@@ -56,15 +61,18 @@ class MLP(ModelSpec):
             if self.dropout:
                 stack.append(nn.Dropout(self.dropout))
             width = hidden
-        return _begin(nn.Sequential(*stack, nn.Linear(width, num_classes)), self.init)
+        return _initialise(nn.Sequential(*stack, nn.Linear(width, num_classes)), self.init)
 
 
 @dataclass(frozen=True)
 class CNN(ModelSpec):
-    """Stack four convolutions and three linear layers, as in the paper's CNN table.
+    """Four convolutions and three linear layers, as in the paper's CNN table.
 
-    ``width`` is the number of channels of the first two convolutions; the other two have twice as
-    many, and the hidden linear layers 16 times. The paper's is 32.
+    Args:
+        dropout: probability of dropout.
+        width: channels of the first two convolutions; the other two have twice as many, and the
+            hidden linear layers have 16 times as many units. The paper's width is 32.
+        init: initial weights, ``"xavier"`` or ``"torch"``.
 
     >>> sum(p.numel() for p in CNN().layers((3, 32, 32), 10).parameters())
     2431018
@@ -84,7 +92,7 @@ class CNN(ModelSpec):
         _check_init("cnn", self.init)
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Return the table's layers; the sides of the images are halved twice."""
+        """Return the layers of the paper's table; height and width are halved twice."""
         if len(input_shape) != 3 or min(input_shape[1:]) < 4:
             raise ValueError(
                 "cnn needs images of (channels, height, width) with sides of at least 4:"
@@ -115,12 +123,16 @@ class CNN(ModelSpec):
             nn.Dropout(self.dropout),
             nn.Linear(hidden, num_classes),
         )
-        return _begin(stack, self.init)
+        return _initialise(stack, self.init)
 
 
 @dataclass(frozen=True)
 class Softmax(ModelSpec):
-    """Regress the classes on the flattened input by one linear layer."""
+    """Softmax regression: one linear layer on the flattened input.
+
+    Args:
+        init: initial weights, ``"xavier"`` or ``"torch"``.
+    """
 
     init: str = "xavier"
 
@@ -132,7 +144,7 @@ class Softmax(ModelSpec):
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
         """Return flatten, linear."""
         stack = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
-        return _begin(stack, self.init)
+        return _initialise(stack, self.init)
 
 
 INITS = ("xavier", "torch")
@@ -142,7 +154,7 @@ Builder = Callable[[Sequence[int], int], nn.Module]
 
 
 def check_model_text(text: str) -> str:
-    """Return a model's text as it is kept, if it can be read; nothing is imported.
+    """Return a model's normalised spec, or raise ValueError; no module is imported.
 
     >>> check_model_text("MLP: hidden=64"), check_model_text("package.module:Net")
     ('mlp:hidden=64', 'package.module:Net')
@@ -156,10 +168,11 @@ def check_model_text(text: str) -> str:
 
 
 def parse_model(text: str) -> Builder:
-    """Read ``mlp``, ``mlp:hidden=64/64``, ``cnn``, ``softmax`` or the user's ``module:callable``.
+    """Parse ``mlp``, ``mlp:hidden=64/64``, ``cnn``, ``softmax`` or a user's ``module:callable``.
 
-    The callable gets ``input_shape`` and ``num_classes`` if it has parameters of these names, and
-    returns a ``torch.nn.Module`` (a module's class will do). The working directory is searched too.
+    The callable receives ``input_shape`` and ``num_classes`` if it has parameters of these names.
+    It returns a ``torch.nn.Module``; a module's class is such a callable. The working directory is
+    searched for the module, too.
     """
     if text.strip().partition(":")[0] in MODELS:
         return MODELS.parse(text).layers
@@ -176,7 +189,7 @@ def parse_model(text: str) -> Builder:
 def build_model(
     model: str | Builder, input_shape: Sequence[int], num_classes: int, seed: int
 ) -> nn.Module:
-    """Build a model whose initial weights depend on the seed alone."""
+    """Build a model whose initial weights depend only on the seed."""
     builder = parse_model(model) if isinstance(model, str) else model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -193,7 +206,7 @@ def _check_init(name: str, init: str) -> None:
         raise ValueError(f"{name}: {unknown('init', init, INITS)}")
 
 
-def _begin(stack: nn.Sequential, init: str) -> nn.Sequential:
+def _initialise(stack: nn.Sequential, init: str) -> nn.Sequential:
     for layer in stack:
         if init == "xavier" and isinstance(layer, (nn.Linear, nn.Conv2d)):
             nn.init.xavier_uniform_(layer.weight)

@@ -1,4 +1,4 @@
-"""Optimisers by name: those of torch.optim, or any of the user's own."""
+"""Optimizers by name: those of torch.optim, or user-defined ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from phocas.specs import imported_callable, is_place, positive, split_arguments, unknown
 
 Optimizers = Callable[..., torch.optim.Optimizer]
-"""What makes an optimiser of parameters, a learning rate and options: a class of torch.optim."""
+"""A callable that returns an optimizer, given parameters, a learning rate and options."""
 
 OPTIMIZERS: dict[str, Optimizers] = {
     name.lower(): cls
@@ -21,12 +21,12 @@ OPTIMIZERS: dict[str, Optimizers] = {
     if inspect.isclass(cls)
     and issubclass(cls, torch.optim.Optimizer)
     and cls is not torch.optim.Optimizer
-    and name != "LBFGS"  # evaluates the loss again within a step, which servers cannot
+    and name != "LBFGS"  # evaluates the loss within a step, which servers cannot do
 }
 
 
 def is_plain(kind: Optimizers, options: Mapping[str, Any]) -> bool:
-    """Say whether a step is x - lr g and nothing else.
+    """Return True if a step is x - lr g and nothing else.
 
     >>> is_plain(torch.optim.SGD, {}), is_plain(torch.optim.SGD, {"momentum": 0.9})
     (True, False)
@@ -35,7 +35,7 @@ def is_plain(kind: Optimizers, options: Mapping[str, Any]) -> bool:
 
 
 def check_optimizer_text(text: str, *others: str) -> str:
-    """Return the text of an optimiser, or of another that is known; nothing is imported."""
+    """Return the text of an optimizer; raise ValueError if it is unknown. Nothing is imported."""
     known = (*others, *OPTIMIZERS)
     if text.strip().lower() not in known and not is_place(text):
         raise ValueError(unknown("optimizer", text.strip(), known) + ", or module:callable")
@@ -43,7 +43,7 @@ def check_optimizer_text(text: str, *others: str) -> str:
 
 
 def parse_optimizer(text: str) -> Optimizers:
-    """Read ``sgd``, ``adam``, any other name in torch.optim, or ``module:callable``.
+    """Return an optimizer: ``sgd``, ``adam``, another name in torch.optim, or ``module:callable``.
 
     >>> parse_optimizer("adam").__name__
     'Adam'
@@ -54,9 +54,9 @@ def parse_optimizer(text: str) -> Optimizers:
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """What a server steps with along the workers' changes, written ``adam:lr=0.01``.
+    """The optimizer of a server for local steps, written ``adam:lr=0.01``.
 
-    ``nesterov`` is torch's SGD with that kind of momentum, as DiLoCo has it.
+    ``nesterov`` is SGD with Nesterov momentum, as in DiLoCo.
 
     >>> parse_server_optimizer("nesterov:lr=0.7,momentum=0.9")
     ServerOptimizer(kind='nesterov', lr=0.7, options={'momentum': 0.9})
@@ -73,18 +73,18 @@ class ServerOptimizer:
 
     @property
     def linear(self) -> bool:
-        """Whether a step is linear in the aggregates so far, as with SGD that decays nothing."""
+        """Whether a step is linear in the aggregates so far: SGD without weight decay."""
         return self.kind in ("sgd", "nesterov") and not self.options.get("weight_decay")
 
     def make(self) -> tuple[Optimizers, dict[str, Any]]:
-        """Return the optimiser's class and its options besides the learning rate."""
+        """Return the optimizer's class and its options besides the learning rate."""
         if self.kind == "nesterov":
             return torch.optim.SGD, {"momentum": 0.9, **self.options, "nesterov": True}
         return parse_optimizer(self.kind), self.options
 
 
 def parse_server_optimizer(text: str) -> ServerOptimizer:
-    """Read an optimiser of the server with its learning rate (1 if not given) and options."""
+    """Parse an optimizer of the server with its learning rate (default 1) and options."""
     kind, _, rest = text.strip().partition(":")
     if is_place(text):
         kind, rest = text.strip(), ""
@@ -93,7 +93,7 @@ def parse_server_optimizer(text: str) -> ServerOptimizer:
     options = {key: _option(name, key, said) for key, said in split_arguments(rest, name).items()}
     lr = positive(name, "lr", options.pop("lr", 1.0))
     found = ServerOptimizer(name, lr, options)
-    if not is_place(name):  # those of users are tried when a run begins
+    if not is_place(name):  # user-defined optimizers are made when a run begins
         kinds, given = found.make()
         try:
             kinds([torch.zeros(1, 1)], lr=lr, **given)

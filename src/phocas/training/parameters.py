@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_LINE = 64  # bytes
+_LINE = 64  # bytes of a cache line
 
 
 class FlatParameters:
-    """One vector that holds the trainable parameters; the model's own tensors become views of it.
+    """One vector of all trainable parameters; the model's own tensors become views of it.
 
-    Column j of the gradient matrix belongs to ``vector[j]``, in ``model.parameters()``'s order.
+    Column j of the gradient matrix belongs to ``vector[j]``, in the order of
+    ``model.parameters()``.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> flat = FlatParameters(model)
@@ -32,7 +33,7 @@ class FlatParameters:
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.tensors = list(trained.values())
         self.layers = [(name, tensor.numel()) for name, tensor in trained.items()]
-        """The names and sizes of the parameters, in the order of the columns."""
+        """Names and sizes of the parameters, in the order of the columns."""
         if not self.tensors:
             raise ValueError(
                 "a model needs at least one parameter that requires a gradient: got none"
@@ -57,10 +58,10 @@ class FlatParameters:
             tensor.data = view
 
     def rows(self, m: int) -> torch.Tensor:
-        """Return room for m vectors of d values, each at the start of a cache line.
+        """Return uninitialised memory for m vectors of d values, each aligned to a cache line.
 
-        What a product of matrices comes to depends in its last bits on where it is written. So a
-        worker's row must lie alike whoever else's rows are there.
+        The last bits of a matrix product depend on the alignment of its output. So a worker's row
+        must have the same alignment whichever other rows are present.
 
         >>> rows = FlatParameters(torch.nn.Linear(3, 2)).rows(4)
         >>> rows.shape, rows.stride()
@@ -69,7 +70,7 @@ class FlatParameters:
         return apart(self.vector, m, self.size)
 
     def views(self, vector: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Cut a vector of d values into views of the parameters' shapes."""
+        """Yield views of a vector of d values, with the parameters' shapes."""
         offset = 0
         for shape in self.shapes:
             yield vector[offset : offset + shape.numel()].view(shape)
@@ -77,15 +78,15 @@ class FlatParameters:
 
 
 def apart(like: torch.Tensor, k: int, *shape: int) -> torch.Tensor:
-    """Return room for k tensors of a shape, each at the start of a cache line."""
+    """Return uninitialised memory for k tensors of a shape, each aligned to a cache line."""
     size, line = math.prod(shape), _LINE // like.element_size()
     return like.new_empty(k, -(-size // line) * line)[:, :size].view(k, *shape)
 
 
 def set_apart(stack: torch.Tensor) -> torch.Tensor:
-    """Return k fresh tensors as :func:`apart` has room for them: the stack itself if it is so.
+    """Return k tensors aligned as by :func:`apart`; the stack itself if it is already aligned.
 
-    Memory that torch gives begins at a cache line.
+    Memory that torch allocates starts at a cache line.
     """
-    apart_already = stack.stride(0) * stack.element_size() % _LINE == 0
-    return stack if apart_already else apart(stack, *stack.shape).copy_(stack)
+    aligned = stack.stride(0) * stack.element_size() % _LINE == 0
+    return stack if aligned else apart(stack, *stack.shape).copy_(stack)

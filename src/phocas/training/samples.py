@@ -1,4 +1,4 @@
-"""What workers learn from and are judged by, as tensors of the model's type."""
+"""Training and test samples as tensors of the model's dtype."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from phocas.training.sources import KINDS, Joined, Numbers, SampleSource, open_s
 
 
 class Samples:
-    """Inputs and targets to train on and to be judged by.
+    """Inputs and targets for training and for testing.
 
-    Floating-point inputs and targets get the model's type. Whole numbers stay whole (int64), as
-    embeddings and classes need them; the bytes of a :class:`Dataset` become numbers from 0 to 1.
+    Floating-point inputs and targets are converted to the model's dtype. Integers become int64, as
+    embeddings and classes need them. The bytes of a :class:`Dataset` become numbers from 0 to 1.
 
     >>> samples = Samples((np.arange(6.0).reshape(3, 2), np.array([0, 1, 1])))
     >>> samples.draw(np.array([[2, 0]]))
@@ -28,11 +28,11 @@ class Samples:
 
     Args:
         data: a :class:`Dataset`; a pair (inputs, targets) of arrays or tensors; a torch Dataset
-            (not an iterable one) or DataLoader; a list of these, one a worker; or a mapping with
-            the keys ``train`` and ``test``.
-        test: the same kinds; a :class:`Dataset` brings its own.
-        standardise: subtract a Dataset's mean and divide by its deviation.
-        dtype: the model's type.
+            (not an iterable one) or DataLoader; a list with one of these per worker; or a mapping
+            with the keys ``train`` and ``test``.
+        test: test samples, of the same kinds; a :class:`Dataset` contains its own.
+        standardise: subtract a Dataset's mean and divide by its standard deviation.
+        dtype: the model's dtype.
     """
 
     def __init__(
@@ -70,24 +70,24 @@ class Samples:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one input."""
+        """Return the shape of one input."""
         return tuple(self.draw(np.zeros((1, 1), np.int64))[0].shape[2:])
 
     @property
     def nbytes(self) -> int:
-        """What the training inputs take in memory; nothing where they are read on demand."""
+        """Return the bytes of the training inputs in memory; 0 if they are read on demand."""
         return self.train.nbytes
 
     @functools.cached_property
     def num_classes(self) -> int:
-        """The number of classes, or 0 where targets are not whole numbers; may read all targets."""
+        """Return the number of classes, or 0 if targets are not integers; may read all targets."""
         if self._known_classes is not None:
             return self._known_classes
         labels = self.train.labels()
         return int(labels.max()) + 1 if np.issubdtype(labels.dtype, np.integer) else 0
 
     def assign(self, split: Split | None, num_workers: int, rng: np.random.Generator) -> Assignment:
-        """Say who may draw what: by the split, or as one data set a worker says already."""
+        """Assign samples to workers: by the split, or by the data set of each worker."""
         if isinstance(self.train, Joined):
             if split is not None and not isinstance(split, IID):
                 raise ValueError(
@@ -106,7 +106,7 @@ class Samples:
         return split.assign(labels, num_workers, rng)
 
     def draw(self, indices: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs (m, n, ...) and targets of indices (m, n), good until the next draw."""
+        """Return inputs (m, n, ...) and targets of indices (m, n), valid until the next draw."""
         inputs, targets = map(self._typed, self.train.take(indices))
         return (
             inputs.reshape(*indices.shape, *inputs.shape[1:]),
@@ -114,12 +114,12 @@ class Samples:
         )
 
     def test_parts(self, size: int) -> list[npt.NDArray[np.int64]]:
-        """Return the numbers of the test samples in order, so many at a time."""
+        """Return the indices of the test samples in order, in parts of ``size``."""
         numbers = np.arange(len(self._judged()))
         return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
     def test_batch(self, part: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some of the test samples."""
+        """Return the test samples with these indices."""
         inputs, targets = map(self._typed, self._judged().take(part[None]))
         return inputs, targets
 
@@ -141,7 +141,7 @@ class Samples:
         return self.test
 
     def without_test(self) -> Self:
-        """Return the samples without those to be judged by, which workers have no use for."""
+        """Return the samples without the test samples, which workers do not need."""
         lean = copy.copy(self)
         lean.test = None
         return lean

@@ -1,4 +1,4 @@
-"""Learning rates that change with the round: a factor of the first one, from the round alone."""
+"""Learning rate schedules: a factor of the initial rate that depends only on the round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phocas.specs import Spec, Table, count, normalise, positive
 class Schedule(Spec):
     """A function from the round (from 0) to a factor of the learning rate.
 
-    It keeps no state, so that a resumed run needs nothing but its round.
+    It has no state, so a resumed run needs only its round.
     """
 
     def __call__(self, round: int) -> float:
@@ -22,7 +22,7 @@ class Schedule(Spec):
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """Keep the learning rate, as the paper does."""
+    """A constant learning rate, as in the paper."""
 
     name: ClassVar[str] = "constant"
 
@@ -33,7 +33,11 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Step(Schedule):
-    """Multiply the learning rate by a factor after every so many rounds.
+    """A learning rate that is multiplied by ``factor`` every ``every`` rounds.
+
+    Args:
+        every: number of rounds between two changes.
+        factor: the factor of each change.
 
     >>> [Step(every=2, factor=0.5)(t) for t in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.25]
@@ -58,7 +62,10 @@ class Step(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """Go down to zero along half a cosine over so many rounds, and stay there.
+    """A learning rate that falls to zero along half a cosine over ``rounds`` rounds.
+
+    Args:
+        rounds: the round from which on the rate is zero.
 
     >>> [round(Cosine(rounds=4)(t), 3) for t in range(6)]
     [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
@@ -78,7 +85,11 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class Inverse(Schedule):
-    """Divide the learning rate by (1 + round / scale) ** power.
+    """A learning rate that is divided by (1 + round / scale) ** power.
+
+    Args:
+        scale: the round at which the base of the power is 2.
+        power: the exponent.
 
     >>> [round(Inverse(scale=10)(t), 3) for t in (0, 10, 30)]
     [1.0, 0.5, 0.25]

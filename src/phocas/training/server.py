@@ -1,4 +1,4 @@
-"""The parameter server: s servers, each with its own range of the columns."""
+"""The parameter server: s servers, each with a range of the columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from phocas.rules import parse_rule
-from phocas.rules.sharded import Evaluation
+from phocas.rules.sharded import ShardedAggregation
 from phocas.settings import nonnegative
 from phocas.sharding import shard_bounds
 from phocas.specs import OnNonfinite, check_on_nonfinite, count
@@ -32,49 +32,51 @@ Action = Literal["applied", "skipped", "stopped"]
 
 
 class NonfiniteError(ArithmeticError):
-    """A rule was given more wrong or missing values than it survives, and the policy is to stop."""
+    """The aggregate is not finite, and the policy is to stop."""
 
 
 @dataclass(frozen=True, eq=False)
 class Aggregate:
-    """What the servers made of the rows of one round."""
+    """The aggregate of the rows of one round."""
 
     value: torch.Tensor
+    """The aggregated vector."""
     dropped: npt.NDArray[np.float64]
-    """For each worker, the share of its values that did not enter."""
+    """For each worker, the share of its values that the rule dropped."""
     expected: float
-    """The share that an honest worker expects to lose."""
+    """The share of its values that an honest worker loses by chance."""
     by_server: npt.NDArray[np.float64]
-    """The same shares within each server's columns, (s, m)."""
+    """The dropped shares within each server's columns, (s, m)."""
 
     @functools.cached_property
     def norm(self) -> float:
-        """The length of the value."""
+        """The Euclidean norm of the value."""
         return float(torch.linalg.vector_norm(self.value))
 
     @functools.cached_property
     def finite(self) -> bool:
-        """Whether every value is; of large ones that are, the length may still be infinite."""
+        """Whether every value is finite, even if their norm overflows."""
         return math.isfinite(self.norm) or bool(self.value.isfinite().all())
 
 
 class ParameterServer:
-    """Collect the rows of m workers, reduce them by a rule, and step: s servers share the columns.
+    """A parameter server: collects the rows of m workers, aggregates them by a rule, and steps.
 
-    The rows are one (m, d) matrix. Write into ``rows`` or call :meth:`push`; a worker that did not
-    push by the time of :meth:`step` is a row of NaN, which the rule survives like any other lie.
-    The result does not depend on the number of servers: column-wise rules never look beside a
-    column, and what the others measure over all columns is added up before it is used.
+    The rows are one (m, d) matrix, whose columns are divided among s servers. Write into ``rows``
+    or call :meth:`push`. A worker that did not push before :meth:`step` counts as a row of NaN,
+    which the rule tolerates like any other wrong row. The result does not depend on the number of
+    servers: column-wise rules treat each column alone, and measurements over all columns are summed
+    over the servers before a rule uses them.
 
     Args:
-        model: whose parameters are stepped.
-        num_workers: m, how many rows there are.
+        model: the model to train.
+        num_workers: m, the number of rows.
         rule: the rule, or its text.
-        num_servers: how many share the columns; changes no bit.
-        optimizer: a name in torch.optim, or what makes an optimiser of parameters.
-        lr: its learning rate.
-        optimizer_options: what else it is told.
-        on_nonfinite: what to do with a result that is not finite.
+        num_servers: the number of servers; results do not depend on it.
+        optimizer: a name in torch.optim, or a callable that returns an optimizer for parameters.
+        lr: the learning rate.
+        optimizer_options: further arguments of the optimizer.
+        on_nonfinite: what to do with an aggregate that is not finite: skip, stop or apply.
 
     >>> import phocas
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -82,7 +84,7 @@ class ParameterServer:
     >>> server = ParameterServer(model, num_workers=5, rule=phocas.Median(), lr=0.5)
     >>> for worker, value in enumerate([2.0, 2.0, 2.0, 1e30]):
     ...     server.push(worker, torch.tensor([value]))
-    >>> server.step().finite, server.vector.tolist()  # worker 3 lies, worker 4 is late
+    >>> server.step().finite, server.vector.tolist()  # worker 3 is Byzantine, worker 4 is late
     (True, [-1.0])
     """
 
@@ -116,9 +118,9 @@ class ParameterServer:
         self.make_optimizer = functools.partial(kind, lr=lr, **(optimizer_options or {}))
         self._lr = nonnegative("ParameterServer", "lr", lr)
         self.optimizer: torch.optim.Optimizer | None = None
-        """What steps; none where x - lr g over all columns gives the same bits in less time."""
-        # torch rounds the last few values of a bfloat16 tensor otherwise than the others, and to
-        # make an optimiser it imports its compiler, which takes 2 s.
+        """The optimizer; None for plain SGD, which is faster as x - lr g over all columns."""
+        # To make an optimizer, torch imports its compiler, which takes 2 s. With bfloat16 it is
+        # needed: torch rounds the last few values of a tensor differently from the others.
         if not is_plain(kind, optimizer_options or {}) or self.vector.dtype == torch.bfloat16:
             self.optimizer = self.make_optimizer(self.parameters.tensors)
             self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -127,15 +129,15 @@ class ParameterServer:
 
     @property
     def vector(self) -> torch.Tensor:
-        """The published parameters: d values that the model's tensors are views of."""
+        """The d parameters as one vector; the model's tensors are views of it."""
         return self.parameters.vector
 
     def pull(self) -> torch.Tensor:
-        """Return a copy of the parameters, as a worker receives them."""
+        """Return a copy of the parameters."""
         return self.vector.clone()
 
     def push(self, worker: int, gradient: torch.Tensor | npt.NDArray[np.floating]) -> None:
-        """Receive the gradient of one worker; the others stay missing until they push."""
+        """Store the gradient of one worker."""
         if not 0 <= worker < self.num_workers:
             raise ValueError(f"workers are 0 to {self.num_workers - 1}: got worker {worker}")
         values = torch.as_tensor(gradient)
@@ -150,9 +152,11 @@ class ParameterServer:
     def aggregate(
         self, *, rng: np.random.Generator | None = None, by_server: bool = True
     ) -> Aggregate:
-        """Reduce the rows to one vector and say whose values were left out.
+        """Aggregate the rows, and measure the share of each worker's values that is dropped.
 
-        ``by_server=False`` leaves the split over the servers out of the account, which is quicker.
+        Args:
+            rng: the generator for rules that draw at random.
+            by_server: whether to measure the shares of each server, which takes longer.
         """
         if self._arrived is not None:
             for worker in set(range(self.num_workers)) - self._arrived:
@@ -172,27 +176,27 @@ class ParameterServer:
         return Aggregate(value, dropped, float(expected), shares)
 
     def _by_server(self, rng: np.random.Generator | None) -> list[Explanation]:
-        """Reduce each server's columns by itself; return nothing where that is not the same."""
+        """Aggregate each server's columns separately; return [] if the rule does not allow it."""
         m, rows = self.num_workers, self.rows
         if not self.rule.columnwise:
             return []
         if rows.device.type != "cpu":
-            # What is measured of cut blocks is exchanged in host memory only.
-            reaches = bool(self.rule.window(m).reach)
+            # Blocks of columns that are cut between servers are supported in host memory only.
+            reaches = bool(self.rule.window(m).cutoff)
             return [] if reaches else [self.rule.explain(rows[:, part]) for part in self.bounds]
-        evaluation = Evaluation(self.rule, m, rng)
+        evaluation = ShardedAggregation(self.rule, m, rng)
         while evaluation.request is not None:
             evaluation.answer(evaluation.partial(rows[:, part], part.start) for part in self.bounds)
         return [evaluation.explain(rows[:, part], part.start) for part in self.bounds]
 
     def verdict(self, aggregate: Aggregate) -> Action:
-        """Say what the policy does with an aggregate."""
+        """Return what the policy for aggregates that are not finite decides."""
         if self.on_nonfinite == "apply" or aggregate.finite:
             return "applied"
         return "skipped" if self.on_nonfinite == "skip" else "stopped"
 
     def update(self, aggregate: Aggregate, factor: float = 1.0) -> Action:
-        """Take an optimiser step along an aggregate, unless the policy forbids it."""
+        """Take an optimizer step along an aggregate, unless the policy forbids it."""
         self._arrived = None if self._arrived is None else set()
         action = self.verdict(aggregate)
         if action != "applied":
@@ -210,25 +214,25 @@ class ParameterServer:
         return "applied"
 
     def optimizer_state(self) -> dict[int, dict[str, Any]]:
-        """Return what the optimiser keeps of each parameter, by its number."""
+        """Return the optimizer's state of each parameter, by its number."""
         if self.optimizer is None:
             return {}
         kept: dict[int, dict[str, Any]] = self.optimizer.state_dict()["state"]
         return kept
 
     def load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Go on with what an optimiser kept."""
+        """Restore the state of the optimizer."""
         if self.optimizer is not None:
             groups = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
 
     def step(self, *, rng: np.random.Generator | None = None, factor: float = 1.0) -> Aggregate:
-        """Aggregate and update; raise where the policy is to stop."""
+        """Aggregate and update; raise NonfiniteError if the policy is to stop."""
         aggregate = self.aggregate(rng=rng)
         if self.update(aggregate, factor) == "stopped":
             bad = int((~torch.isfinite(aggregate.value)).sum())
             raise NonfiniteError(
                 f"{self.rule} gave {bad} values that are not finite, of {aggregate.value.numel()}:"
-                " more values of a column were wrong or missing than it survives"
+                " more values of a column were wrong or missing than it tolerates"
             )
         return aggregate

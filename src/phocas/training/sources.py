@@ -1,8 +1,8 @@
-"""Where samples come from: image files, arrays, torch data sets, or one of these for each worker.
+"""Sources of samples: image files, arrays, torch data sets, or one of these for each worker.
 
-A source gives samples by their numbers, which are drawn elsewhere: a batch is a function of (seed,
-round, worker), so that a run can be resumed and every engine sees the same batches. Whatever a
-torch DataLoader would decide (order, batch size, processes) is therefore not asked of it.
+A source returns samples by index. The indices are drawn elsewhere: a batch depends only on (seed,
+round, worker), so a run can be resumed and every engine sees the same batches. So order, batch size
+and processes of a torch DataLoader are not used.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ KINDS = (
     " DataLoader, a list of these (one a worker), or a mapping with 'train' and 'test'"
 )
 
-# Evaluation draws in several threads, which data sets of others need not survive.
+# Several threads draw samples, but a user's data set need not be thread-safe.
 _READING = threading.Lock()
 _READ_AT_ONCE = 256
 
 
 class SampleSource(Protocol):
-    """Samples that can be had by their numbers, 0 to ``len - 1``."""
+    """Samples that can be read by index, 0 to ``len - 1``."""
 
     nbytes: int
-    """What the inputs take in memory, or in files that are mapped into it."""
+    """Bytes of the inputs in memory or in memory-mapped files."""
 
     def __len__(self) -> int: ...
 
     def take(self, numbers: Numbers) -> Batch:
-        """Return the inputs and targets of (rows, n) numbers, one after another."""
+        """Return the inputs and targets of (rows, n) indices, concatenated."""
 
     def labels(self) -> npt.NDArray[Any]:
-        """Return the targets of all samples, reading them one by one if there is no other way."""
+        """Return the targets of all samples, reading them one by one if necessary."""
 
 
 class Images:
-    """One half of a :class:`Dataset`.
+    """The training or test half of a :class:`Dataset`.
 
-    Bytes become numbers from 0 to 1 when they are drawn, so that a mapped file is shared by all
-    processes. With ``reuse`` a batch is good until the next one is drawn.
+    Bytes are converted to numbers from 0 to 1 when they are drawn, so that all processes share a
+    memory-mapped file. With ``reuse`` a batch is valid until the next one is drawn.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Images:
         standardise: bool,
         reuse: bool,
     ) -> None:
-        # Without its other half, which a worker elsewhere would be sent in vain.
+        # Without the other half, which would be sent to remote workers for nothing.
         self.dataset = replace(
             dataset,
             train_images=images,
@@ -81,7 +81,7 @@ class Images:
         return len(self.dataset.train_labels)
 
     def take(self, numbers: Numbers) -> Batch:
-        """Return floats for bytes, and other numbers as they are."""
+        """Return floats for bytes; other numbers are not converted."""
         flat = numbers.reshape(-1)
         values = np.take(self.dataset.train_images, flat, axis=0)
         targets = _tensor(self.dataset.train_labels[flat])
@@ -89,15 +89,15 @@ class Images:
             return _tensor(self.dataset.floats(values, standardise=True)), targets
         if values.dtype != np.uint8:
             return _tensor(values), targets
-        # The bits of Dataset.floats in a third of its time: 0.1 ms for the paper's 640 images.
-        floats = self._room(values.shape).copy_(torch.from_numpy(values))
+        # The same bits as Dataset.floats in a third of its time: 0.1 ms for the paper's 640 images.
+        floats = self._buffer(values.shape).copy_(torch.from_numpy(values))
         return floats.mul_(self.dataset.scale), targets
 
-    def _room(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _buffer(self, shape: tuple[int, ...]) -> torch.Tensor:
         if not self.reuse:
             return torch.empty(shape)
         if self._batch.shape != shape:
-            self._batch = torch.empty(shape)  # new pages every round would cost 0.2 ms
+            self._batch = torch.empty(shape)  # new memory pages in every round would cost 0.2 ms
         return self._batch
 
     def labels(self) -> npt.NDArray[Any]:
@@ -106,10 +106,10 @@ class Images:
 
 
 class Arrays:
-    """A pair of arrays or tensors, read where they are."""
+    """A pair of arrays or tensors, read without a copy."""
 
     def __init__(self, inputs: Any, targets: Any, name: str) -> None:
-        self.inputs, self.targets = _held(inputs, name), _held(targets, name)
+        self.inputs, self.targets = _as_array(inputs, name), _as_array(targets, name)
         if self.inputs.ndim == 0 or self.targets.ndim == 0:
             raise ValueError(
                 f"{name} needs one input and one target a sample along the first axis: got inputs"
@@ -138,10 +138,10 @@ class Arrays:
 
 
 class Items:
-    """A data set that is read item by item when a batch is drawn, and collated.
+    """A data set whose items are read and collated when a batch is drawn.
 
-    Transforms that draw from torch's generator find it seeded by the numbers of their row, so that
-    a batch depends on (seed, round, worker) even then.
+    Torch's generator is seeded by the indices of each row before its items are read, so that a
+    batch depends only on (seed, round, worker) even if transforms are random.
     """
 
     nbytes = 0
@@ -165,7 +165,7 @@ class Items:
         return self.size
 
     def take(self, numbers: Numbers) -> Batch:
-        """Read the items, row by row."""
+        """Read and collate the items, row by row."""
         items: list[Any] = []
         with _READING, torch.random.fork_rng(devices=[]):
             for row in numbers:
@@ -191,7 +191,7 @@ class Items:
         return [self.dataset[number] for number in numbers]
 
     def labels(self) -> npt.NDArray[Any]:
-        """Return the data set's own list of classes; without one, read all of its items once."""
+        """Return the data set's own list of classes; if it has none, read all items once."""
         if getattr(self.dataset, "target_transform", None) is None:
             for name in ("targets", "labels"):
                 found = getattr(self.dataset, name, None)
@@ -208,7 +208,7 @@ class Items:
 
 
 class Chosen:
-    """Some of another source's samples, as ``torch.utils.data.random_split`` leaves them."""
+    """Some of another source's samples, as made by ``torch.utils.data.random_split``."""
 
     def __init__(self, source: SampleSource, numbers: Sequence[int], name: str) -> None:
         self.source = source
@@ -221,16 +221,16 @@ class Chosen:
         return len(self.numbers)
 
     def take(self, numbers: Numbers) -> Batch:
-        """Return the other source's samples."""
+        """Return samples of the other source."""
         return self.source.take(self.numbers[numbers])
 
     def labels(self) -> npt.NDArray[Any]:
-        """Return their targets."""
+        """Return the targets of these samples."""
         return self.source.labels()[self.numbers]
 
 
 class Joined:
-    """One source a worker, numbered one after another."""
+    """One source per worker, with consecutive indices."""
 
     def __init__(self, sources: Sequence[SampleSource], name: str) -> None:
         self.sources = sources
@@ -245,14 +245,14 @@ class Joined:
             if kind != kinds[0]:
                 raise ValueError(
                     f"all data sets in {name} must have inputs and targets of one shape and kind:"
-                    f" number {worker} has {_worded(kind)}, number 0 has {_worded(kinds[0])}"
+                    f" number {worker} has {_describe(kind)}, number 0 has {_describe(kinds[0])}"
                 )
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def take(self, numbers: Numbers) -> Batch:
-        """Ask each source for its own samples, in one call."""
+        """Read the samples of each source in one call."""
         flat = numbers.reshape(-1)
         owners = np.searchsorted(self.ends, flat, side="right")
         order = np.argsort(owners, kind="stable")
@@ -261,12 +261,12 @@ class Joined:
             for owner, source in enumerate(self.sources)
             if (owners == owner).any()
         ]
-        places = torch.from_numpy(np.argsort(order, kind="stable"))
-        inputs, targets = (torch.cat(part)[places] for part in zip(*parts, strict=True))
+        positions = torch.from_numpy(np.argsort(order, kind="stable"))
+        inputs, targets = (torch.cat(part)[positions] for part in zip(*parts, strict=True))
         return inputs, targets
 
     def labels(self) -> npt.NDArray[Any]:
-        """Return the targets of all."""
+        """Return the targets of all sources."""
         return np.concatenate([source.labels() for source in self.sources])
 
 
@@ -276,7 +276,7 @@ _FIRST = np.zeros((1, 1), np.int64)
 def open_source(
     data: Any, name: str, *, standardise: bool = False, test: bool = False
 ) -> SampleSource:
-    """Return the source behind whatever a user has; ``test`` asks for the samples to judge by."""
+    """Return the source of the user's data; ``test`` selects the test half of a Dataset."""
     if isinstance(data, Dataset):
         images, labels = (
             (data.test_images, data.test_labels) if test else (data.train_images, data.train_labels)
@@ -320,7 +320,7 @@ def _of_torch(data: Any, name: str) -> SampleSource:
 
 
 def _of_loader(loader: torch_data.DataLoader[Any], name: str) -> SampleSource:
-    """Use the data set and the collate function; refuse samplers that would be passed over."""
+    """Use the loader's data set and collate function; raise if it has a sampler of its own."""
     source = _of_torch(loader.dataset, name)
     plain = (torch_data.SequentialSampler, torch_data.RandomSampler)
     batches = loader.batch_sampler
@@ -339,8 +339,8 @@ def _of_loader(loader: torch_data.DataLoader[Any], name: str) -> SampleSource:
     return Items(loader.dataset, name, loader.collate_fn) if own else source
 
 
-def _held(part: Any, name: str) -> npt.NDArray[Any] | torch.Tensor:
-    """Return an array in the same memory; a tensor only where NumPy has no such type."""
+def _as_array(part: Any, name: str) -> npt.NDArray[Any] | torch.Tensor:
+    """Return an array in the same memory; a tensor only if NumPy has no such dtype."""
     tensor = part.detach().cpu() if isinstance(part, torch.Tensor) else None
     if tensor is not None and tensor.dtype == torch.bfloat16:
         return tensor
@@ -370,7 +370,7 @@ def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
     )
 
 
-def _worded(kind: list[tuple[tuple[int, ...], bool]]) -> str:
+def _describe(kind: list[tuple[tuple[int, ...], bool]]) -> str:
     (inputs, first), (targets, second) = kind
     words = {True: "floating-point", False: "whole"}
     return f"inputs {inputs} ({words[first]} numbers) and targets {targets} ({words[second]})"

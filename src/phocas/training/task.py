@@ -1,10 +1,10 @@
-"""A task: what is trained, on what, by whom, under which rule and attack, and from which seed."""
+"""A task: the model, the data, the workers, the rule, the attack and the seed of a training."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
@@ -14,29 +14,38 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from phocas.attacks import Attack, attack_rng, parse_attack
+from phocas.attacks import ATTACKS, Attack, attack_rng, parse_attack
 from phocas.attacks.participation import among, check_among
 from phocas.data import DATASETS, SPLITS, Assignment, DataSpec, Split, batch_indices, load
 from phocas.provenance import RESULTS_VERSION, code_of
 from phocas.rules import RULES, Rule
 from phocas.seeds import Stream, generator
-from phocas.settings import Settings, at_least, below_one, nonnegative, setting, word
+from phocas.settings import (
+    Conflict,
+    Settings,
+    Spelling,
+    at_least,
+    below_one,
+    nonnegative,
+    setting,
+    word,
+)
 from phocas.specs import OnNonfinite, Spec, count, positive, unknown
 from phocas.training.devices import find_device
 from phocas.training.gradients import worker_gradients
 from phocas.training.gradients.base import Loss, Reduction, WorkerGradients
-from phocas.training.lanes import Lanes
 from phocas.training.local_steps import LocalOptimizer
 from phocas.training.models import Builder, build_model
 from phocas.training.optimizers import Optimizers, parse_optimizer, parse_server_optimizer
 from phocas.training.parameters import FlatParameters
+from phocas.training.pool import DeterministicPool
 from phocas.training.samples import Samples
 from phocas.training.schedules import SCHEDULES, Constant
 from phocas.training.server import ParameterServer
 
 T = TypeVar("T")
 
-_SEEDS = 1 << 63  # what a database and every generator can hold
+_SEEDS = 1 << 63  # smaller seeds fit into a database and into every generator
 
 
 def _seed(owner: str, name: str, value: object) -> int:
@@ -48,7 +57,7 @@ def _seed(owner: str, name: str, value: object) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings(Settings):
-    """What users choose for a task besides the model, the loss and the data: text or value.
+    """Settings of a task besides the model, the loss and the data; texts or values.
 
     >>> settings = TaskSettings(rule="phocas:b=2", num_workers=7)
     >>> str(settings.rule), settings.num_workers, settings.lr
@@ -57,63 +66,110 @@ class TaskSettings(Settings):
 
     owner = "Trainer"
 
-    rule: Rule | str = setting(MISSING, "the aggregation rule: phocas:b=8, median, krum:b=6, ...")
-    num_workers: int = setting(20, "m, the number of workers", at_least(1))
+    rule: Rule | str = setting(MISSING, "Aggregation rule: phocas:b=8, median, krum:b=6, ...")
+    num_workers: int = setting(20, "Number of workers, m.", at_least(1))
     clients: int | None = setting(
-        None, "N, of whom so many as there are workers are drawn in every round", at_least(1)
+        None, "Number of clients from which the workers of a round are drawn.", at_least(1)
     )
     num_servers: int = setting(
-        1, "s, the servers that share the columns; changes no bit", at_least(1)
+        1, "Number of servers that share the parameters; the result does not change.", at_least(1)
     )
-    batch_size: int = setting(32, "n, the samples of a worker in a round", at_least(1))
-    lr: float = setting(0.1, "the learning rate", positive)
-    attack: Attack | str | None = setting(None, "what goes wrong: gambler, gaussian:q=6, or none")
-    seed: int = setting(0, "the seed of everything random", _seed)
-    split: Split | str = setting("iid", "who holds which samples: iid, dirichlet:alpha=0.5, ...")
+    batch_size: int = setting(32, "Samples of each worker in a round, n.", at_least(1))
+    lr: float = setting(0.1, "Learning rate.", positive)
+    attack: Attack | str | None = setting(
+        None, "Attack or fault: gambler, gaussian:q=6, ..., or none."
+    )
+    seed: int = setting(0, "Seed of all random numbers.", _seed)
+    split: Split | str = setting(
+        "iid", "Distribution of the samples over workers: iid, dirichlet:alpha=0.5, ..."
+    )
     optimizer: Optimizers | str = setting(
-        "sgd", "the optimiser: a name in torch.optim, or module:callable"
+        "sgd", "Optimizer: a name in torch.optim, or module:callable."
     )
-    optimizer_options: Mapping[str, Any] = setting({}, "more arguments of the optimiser")
+    optimizer_options: Mapping[str, Any] = setting({}, "Other arguments of the optimizer.")
     schedule: Callable[[int], float] | str = setting(
-        "constant", "a factor of the learning rate by the round: cosine:rounds=500, ..."
+        "constant", "Schedule of the learning rate: cosine:rounds=500, ..."
     )
-    weight_decay: float = setting(0.0, "the weight decay of the optimiser", nonnegative)
+    weight_decay: float = setting(0.0, "Weight decay of the optimizer.", nonnegative)
     local_steps: int | None = setting(
-        None,
-        "H, the steps of each worker with the optimiser in a round; then the servers step",
-        at_least(1),
+        None, "Optimizer steps of each worker in a round, before it sends.", at_least(1)
     )
     server_optimizer: str | None = setting(
-        None, "what servers step with after local steps: sgd, nesterov:lr=0.7,momentum=0.9, ..."
+        None, "Optimizer of the servers after local steps: sgd, nesterov:lr=0.7,momentum=0.9."
     )
     worker_momentum: float = setting(
-        0.0, "beta, where workers send v = beta v + (1 - beta) g", below_one
+        0.0, "Momentum beta of the workers, which send v = beta v + (1 - beta) g.", below_one
     )
     reduction: Reduction = setting(
-        "mean", "whether a worker sends the mean or the sum of its batch", word("mean", "sum")
+        "mean", "Gradient of a batch: the mean or the sum over its samples.", word("mean", "sum")
     )
     standardise: bool = setting(
-        default=False, text="subtract the mean of the images, and divide by their deviation"
+        default=False, text="Subtract the mean of the images and divide by their deviation."
     )
     on_nonfinite: OnNonfinite = setting(
         "skip",
-        "what to do with a step that is not finite: skip it, stop the run, or apply it",
+        "If an aggregate has NaN or inf: skip the step, stop the run, or apply it.",
         word(*get_args(OnNonfinite)),
     )
     device: torch.device | str | None = setting(
-        None, "where to compute: cpu, cuda, cuda:1; by default where the model is", find_device
+        None, "Device: cpu, cuda, cuda:1; by default that of the model.", find_device
     )
     threads: int | None = setting(
-        None, "the cores to use, by default all; changes no bit", at_least(1), place=True
+        None,
+        "Number of cores to use, by default all; the result does not change.",
+        at_least(1),
+        place=True,
     )
     gradient_path: str | None = setting(
-        None, "how gradients are computed: merged, vectorised or looped; by default what fits"
+        None, "Computation of gradients: merged, vectorised or looped; by default automatic."
     )
+
+    def conflicts(self, say: Spelling = str) -> Iterator[Conflict]:
+        """Yield the conflicts between settings, without importing user-defined code.
+
+        A user-defined rule or attack is checked only if it is a value, not a text.
+        """
+        if self.server_optimizer is not None and self.local_steps is None:
+            yield Conflict(
+                "server_optimizer",
+                f"{say('server_optimizer')} is for rounds of local steps: give {say('local_steps')}"
+                f" too, or set {say('optimizer')} instead",
+            )
+        if self.worker_momentum and self.local_steps is not None:
+            yield Conflict(
+                "worker_momentum",
+                f"{say('worker_momentum')} is for workers that send gradients: with"
+                f" {say('local_steps')} set the momentum in {say('optimizer_options')}",
+            )
+        if self.worker_momentum and self.clients is not None:
+            yield Conflict(
+                "worker_momentum",
+                f"{say('worker_momentum')} is for workers that take part in every round: leave it"
+                f" or {say('clients')} out",
+            )
+        if self.clients is not None and self.clients < self.num_workers:
+            yield Conflict(
+                "clients",
+                f"{say('clients')} must be at least {say('num_workers')}, which are drawn from"
+                f" them: got {self.clients} clients for {self.num_workers} workers",
+            )
+        rule = RULES.read(self.rule) if isinstance(self.rule, str) else self.rule
+        attack = ATTACKS.read(self.attack) if isinstance(self.attack, str) else self.attack
+        try:
+            if isinstance(rule, Rule):
+                rule.check(self.num_workers)
+        except ValueError as error:
+            yield Conflict("rule", str(error))
+        try:
+            if isinstance(attack, Attack):
+                check_among(attack, self.clients, self.num_workers, self.num_servers)
+        except ValueError as error:
+            yield Conflict("attack", str(error))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ServerTask:
-    """What servers know of a task: how the rows of a round become a step. No model, no data."""
+    """The part of a task that servers need, without the model and the data."""
 
     num_workers: int
     num_servers: int
@@ -127,7 +183,7 @@ class ServerTask:
     seed: int
 
     def serve(self, model: nn.Module) -> ParameterServer:
-        """Make the servers of a model's parameters, which become views of one vector."""
+        """Return the servers of a model, whose parameters become views of one vector."""
         return ParameterServer(
             model,
             num_workers=self.num_workers,
@@ -140,22 +196,22 @@ class ServerTask:
         )
 
     def rule_rng(self, round: int) -> np.random.Generator:
-        """Return the randomness of the rule in one round, for every server the same."""
+        """Return the random generator of the rule in one round, the same on every server."""
         return generator(Stream.RULE, self.seed, round)
 
     def attack_rng(self, round: int) -> np.random.Generator:
-        """Return the randomness of the attack in one round, wherever a part of it runs."""
+        """Return the random generator of the attack in one round, the same in every process."""
         return attack_rng(self.seed, round)
 
     def participants(self, round: int) -> npt.NDArray[np.int64] | None:
-        """Return which client each row of a round is of, in ascending order, if there are any."""
+        """Return the client of each row of a round, in ascending order; None without clients."""
         if self.clients is None:
             return None
         rng = generator(Stream.CLIENTS, self.seed, round)
         return np.sort(rng.choice(self.clients, self.num_workers, replace=False))
 
     def attack_of(self, round: int) -> Attack | None:
-        """Return what the attack is in a round: of clients, the liars who take part strike."""
+        """Return the attack of a round; with clients, only Byzantine participants attack."""
         who = self.participants(round)
         if self.attack is None or self.clients is None or who is None:
             return self.attack
@@ -165,7 +221,7 @@ class ServerTask:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Task(ServerTask):
-    """Everything that an engine needs to know, checked, with all that was text made a value.
+    """A checked task, as engines need it; texts have become values.
 
     >>> task = Task.make("softmax", data="synthetic:train=50,test=9", rule="median", num_workers=5)
     >>> task.rule, task.schedule, len(task.assignment)
@@ -184,9 +240,9 @@ class Task(ServerTask):
     threads: int | None
     gradient_path: str | None
     local: LocalOptimizer | None
-    """What workers step with before they send; ``optimizer`` and ``lr`` are then the servers'."""
+    """The optimizer of local steps, if any; ``optimizer`` and ``lr`` are then the servers'."""
     code: Mapping[str, str]
-    """Digests of the user's own code that the task is made of, by module."""
+    """Digests of the user-defined code that the task uses, by module."""
 
     @classmethod
     def make(
@@ -196,24 +252,27 @@ class Task(ServerTask):
         data: Any = None,
         *,
         test: Any = None,
+        of_engine: Callable[[TaskSettings], Iterable[Conflict]] = lambda _: (),
         **settings: Any,
     ) -> Task:
-        """Make a task of what users give; see :class:`TaskSettings` for the settings.
+        """Return a task from texts or values; see :class:`TaskSettings` for the settings.
 
         Args:
-            model: any module, or a model's spelling, whose weights then come from the seed.
+            model: any module, or a model as text, whose weights then come from the seed.
             loss: ``loss(outputs, targets)``, the mean over a batch.
-            data: a :class:`phocas.data.Dataset`, its spelling, or what :class:`Samples` takes.
-            test: what to evaluate on, if ``data`` has none of its own.
+            data: a :class:`phocas.data.Dataset`, its text, or an argument of :class:`Samples`.
+            test: the test data, if ``data`` has none.
+            of_engine: the conflicts of the settings with those of an engine.
             settings: those of :class:`TaskSettings`.
         """
         asked = _asked(settings)
         rule = RULES.of(asked.rule, "Trainer")
-        rule.check(asked.num_workers)
-        _check_clients(asked)
         attack = asked.attack
         if isinstance(attack, str):
             attack = parse_attack(attack, asked.num_servers)
+        asked = replace(asked, rule=rule, attack=attack)
+        for _, text in (*asked.conflicts(), *of_engine(asked)):
+            raise ValueError(text)
         split = SPLITS.of(asked.split, "Trainer")
         made: dict[str, Any] = {
             "loss": loss,
@@ -223,7 +282,7 @@ class Task(ServerTask):
             **_optimizers(asked),
         }
         spec = DATASETS.parse(data) if isinstance(data, str) else data
-        samples = Samples(  # after all that can be refused without it: a download takes long
+        samples = Samples(  # after all checks that need no data, because a download takes long
             load(spec) if isinstance(spec, DataSpec) else spec,
             test,
             standardise=asked.standardise,
@@ -250,12 +309,12 @@ class Task(ServerTask):
         return cls(**made, **{name: getattr(asked, name) for name in left})
 
     def for_server(self) -> ServerTask:
-        """Return what a server is told."""
+        """Return the part of the task that servers need."""
         told = {declared.name: getattr(self, declared.name) for declared in fields(ServerTask)}
         return ServerTask(**told)
 
     def for_worker(self, gradient_path: str) -> Task:
-        """Return what a worker process is told: no test samples, and how gradients are computed."""
+        """Return the task of a worker process, without test samples."""
         return replace(
             self,
             samples=self.samples.without_test(),
@@ -264,29 +323,32 @@ class Task(ServerTask):
             gradient_path=gradient_path,
         )
 
-    def differentiate(self, flat: FlatParameters, lanes: Lanes) -> WorkerGradients:
-        """Choose how the workers' gradients are computed, by a trial on a sample."""
+    def differentiate(self, flat: FlatParameters, pool: DeterministicPool) -> WorkerGradients:
+        """Return the computation of the workers' gradients, chosen by a trial on a sample."""
         sample = self.samples.draw(np.zeros((1, self.batch_size), np.int64))
         return worker_gradients(
             self.model,
             self.loss,
             flat,
-            lanes,
+            pool,
             sample=self._there(*sample),
             reduction=self.reduction,
             path=self.gradient_path,
         )
 
     def server_factor(self, factor: float) -> float:
-        """Return the factor of the servers' rate: the changes of workers may have it in them."""
+        """Return the factor by which the servers multiply the learning rate.
+
+        The result is ``factor``, or 1 if the workers' local steps have already applied ``factor``.
+        """
         return factor if self.local is None or self.local.linear else 1.0
 
     def batches(
         self, round: int, first: int = 0, last: int | None = None, *, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw what the workers first to last - 1 see in a round, as the attack leaves it.
+        """Return the batches of workers first to last - 1 in a round, after an attack on data.
 
-        ``step`` is that of workers who take several in a round.
+        ``step`` counts the local steps of the round.
         """
         workers = slice(first, last)
         number = round if self.local is None else round * self.local.steps + step
@@ -309,18 +371,18 @@ class Task(ServerTask):
         return inputs.to(self.device), targets.to(self.device)
 
     def identity(self) -> str:
-        """Return a digest of all that the result depends on, besides the user's own code.
+        """Return a digest of all settings that determine the result, except user-defined code.
 
-        A checkpoint belongs to one, and to the code that is in ``code``.
+        A checkpoint can be loaded only by a task with the same digest and the same ``code``.
         """
         said = {
             declared.name: _written(getattr(self, declared.name))
             for declared in fields(self)
             if declared.name not in ("model", "samples", "assignment", "device", "threads", "code")
         }
-        if RESULTS_VERSION > 1:  # the first is that of checkpoints which name none
+        if RESULTS_VERSION > 1:  # checkpoints of version 1 do not name their version
             said["results_version"] = RESULTS_VERSION
-        if self.device.type != "cpu":  # whose digests are older than the setting
+        if self.device.type != "cpu":  # digests of CPU runs are older than this setting
             said["device"] = self.device.type
         if self.local is None:
             del said["local"]
@@ -336,7 +398,7 @@ class Task(ServerTask):
 
 
 def _asked(settings: Mapping[str, Any]) -> TaskSettings:
-    """Take what was given and is not None, which stands for the default."""
+    """Return the settings that were given; None stands for the default."""
     known = [declared.name for declared in fields(TaskSettings)]
     for name in settings:
         if name not in known:
@@ -347,38 +409,14 @@ def _asked(settings: Mapping[str, Any]) -> TaskSettings:
     return TaskSettings(**given)
 
 
-def _check_clients(asked: TaskSettings) -> None:
-    if asked.clients is None:
-        return
-    if asked.clients < asked.num_workers:
-        raise ValueError(
-            "Trainer needs clients >= num_workers, who are drawn from them: got"
-            f" clients={asked.clients} with num_workers={asked.num_workers}"
-        )
-    if asked.worker_momentum:
-        raise ValueError(
-            "worker_momentum is for workers that take part in every round: leave it out, or clients"
-        )
-
-
 def _optimizers(asked: TaskSettings) -> dict[str, Any]:
-    """Say what servers step with, and what workers do before they send, if they do."""
+    """Return the optimizer of the servers, and that of local steps."""
     decay = {"weight_decay": asked.weight_decay} if asked.weight_decay else {}
     kind = _value(parse_optimizer, asked.optimizer)
     options = {**asked.optimizer_options, **decay}
     if asked.local_steps is None:
-        if asked.server_optimizer is not None:
-            raise ValueError(
-                f"server_optimizer={asked.server_optimizer} is for rounds of local steps: give"
-                " local_steps too, or say optimizer for the servers' own"
-            )
         said = {"optimizer": kind, "optimizer_options": options, "lr": asked.lr}
         return {**said, "local": None}
-    if asked.worker_momentum:
-        raise ValueError(
-            "worker_momentum is for workers that send gradients: with local_steps give the"
-            " optimiser a momentum, optimizer_options={'momentum': 0.9}"
-        )
     server = parse_server_optimizer(asked.server_optimizer or "sgd")
     of_server, more = server.make()
     return {
@@ -399,7 +437,7 @@ def _dtype(model: object) -> torch.dtype:
 
 
 def _written(value: object) -> Any:
-    """Write a setting down so that it reads the same in every process."""
+    """Return a setting as JSON data that is the same in every process."""
     if isinstance(value, Spec):
         return str(value)
     if isinstance(value, Mapping):

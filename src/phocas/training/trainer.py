@@ -1,4 +1,4 @@
-"""Synchronous SGD among workers that may lie: the loop over rounds."""
+"""Synchronous SGD with workers that may be Byzantine: the loop over rounds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import numpy as np
 import numpy.typing as npt
 from torch.nn import functional
 
+from phocas.deprecation import former_attributes
+from phocas.detection import Detector
+from phocas.detection.dropped_cells import dropped_cells
+from phocas.detection.outlier_counts import OutlierCount, count_outliers
+from phocas.detection.participation import ParticipationShares
+from phocas.detection.recent_direction import RecentDirection
+from phocas.detection.sampling import Sample
 from phocas.provenance import code_of
-from phocas.rules.cells import lost_cells
-from phocas.rules.census import Count, census
-from phocas.rules.sampling import Sample
-from phocas.rules.suspicion import Suspicion
 from phocas.seeds import Stream, generator
 from phocas.specs import count
-from phocas.training.attendance import Attendance
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
 from phocas.training.cluster import find_engine
-from phocas.training.course import Course
 from phocas.training.evaluation import Metrics, evaluate
-from phocas.training.lanes import one_torch_thread
+from phocas.training.pool import one_torch_thread
 from phocas.training.task import Task
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from phocas.training.server import Action, ParameterServer
 
 
-_CENSUS_EVERY = 4
-_LOST = 1e6  # times the first loss, or 1 if that is larger: no honest gradient leads back
+_COUNT_EVERY = 4  # rounds between counts of outliers
+_LOST = 1e6  # a median loss above this multiple of max(1, first loss) means a destroyed model
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,69 +49,71 @@ class Picture:
     """Some columns of the matrix of one round, as the servers received them."""
 
     sample: Sample
-    """Which columns they are."""
+    """The sampled columns."""
     values: npt.NDArray[np.float64]
     """The values, (m, columns)."""
     lost: npt.NDArray[np.float64]
-    """How much of each was left out, from 0 to 1; see :func:`phocas.rules.cells.lost_cells`."""
+    """The dropped share of each value, from 0 to 1; see ``phocas.detection.dropped_cells``."""
 
 
+@former_attributes(suspects="flagged", suspect_servers="flagged_servers", census="outlier_counts")
 @dataclass(frozen=True, eq=False)
 class Round:
     """One round of training."""
 
     number: int
-    """From 1: so many rounds have been run."""
+    """The number of the round, from 1."""
     loss: float
     """The mean loss of the workers' batches."""
     lr: float
     """The learning rate of the step."""
     action: Action
-    """What was done with the aggregate: applied, skipped or stopped."""
+    """The use of the aggregate: applied, skipped or stopped."""
     finite: bool
-    """Whether the aggregate was."""
+    """Whether the aggregate has no NaN and inf."""
     gradient_norm: float
-    """The length of the aggregate."""
+    """The norm of the aggregate."""
     honest_distance: float | None
-    """From the aggregate to the mean of the uncorrupted gradients, where it was asked for."""
+    """The distance from the aggregate to the mean of uncorrupted gradients, if requested."""
     dropped: npt.NDArray[np.float64]
-    """For each worker, the share of its values that the rule left out."""
+    """For each worker, the share of its values that the rule dropped."""
     expected_dropped: float
-    """The share of its values that an honest worker expects to lose."""
+    """The expected dropped share of an honest worker."""
     by_server: npt.NDArray[np.float64] | None
-    """The same within each server's columns, (s, m), where it was asked for."""
+    """The dropped shares within each server's columns, (s, m), if requested."""
     touched: int
     """The number of cells that the attack changed."""
-    suspects: tuple[int, ...]
-    """Workers that are wrong beyond chance, or differ by their data; see :class:`Suspicion`."""
+    flagged: tuple[int, ...]
+    """Flagged workers: faulty, or with other data; see :class:`phocas.detection.Detector`."""
     seconds: dict[str, float]
     """Times by phase: data, gradients, attack, aggregate, update, metrics."""
     missing: tuple[int, ...] = ()
-    """Workers whose row did not come in time, or came in no usable form."""
+    """Workers whose row was late or invalid."""
     news: tuple[str, ...] = ()
-    """What went wrong with processes and messages, in words."""
+    """Descriptions of the failures of processes and messages."""
     unusual: tuple[int, ...] = ()
-    """Workers that are lately left out far more than most, or have changed: a warning, no proof."""
-    suspect_servers: tuple[int, ...] = ()
-    """Servers that more than b workers' values reach absurdly wrong."""
+    """Workers whose values were recently dropped far more than most, or drifted: only a warning."""
+    flagged_servers: tuple[int, ...] = ()
+    """Servers that receive extreme values from more than b workers."""
     lost: int | None = None
     """The round that destroyed the model, if one did; later rounds give no evidence."""
-    census: tuple[Count, ...] = ()
-    """How many values of some columns were implausible, in one round of four."""
+    outlier_counts: tuple[OutlierCount, ...] = ()
+    """The numbers of outliers in some columns, in one round of four."""
     picture: Picture | None = None
-    """Some columns of the matrix, where they were asked for."""
+    """Some columns of the matrix, if requested."""
     participants: npt.NDArray[np.int64] | None = None
-    """Which client or worker each entry of ``dropped`` is of, where not all took part."""
+    """The client or worker of each entry of ``dropped``, if not all took part."""
     virtual_seconds: float | None = None
-    """What a virtual clock shows, where there is one."""
+    """The time of the virtual clock, if there is one."""
     staleness: int | None = None
-    """How many steps behind the last row was, where nobody waits."""
+    """The staleness of the last row in steps, in asynchronous training."""
     refused: int = 0
-    """Rows that were too stale to be used."""
+    """The number of rows that were rejected as too stale."""
 
 
+@former_attributes(suspicion="detector", attendance="participation", course="recent_direction")
 class Trainer:
-    """Train a model by rounds of m workers and s servers, under a rule and perhaps an attack.
+    """The training of a model by rounds of m workers and s servers, with a rule and an attack.
 
     >>> import phocas, torch
     >>> from phocas.data import load
@@ -119,21 +122,21 @@ class Trainer:
     >>> with Trainer(model, torch.nn.CrossEntropyLoss(), data, num_workers=10, lr=0.5,
     ...              rule=phocas.Phocas(b=3), attack="gaussian:q=3") as trainer:
     ...     losses = [round.loss for round in trainer.rounds(30)]
-    ...     losses[-1] < losses[0] / 2, trainer.suspicion.suspects()
+    ...     losses[-1] < losses[0] / 2, trainer.detector.flagged()
     (True, (0, 1, 2))
 
     Args:
-        model: any module; its parameters become views of one vector and are trained in place. Or a
-            model's spelling, ``"mlp:hidden=64"``.
+        model: any module; its parameters become views of one vector and are trained in place. Or
+            the text of a model, ``"mlp:hidden=64"``.
         loss: ``loss(outputs, targets)``, the mean over a batch.
-        data: a :class:`phocas.data.Dataset` or its spelling, a pair of arrays (inputs, targets), a
-            torch Dataset or DataLoader, or a list of these, one a worker; see
+        data: a :class:`phocas.data.Dataset` or its text, a pair of arrays (inputs, targets), a
+            torch Dataset or DataLoader, or a list of these, one for each worker; see
             :class:`phocas.training.samples.Samples`.
-        test: what to evaluate on, if ``data`` has none of its own; the same kinds.
-        engine: where rounds run: ``"local"``, ``"ray"``, or an engine with settings of its own,
+        test: the test data, of the same types, if ``data`` has none.
+        engine: the engine that runs the rounds: ``"local"``, ``"ray"``, or an engine with settings,
             ``phocas.engines.ray.RaySettings(deadline=5)``.
-        settings: ``rule`` and any other of :class:`phocas.training.task.TaskSettings`. Rules,
-            attacks, splits, schedules and optimisers may be text or values.
+        settings: ``rule`` and the other fields of :class:`phocas.training.task.TaskSettings`.
+            Rules, attacks, splits, schedules and optimizers may be text or values.
     """
 
     def __init__(
@@ -147,13 +150,14 @@ class Trainer:
         **settings: Any,
     ) -> None:
         chosen = find_engine(engine)
-        task = Task.make(model, loss, data, test=test, **settings)
+        of_engine = getattr(chosen, "conflicts", lambda _: ())
+        task = Task.make(model, loss, data, test=test, of_engine=of_engine, **settings)
         self._begin(task, chosen.build(task))
         self.code |= code_of([chosen, *getattr(chosen, "__dict__", {}).values()])
 
     @classmethod
     def of(cls, task: Task, cluster: Cluster) -> Self:
-        """Make a trainer of a task and of the cluster that an engine made from it."""
+        """Return a trainer for a task and the cluster that an engine built from the task."""
         trainer = cls.__new__(cls)
         trainer._begin(task, cluster)  # noqa: SLF001  a second constructor
         return trainer
@@ -162,17 +166,17 @@ class Trainer:
         self.task = task
         self.code: dict[str, str] = dict(task.code)
         self.cluster = cluster
-        self.suspicion = Suspicion(
+        self.detector = Detector(
             task.num_workers,
-            task.rule.liars(task.num_workers) or None,
+            task.rule.max_byzantine(task.num_workers) or None,
             [(part.start, part.stop) for part in self.server.bounds]
             if task.num_servers > 1
             else [],
             task.worker_momentum,
-            course=True,
+            direction=True,
         )
-        self.course = Course(self.server.vector)
-        self.attendance = Attendance(task.clients or task.num_workers)
+        self.recent_direction = RecentDirection(self.server.vector)
+        self.participation = ParticipationShares(task.clients or task.num_workers)
         self.rounds_done = 0
         self.first_loss: float | None = None
         """The median loss of the workers in the first round."""
@@ -186,11 +190,11 @@ class Trainer:
 
     @property
     def server(self) -> ParameterServer:
-        """The parameters as they are published."""
+        """The parameter server, with the parameters that the workers receive."""
         return self.cluster.server
 
     def rounds(self, number: int) -> Iterator[Round]:
-        """Run so many further rounds, one for each item taken; a stopped round is the last."""
+        """Run ``number`` further rounds, and yield each; end after a stopped round."""
         for _ in range(count("rounds", "number", number)):
             done = self.step()
             yield done
@@ -198,9 +202,11 @@ class Trainer:
                 return
 
     def step(self, *, detailed: bool = True, picture: Sample | None = None) -> Round:
-        """Run one round; ``detailed=False`` leaves out what needs another pass over the matrix.
+        """Run one round.
 
-        ``picture`` asks for the values of some columns, and which of them were left out.
+        Args:
+            detailed: whether to compute the fields that need another pass over the matrix.
+            picture: columns whose values, and dropped shares, the round returns.
         """
         start = time.perf_counter()
         with one_torch_thread():
@@ -210,25 +216,18 @@ class Trainer:
             seen = self.cluster.gather(round_, by_server=detailed, honest=detailed, samples=asked)
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
-            course = self.course.sampled(samples[0]) if samples else None
+            direction = self.recent_direction.sampled(samples[0]) if samples else None
             self._judge_model(seen.losses)
             before = time.perf_counter()
             action = self.cluster.update(aggregate, factor)
             updated = time.perf_counter()
-            self.attendance.update(seen.participants, aggregate.dropped)
+            self.participation.update(seen.participants, aggregate.dropped)
+            self._detect(seen, samples, direction)
             whole = self.lost is None
-            if seen.participants is None and whole:
-                if samples:
-                    now, *following = seen.sampled[: len(samples)]
-                    later = following[0] if following else None
-                    self.suspicion.observe(now, samples[0], later, course)
-                else:
-                    self.suspicion.rest()
-                self.suspicion.update(aggregate.dropped)
-            counted = samples and whole and round_ % _CENSUS_EVERY == 0
-            counts = census(seen.sampled[0]) if counted else ()
+            counted = samples and whole and round_ % _COUNT_EVERY == 0
+            counts = count_outliers(seen.sampled[0]) if counted else ()
             self.rounds_done += 1
-            self.course.advance(self.rounds_done)
+            self.recent_direction.advance(self.rounds_done)
         seconds = {**seen.seconds, "update": updated - before}
         seconds["metrics"] = (
             time.perf_counter()
@@ -247,11 +246,11 @@ class Trainer:
             expected_dropped=aggregate.expected,
             by_server=aggregate.by_server if detailed and seen.participants is None else None,
             touched=seen.touched,
-            suspects=self.suspicion.suspects() if self.cluster.same_rows else (),
-            unusual=self.suspicion.unusual() if self.cluster.same_rows and whole else (),
-            suspect_servers=self.suspicion.servers() if self.cluster.same_rows else (),
+            flagged=self.detector.flagged() if self.cluster.same_rows else (),
+            unusual=self.detector.unusual() if self.cluster.same_rows and whole else (),
+            flagged_servers=self.detector.servers() if self.cluster.same_rows else (),
             lost=self.lost,
-            census=counts,
+            outlier_counts=counts,
             seconds=seconds,
             missing=seen.missing,
             news=seen.news,
@@ -262,15 +261,28 @@ class Trainer:
             refused=seen.refused,
         )
 
-    def _judge_model(self, losses: npt.NDArray[np.floating]) -> None:
-        """Note that the model is lost if the workers' median loss is not finite or absurdly large.
+    def _detect(
+        self, seen: Gathered, samples: list[Sample], direction: npt.NDArray[np.float64] | None
+    ) -> None:
+        """Update the detector, unless the model is destroyed or not all workers took part."""
+        if seen.participants is not None or self.lost is not None:
+            return
+        if samples:
+            now, *following = seen.sampled[: len(samples)]
+            self.detector.observe(now, samples[0], following[0] if following else None, direction)
+        else:
+            self.detector.rest()
+        self.detector.update(seen.aggregate.dropped)
 
-        The size of a step does not tell: a step of any size along columns that no data uses does no
-        harm. The median is honest if most workers are.
+    def _judge_model(self, losses: npt.NDArray[np.floating]) -> None:
+        """Set ``lost`` if the workers' median loss is not finite or extremely large.
+
+        The size of a step is no criterion: a step of any size along columns that no data uses is
+        harmless. The median is between honest losses if most workers are honest.
         """
         if self.lost is not None or 2 * len(losses) <= self.task.num_workers:
             return
-        loss = float(np.sort(losses)[len(losses) // 2])  # NaN comes last
+        loss = float(np.sort(losses)[len(losses) // 2])  # NaN is sorted last
         if self.first_loss is None:
             self.first_loss = loss
         if not math.isfinite(loss) or loss > _LOST * max(1.0, self.first_loss):
@@ -278,14 +290,17 @@ class Trainer:
 
     def _picture(self, sample: Sample, seen: Gathered) -> Picture:
         values = seen.sampled[-1].reshape(self.task.num_workers, -1)
-        return Picture(sample, values, lost_cells(self.task.rule, values, seen.aggregate.dropped))
+        return Picture(
+            sample, values, dropped_cells(self.task.rule, values, seen.aggregate.dropped)
+        )
 
     def _samples(self, round_: int) -> list[Sample]:
-        """Return the columns in which workers are compared, and those of the next round if needed.
+        """Return the columns in which workers are compared; none if the round is not observed.
 
-        What is new in a row with momentum shows beside its last values in the same columns.
+        With momentum, the list has the columns of the next round as well. The detector then
+        subtracts a row's previous values in the same columns, to observe its new gradient only.
         """
-        if not self.cluster.same_rows or self.lost is not None or not self.suspicion.wants():
+        if not self.cluster.same_rows or self.lost is not None or not self.detector.wants():
             return []
         d = self.server.parameters.size
         rounds = range(round_, round_ + 1 + bool(self.task.worker_momentum))
@@ -293,18 +308,18 @@ class Trainer:
         return [Sample.draw(d, generator(Stream.SAMPLE, seed, number)) for number in rounds]
 
     def evaluate(self) -> Metrics:
-        """Return the loss and, where targets are classes, the accuracy on the test samples."""
+        """Return the loss and, if targets are classes, the accuracy on the test samples."""
         gradients = self.cluster.gradients
         return evaluate(
             self.model,
             self.task.loss,
             self.task.samples,
-            gradients.lanes,
+            gradients.pool,
             channels_last=gradients.channels_last,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the whole state of the training into a file, to go on from with :meth:`load`."""
+        """Write the whole state of the training to a file, for :meth:`load`."""
         save_checkpoint(Path(path), self, self._identity())
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -312,7 +327,7 @@ class Trainer:
         load_checkpoint(Path(path), self, self._identity())
 
     def _identity(self) -> str:
-        # What is kept of workers and servers differs between engines.
+        # The saved state of workers and servers differs between engines.
         return f"{self.cluster.kind}-{self.task.identity()}"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Claims as predicates: intervals, verdicts, and made-up results that bear the paper out or not."""
+"""Claims: intervals, verdicts, and synthetic results that agree with the paper or contradict it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phocas.experiments.reproduction.tasks import (
     label_of,
     plan,
 )
-from phocas.experiments.reproduction.verdicts import Check, Finding, Interval, interval, judge
+from phocas.experiments.reproduction.verdicts import Check, ClaimResult, Interval, interval, judge
 from phocas.report.claims_table import describe, markdown
 from phocas.report.front import draw_front, front_lines, lowest_accuracies
 from phocas.report.paper_figures import draw
@@ -51,7 +51,7 @@ def as_the_paper_says(figure: Figure, case: Case) -> float:
     if figure.name == "omniscient" and label == "Trmean":
         return 0.7
     if figure.name == "batch-size":
-        return 0.93 + (level - 0.93) * 32 / case.config.batch_size
+        return 0.93 + (level - 0.93) * 32 / float(case.config.batch_size)
     return level
 
 
@@ -62,14 +62,16 @@ def as_we_say(figure: Figure, case: Case) -> float:
 
 
 def made_up(level: Level, repeats: int = 5, *, without: int = 0, task: str = "mnist") -> Outcomes:
-    """Make results; in every case the last ``without`` repeats are missing."""
+    """Create results; in every case the last ``without`` repeats are missing."""
     reproduction = plan(task, repeats=repeats)
     milliseconds = {"Mean": 1.0, "Trmean": 2.0, "Phocas": 3.0, "Krum": 5.0, "Multi-Krum": 6.0}
     figures: dict[str, list[Repeats]] = {}
     for figure in reproduction.figures:
         figures[figure.name] = []
         for case in figure.cases:
-            rng = np.random.default_rng(7)  # repeats differ alike in every case, as seeds do
+            rng = np.random.default_rng(
+                7
+            )  # repeats vary in the same way in every case, as seeds do
             end = level(figure, case) + rng.normal(0, 0.002, (repeats, 1))
             curve = 0.1 + (end - 0.1) * np.array([0.0, 0.7, 0.95, 1.0])
             kept = repeats - without
@@ -82,18 +84,18 @@ def made_up(level: Level, repeats: int = 5, *, without: int = 0, task: str = "mn
                     accuracy=curve[:kept],
                     distance=np.full(kept, 0.5 if case.label == "Trmean" else 0.2),
                     aggregate_ms=np.full(kept, milliseconds.get(case.label, 1.0)),
-                    dropped=np.tile([i in case.liars for i in range(20)], (kept, 1)) * 1.0,
+                    dropped=np.tile([i in case.byzantine for i in range(20)], (kept, 1)) * 1.0,
                     nonfinite=np.zeros(kept, np.int64),
                 )
             )
     return Outcomes(reproduction, figures)
 
 
-def verdicts(outcomes: Outcomes) -> dict[str, Finding]:
+def verdicts(outcomes: Outcomes) -> dict[str, ClaimResult]:
     return {claim.name: judge(claim, outcomes) for claim in CLAIMS[outcomes.reproduction.claims]}
 
 
-def test_an_interval_is_students() -> None:
+def test_interval_is_students_t_interval() -> None:
     found = interval([0.90, 0.92, 0.97])  # by hand: s = 0.0360555, t = 4.303, / sqrt 3
     assert found.mean == pytest.approx(0.93)
     assert found.high - found.mean == pytest.approx(4.303 * 0.0360555 / math.sqrt(3), rel=1e-5)
@@ -102,7 +104,7 @@ def test_an_interval_is_students() -> None:
     assert long.high - long.mean == pytest.approx(1.96 * 29.3 / math.sqrt(101), rel=1e-3)
 
 
-def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_interval_has_the_stated_coverage() -> None:
     rng = np.random.default_rng(0)
     inside = 0
     for _ in range(2000):
@@ -131,13 +133,13 @@ def test_a_check_is_decided_by_its_whole_interval(
     assert Check("x", Interval((low + high) / 2, low, high, 3), -0.01, 0.01).verdict == verdict
 
 
-def test_every_claim_holds_where_the_results_are_the_papers() -> None:
+def test_every_claim_holds_for_results_like_the_papers() -> None:
     found = verdicts(made_up(as_the_paper_says))
     assert {name: f.verdict for name, f in found.items()} == dict.fromkeys(found, "holds")
     assert {finding.repeats for finding in found.values()} == {5}
 
 
-def test_every_claim_about_heraclius_holds_where_the_results_are_ours() -> None:
+def test_every_claim_about_heraclius_holds_for_results_like_ours() -> None:
     found = verdicts(made_up(as_we_say, task="heraclius"))
     assert {name: f.verdict for name, f in found.items()} == dict.fromkeys(found, "holds")
     assert len(found) == len(CLAIMS["heraclius"])
@@ -153,7 +155,7 @@ def test_every_claim_about_heraclius_holds_where_the_results_are_ours() -> None:
         ("gambler", 0.3, {"gambler-heraclius", "gambler-heraclius-phocas"}),
     ],
 )
-def test_accuracy_that_heraclius_costs_is_found(
+def test_accuracy_cost_of_heraclius_is_detected(
     figure: str, level: float, broken: set[str]
 ) -> None:
     def other(where: Figure, case: Case) -> float:
@@ -165,7 +167,7 @@ def test_accuracy_that_heraclius_costs_is_found(
 
 
 def as_cleaning_does(figure: Figure, case: Case) -> float:
-    """Return an accuracy at the end for which every claim about cleaning holds."""
+    """Return an accuracy at the end for which every claim about the cell filter holds."""
     cells = figure.name in ("bit-flip", "gambler")
     if case.label == "NNM + Trmean" and cells:
         return 0.1
@@ -187,7 +189,7 @@ def as_cleaning_does(figure: Figure, case: Case) -> float:
         ("choosing-cifar10", "gambler", "NNM + Trmean", 0.9, {"cells-nnm"}),
     ],
 )
-def test_claims_about_cleaning(
+def test_claims_about_cell_filter(
     task: ClaimsOf, figure: str, label: str, level: float, broken: set[str]
 ) -> None:
     def other(where: Figure, case: Case) -> float:
@@ -199,7 +201,7 @@ def test_claims_about_cleaning(
     assert {name for name, f in found.items() if f.verdict != "holds"} == broken
 
 
-def test_the_front_is_drawn_and_told(tmp_path: Path) -> None:
+def test_front_is_drawn_and_reported(tmp_path: Path) -> None:
     outcomes = made_up(as_cleaning_does, task="choosing")
     errors = {
         label_of(case.config): Errors(case.config.rule, 0.1, None if case.label == "Mean" else 2.0)
@@ -212,7 +214,7 @@ def test_the_front_is_drawn_and_told(tmp_path: Path) -> None:
     assert low.figure in ("bit-flip", "gambler")
     assert low.attacks == 8
     lines = front_lines(outcomes, errors)
-    assert any("cleaning:b=8\\|nnm:b=8" in line and "| 2.00 |" in line for line in lines)
+    assert any("cell-filter:b=8\\|nnm:b=8" in line and "| 2.00 |" in line for line in lines)
     assert any(line.startswith("| Mean") and "no bound" in line for line in lines)
     quiet = [figure for figure in outcomes.reproduction.figures if figure.name == "none"]
     alone = Outcomes(
@@ -221,7 +223,7 @@ def test_the_front_is_drawn_and_told(tmp_path: Path) -> None:
     )
     draw_front(alone, errors, tmp_path / "alone.png")
     sizes = [imread(tmp_path / name).shape for name in ("front.png", "alone.png")]
-    assert sizes[0][1] > sizes[1][1] > 0  # one side instead of two
+    assert sizes[0][1] > sizes[1][1] > 0  # one bar instead of two
 
 
 def test_worst_errors_are_measured_once(tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_worst_errors_are_measured_once(tmp_path: Path) -> None:
     )
     cases = tuple(
         Case(rule, config.model_copy(update={"rule": rule}))
-        for rule in ("mean", "median", "cleaning:b=4|nnm:b=3|median")
+        for rule in ("mean", "median", "cell-filter:b=4|nnm:b=3|median")
     )
     figure = dataclasses.replace(small.figures[0], cases=cases)
     tiny = dataclasses.replace(small, figures=(figure,), front=(2, 4))
@@ -249,7 +251,7 @@ def test_worst_errors_are_measured_once(tmp_path: Path) -> None:
     found = worst_errors(tiny, path, q=2)
     assert found["Mean"].worst is None
     assert found["Mean"].quiet < 1e-6
-    for label in ("Median", "Cleaning + NNM + Median"):
+    for label in ("Median", "CellFilter + NNM + Median"):
         quiet, worst = found[label].quiet, found[label].worst
         assert worst is not None
         assert 0 < quiet < worst
@@ -260,15 +262,13 @@ def test_worst_errors_are_measured_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("figure", "worker", "share", "broken"),
     [
-        ("gaussian", 0, 0.6, {"dropped-liars"}),  # one liar of six: 0.93 on average
+        ("gaussian", 0, 0.6, {"dropped-liars"}),  # one Byzantine worker of six: 0.93 on average
         ("gaussian", 6, 0.5, {"dropped-honest"}),  # the first honest worker: 0.036 on average
-        ("omniscient", 0, 0.0, set()),  # only of Gaussian liars it is said
-        ("bit-flip", 0, 0.7, {"dropped-honest"}),  # no worker lies there
+        ("omniscient", 0, 0.0, set()),  # the claim is only about the Gaussian attack
+        ("bit-flip", 0, 0.7, {"dropped-honest"}),  # no worker is Byzantine there
     ],
 )
-def test_blame_of_the_wrong_is_found(
-    figure: str, worker: int, share: float, broken: set[str]
-) -> None:
+def test_wrong_blame_is_detected(figure: str, worker: int, share: float, broken: set[str]) -> None:
     outcomes = made_up(as_we_say, task="heraclius")
     outcomes.get(figure, "Heraclius").dropped[:, worker] = share
     found = verdicts(outcomes)
@@ -290,7 +290,7 @@ def test_blame_of_the_wrong_is_found(
                                   "phocas-multi-krum"}),
     ],
 )  # fmt: skip
-def test_a_claim_that_the_results_contradict_does_not_hold(
+def test_claim_contradicted_by_results_does_not_hold(
     figure: str, label: str, level: float, broken: set[str]
 ) -> None:
     def other(where: Figure, case: Case) -> float:
@@ -301,7 +301,7 @@ def test_a_claim_that_the_results_contradict_does_not_hold(
     assert {name for name, f in found.items() if f.verdict == "does not hold"} == broken
 
 
-def test_one_value_of_b_that_breaks_a_rule_is_enough() -> None:
+def test_one_b_that_breaks_a_rule_is_enough_to_reject_a_claim() -> None:
     def other(where: Figure, case: Case) -> float:
         weak = where.name == "gambler-b" and case.label == "Phocas" and case.b == 1
         return 0.3 if weak else as_the_paper_says(where, case)
@@ -313,13 +313,13 @@ def test_one_value_of_b_that_breaks_a_rule_is_enough() -> None:
     ]
 
 
-def test_one_repeat_decides_nothing_but_says_where_it_points() -> None:
+def test_one_repeat_decides_nothing_but_shows_the_tendency() -> None:
     found = verdicts(made_up(as_the_paper_says, repeats=1))
     assert {finding.verdict for finding in found.values()} == {"not decided"}
     assert all("agree with" in finding.note for finding in found.values())
 
 
-def test_repeats_that_disagree_leave_a_claim_open() -> None:
+def test_disagreeing_repeats_leave_a_claim_undecided() -> None:
     outcomes = made_up(as_the_paper_says, repeats=4)
     wild = outcomes.get("gaussian", "Phocas")
     wild.accuracy[:, -1] = [0.1, 0.93, 0.93, 0.93]
@@ -328,7 +328,7 @@ def test_repeats_that_disagree_leave_a_claim_open() -> None:
     assert "speak against" in finding.note
 
 
-def test_a_rounding_does_not_speak_against_a_claim() -> None:
+def test_rounding_error_does_not_contradict_a_claim() -> None:
     assert Check("equal", Interval(-1e-17, -0.1, 0.1, 3), at_least=0.0).mean_says
     assert not Check("less", Interval(-1e-6, -0.1, 0.1, 3), at_least=0.0).mean_says
 
@@ -350,10 +350,10 @@ def test_differences_are_taken_between_the_same_repeats() -> None:
     finding = verdicts(Outcomes(outcomes.reproduction, figures))["gaussian-phocas"]
     assert finding.repeats == 3
     assert finding.checks[0].found.mean == pytest.approx(-0.002)
-    assert finding.checks[0].found.high == pytest.approx(-0.002)  # the repeats' common part is gone
+    assert finding.checks[0].found.high == pytest.approx(-0.002)  # the common part cancels
 
 
-def test_the_report_says_what_was_wanted_found_and_missing() -> None:
+def test_report_shows_claimed_measured_and_missing_results() -> None:
     outcomes = made_up(as_the_paper_says, repeats=5, without=1)
     findings = list(verdicts(outcomes).values())
     text = markdown(
@@ -367,7 +367,7 @@ def test_the_report_says_what_was_wanted_found_and_missing() -> None:
     assert describe(check) == "x: +12.5 ms [+6.15, +18.9], wanted at most 3"
 
 
-def test_figures_say_how_many_repeats_they_show(tmp_path: Path) -> None:
+def test_figures_show_the_number_of_repeats(tmp_path: Path) -> None:
     whole, short = made_up(as_the_paper_says), made_up(as_the_paper_says, without=2)
     for name in ("gaussian", "batch-size", "gambler-b"):
         figure = _figure(whole.reproduction, name)
@@ -394,7 +394,7 @@ def test_one_repeat_has_no_band(tmp_path: Path, name: str) -> None:
     assert "FillBetween" not in text
 
 
-def test_where_some_repeats_crash_each_is_drawn(tmp_path: Path) -> None:
+def test_each_repeat_is_drawn_if_some_collapse(tmp_path: Path) -> None:
     outcomes = made_up(as_the_paper_says)
     figure = _figure(outcomes.reproduction, "gambler")
     calm = draw(figure, outcomes, tmp_path / "calm")[1].read_text()
@@ -402,12 +402,12 @@ def test_where_some_repeats_crash_each_is_drawn(tmp_path: Path) -> None:
     wild = draw(figure, outcomes, tmp_path / "wild")[1].read_text()
     assert "thin: each repeat" in wild
     assert "thin: each repeat" not in calm
-    # Two panels, each with a line more for every repeat and a band less.
+    # Two panels, each with one line more for every repeat and one band less.
     assert wild.count('id="line2d_') == calm.count('id="line2d_') + 2 * 5
     assert wild.count('id="FillBetween') == calm.count('id="FillBetween') - 2
 
 
-def test_among_many_lines_only_means_are_drawn(tmp_path: Path) -> None:
+def test_only_means_are_drawn_among_many_lines(tmp_path: Path) -> None:
     outcomes = made_up(as_cleaning_does, task="choosing")
     outcomes.get("min-max", "Krum").accuracy[:, -1] = [0.1, 0.9, 0.1, 0.9, 0.1]
     figure = _figure(outcomes.reproduction, "min-max")

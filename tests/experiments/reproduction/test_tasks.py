@@ -56,8 +56,7 @@ def command(task: Path, *words: str) -> list[str]:
         str(task),
         "--repeats",
         "2",
-        "--processes",
-        "1",
+        *([] if "--report-only" in words else ["--processes", "1"]),
         *words,
     ]
 
@@ -68,7 +67,7 @@ def reproduce(task: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_settings_are_those_of_the_papers_first_table() -> None:
+def test_settings_are_those_of_the_papers_table_1() -> None:
     assert tasks() == ["choosing", "choosing-cifar10", "cifar10", "heraclius", "mnist"]
     expected = {
         "mnist": ("mnist", "mlp", 0.1, 500, 32, "top1"),
@@ -111,7 +110,7 @@ def test_attacks_and_b_are_the_papers() -> None:
     assert figures["gambler-b"].value == "best"
 
 
-def test_a_task_like_another_differs_in_what_it_says() -> None:
+def test_task_like_another_overrides_its_keys() -> None:
     ours, paper = plan("heraclius", repeats=1), plan("mnist", repeats=1)
     assert (ours.claims, paper.claims) == ("heraclius", "paper")
     assert ours.title != paper.title
@@ -130,25 +129,25 @@ def test_a_task_like_another_differs_in_what_it_says() -> None:
         for case in others:
             same = {"rule": theirs.cases[-1].config.rule, "name": theirs.cases[-1].config.name}
             assert case.config.model_copy(update=same) == theirs.cases[-1].config
-            liars = 6 if figure.name in ("gaussian", "omniscient") else 0
-            assert case.liars == range(liars)
+            byzantine = 6 if figure.name in ("gaussian", "omniscient") else 0
+            assert case.byzantine == range(byzantine)
 
 
-def test_a_tasks_rules_are_not_written_into_a_figure_over_b(tmp_path: Path) -> None:
+def test_task_rules_do_not_replace_those_of_a_figure_over_b(tmp_path: Path) -> None:
     task = task_file(tmp_path, figure="krum-q")
     plain = plan(str(task)).figures
     task.write_text('rules = ["median"]\n' + task.read_text())
     assert plan(str(task)).figures == plain
 
 
-def test_liars_drawn_anew_are_no_certain_workers(tmp_path: Path) -> None:
+def test_resampled_byzantine_workers_are_not_fixed_workers(tmp_path: Path) -> None:
     own = OWN_FIGURE.replace("gaussian:q=6", "gaussian:q=6,who=resampled")
     task = task_file(tmp_path, figure="own")
     (tmp_path / "own.toml").write_text(own)
-    assert {len(case.liars) for case in plan(str(task)).figures[0].cases} == {0}
+    assert {len(case.byzantine) for case in plan(str(task)).figures[0].cases} == {0}
 
 
-def test_repeats_are_seeds_and_the_first_come_first() -> None:
+def test_repeats_differ_in_seed_and_first_repeats_come_first() -> None:
     one, three = plan("mnist", repeats=1).runs(), plan("mnist", repeats=3).runs()
     assert [config.identity() for config in three[: len(one)]] == [c.identity() for c in one]
     assert [config.seed for config in three] == sorted(config.seed for config in three)
@@ -182,7 +181,7 @@ def test_small_scales_are_smaller() -> None:
         ({"task": "mnist", "only": ["gausian"]}, "unknown figure 'gausian'; did you mean 'gauss"),
     ],
 )
-def test_what_there_is_not_is_refused_with_what_there_is(
+def test_unknown_names_are_rejected_with_the_known_ones(
     words: dict[str, str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -192,7 +191,7 @@ def test_what_there_is_not_is_refused_with_what_there_is(
     assert complaint in str(error.value)
 
 
-def test_a_task_that_makes_no_sense_is_refused_with_its_keys(tmp_path: Path) -> None:
+def test_invalid_task_is_rejected_with_its_keys(tmp_path: Path) -> None:
     path = task_file(tmp_path)
     path.write_text(path.read_text().replace("metric", "metrik"))
     with pytest.raises(ConfigError, match=r"tiny\.toml: metric: Field required"):
@@ -203,17 +202,17 @@ def test_a_task_that_makes_no_sense_is_refused_with_its_keys(tmp_path: Path) -> 
         plan(str(path))
 
 
-def test_a_task_from_its_file_to_figures_and_claims(tmp_path: Path) -> None:
+def test_task_runs_from_file_to_figures_and_claims(tmp_path: Path) -> None:
     task = task_file(tmp_path)
     ended = reproduce(task)
     assert ended.returncode == 0, ended.stderr
     assert "[12/12]" in ended.stderr
-    assert "left" in ended.stderr  # how long it will take
+    assert "left" in ended.stderr  # the remaining time
     folder = tmp_path / "phocas-tiny-paper"
     text = (folder / "claims.md").read_text()
     assert "Made by `phocas reproduce " in text
     assert "| Mean does not survive the Gaussian attack. |" in text
-    assert "no complete run of figure" in text  # of those that this task does not have
+    assert "no complete run of figure" in text  # for figures that this task lacks
     assert (folder / "gaussian.png").read_bytes().startswith(b"\x89PNG")
     assert "2 repeats;" in (folder / "gaussian.svg").read_text()
 
@@ -226,20 +225,20 @@ def test_a_task_from_its_file_to_figures_and_claims(tmp_path: Path) -> None:
     assert phocas.final.tolist() == [by_seed[seed].final_accuracy for seed in (0, 1)]
     assert phocas.best.tolist() == [by_seed[seed].best_accuracy for seed in (0, 1)]
     assert phocas.rounds == (0, 10, 20)
-    # With b = 6, the six liars are all that is dropped.
+    # With b = 6, exactly the six Byzantine workers are dropped.
     assert phocas.dropped.shape == (2, 20)
-    assert phocas.dropped_of_liars.tolist() == pytest.approx([1.0, 1.0], abs=0.01)
+    assert phocas.dropped_of_byzantine.tolist() == pytest.approx([1.0, 1.0], abs=0.01)
     assert phocas.dropped_of_honest.tolist() == pytest.approx([0.0, 0.0], abs=0.01)
 
     again = reproduce(task)
     assert again.returncode == 0
-    assert "12 of 12 runs are there already" in again.stderr
+    assert "12 of 12 runs are complete already" in again.stderr
     with Results(folder / "results.sqlite") as results:
         assert results.runs() == before
     assert (folder / "claims.md").read_text() == text
 
 
-def test_a_repeat_that_dies_is_reported_and_left_out_of_the_figure(tmp_path: Path) -> None:
+def test_failed_repeat_is_reported_and_omitted_from_the_figure(tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text(
         """
 import os, signal
@@ -281,7 +280,7 @@ def test_signal_to_the_group_while_a_process_starts_loses_nothing(tmp_path: Path
     executable, _, _, *words = command(task)
     for name in ("SIGTERM", "SIGINT"):
         (tmp_path / "program.py").write_text(TOLD_EARLY.format(signal=name))
-        told = subprocess.run(
+        ended = subprocess.run(
             [executable, "program.py", *words],
             cwd=tmp_path,
             capture_output=True,
@@ -289,9 +288,9 @@ def test_signal_to_the_group_while_a_process_starts_loses_nothing(tmp_path: Path
             check=False,
             start_new_session=True,
         )
-        assert told.returncode == 130, told.stderr
-        assert "the same command goes on" in told.stderr
-        assert "failed" not in told.stderr
+        assert ended.returncode == 130, ended.stderr
+        assert "the same command resumes" in ended.stderr
+        assert "failed" not in ended.stderr
     assert not (tmp_path / "phocas-tiny-paper" / "claims.md").exists()
     ended = reproduce(task)
     assert ended.returncode == 0, ended.stderr
@@ -301,7 +300,7 @@ def test_signal_to_the_group_while_a_process_starts_loses_nothing(tmp_path: Path
     assert len({record.identity for record in records}) == 4
 
 
-def test_a_dry_run_says_what_would_be_run(tmp_path: Path) -> None:
+def test_dry_run_lists_the_runs(tmp_path: Path) -> None:
     ended = reproduce(task_file(tmp_path), "--dry-run")
     lines = ended.stdout.splitlines()
     assert lines[0] == "gaussian: Mean without Byzantine"
@@ -310,7 +309,7 @@ def test_a_dry_run_says_what_would_be_run(tmp_path: Path) -> None:
     assert not (tmp_path / "phocas-tiny-paper").exists()
 
 
-def test_nothing_to_report_on_is_said_in_one_line(tmp_path: Path) -> None:
+def test_missing_results_are_reported_in_one_line(tmp_path: Path) -> None:
     ended = reproduce(task_file(tmp_path), "--report-only")
     assert ended.returncode == 2
     assert ended.stderr.strip().endswith(
@@ -318,7 +317,7 @@ def test_nothing_to_report_on_is_said_in_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_the_curve_of_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+def test_curve_of_a_stopped_run_is_extended(tmp_path: Path) -> None:
     task = task_file(tmp_path, model="mlp:hidden=16", figure="omniscient")
     task.write_text(task.read_text().replace('"apply"', '"stop"'))
     places = {"results": str(tmp_path / "results.sqlite")}
@@ -336,7 +335,7 @@ def test_the_curve_of_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert stopped.accuracy[0, 1] == stopped.accuracy[0, 2]
 
 
-def test_initial_weights_are_varied_only_where_the_model_has_a_choice(tmp_path: Path) -> None:
+def test_initial_weights_vary_only_for_models_with_init(tmp_path: Path) -> None:
     def models(model: str) -> set[str]:
         task = task_file(tmp_path, model=model, figure="choices")
         return {config.model for config in plan(str(task), repeats=1).runs()}

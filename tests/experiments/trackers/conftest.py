@@ -1,4 +1,4 @@
-"""The run that trackers are told of."""
+"""The run that tracker tests use."""
 
 SMALL = {
     "dataset": "synthetic:train=300,test=60,side=8",

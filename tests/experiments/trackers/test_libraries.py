@@ -1,4 +1,4 @@
-"""The real TensorBoard, wandb and MLflow, offline: what they kept is what the results file has."""
+"""The real TensorBoard, wandb and MLflow, offline: they store what the results file has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensorboard() -> Iterator[Kept]:
 
 
 def mlflow() -> Iterator[Kept]:
-    """Ask MLflow's own client."""
+    """Read the numbers with MLflow's own client."""
     from mlflow import MlflowClient
 
     client = MlflowClient("sqlite:///store.db")
@@ -103,8 +103,8 @@ def library(
     return LIBRARIES[request.param]
 
 
-@pytest.mark.filterwarnings("default")  # these are other people's
-def test_what_is_kept_is_what_happened_even_if_it_was_interrupted(
+@pytest.mark.filterwarnings("default")  # warnings of the libraries
+def test_logged_values_match_the_run_even_after_interruption(
     library: tuple[str, Callable[[], Iterator[Kept]]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -130,7 +130,7 @@ def test_what_is_kept_is_what_happened_even_if_it_was_interrupted(
 
 
 @pytest.mark.filterwarnings("default")
-def test_numbers_that_are_not_finite_end_nothing(
+def test_non_finite_numbers_do_not_end_the_run(
     library: tuple[str, Callable[[], Iterator[Kept]]],
 ) -> None:
     text, _ = library
@@ -143,7 +143,7 @@ def test_numbers_that_are_not_finite_end_nothing(
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_server_that_is_not_there_is_said_and_the_run_goes_on(
+def test_missing_server_is_reported_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow", reason=INSTALLED)
@@ -155,4 +155,4 @@ def test_a_server_that_is_not_there_is_said_and_the_run_goes_on(
     record = execute(make_config({**SMALL, "track": [nobody]}), warn=said.append)
     assert record.status == "complete"
     (line,) = said
-    assert line.startswith(f"{nobody} is told no more of this run: ")
+    assert line.startswith(f"{nobody} is disabled for the rest of this run: ")

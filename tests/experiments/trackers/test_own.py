@@ -1,4 +1,4 @@
-"""Trackers of the user's own: what they are told, and that what fails in them ends no run."""
+"""User-defined trackers: what they receive, and that their failures end no run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN = '''
 import json
 
 class Recorder:
-    """Write a line for each thing that is told."""
+    """Write a line for each call."""
 
     def start(self, run):
         lr, done = run.config["lr"], run.rounds_done
@@ -34,7 +34,7 @@ class Recorder:
         self._tell(finish=status)
 
     def _tell(self, **what):
-        with open("told.jsonl", "a") as file:
+        with open("calls.jsonl", "a") as file:
             file.write(json.dumps(what) + "\\n")
 
 
@@ -82,13 +82,13 @@ def config(*track: str, **settings: Any) -> RunConfig:
     return make_config({**SMALL, **settings, "track": list(track)})
 
 
-def told() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path("told.jsonl").read_text().splitlines()]
+def calls() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
 
 
-def test_every_round_and_evaluation_is_told(folder: Path) -> None:
+def test_every_round_and_evaluation_is_logged(folder: Path) -> None:
     record = execute(config("own_trackers:Recorder"))
-    first, *rounds, last = told()
+    first, *rounds, last = calls()
     assert first["start"] == "phocas:b=2 under sign-flip:q=2"
     assert (first["run"], first["done"], first["lr"]) == (1, 0, 0.1)
     assert first["key"] == f"{record.identity}-1"
@@ -117,7 +117,7 @@ def test_every_round_and_evaluation_is_told(folder: Path) -> None:
     assert not any("suspects/dropped_5" in each for each in rounds)
 
 
-def test_who_is_told_changes_no_result(folder: Path) -> None:
+def test_trackers_change_no_result(folder: Path) -> None:
     told_of = execute(config("own_trackers:Recorder", results="a.sqlite"))
     plain = execute(config(results="b.sqlite"))
     assert told_of.identity == plain.identity
@@ -130,15 +130,15 @@ def test_who_is_told_changes_no_result(folder: Path) -> None:
             )
 
 
-def test_a_run_that_goes_on_is_told_so(folder: Path) -> None:
+def test_tracker_learns_that_a_run_continues(folder: Path) -> None:
     rounds = iter(range(100))
     execute(config("own_trackers:Recorder"), should_stop=lambda: next(rounds) == 11)
     execute(config("own_trackers:Recorder"))
-    starts = [each for each in told() if "start" in each]
+    starts = [each for each in calls() if "start" in each]
     assert [each["done"] for each in starts] == [0, 12]
     assert len({each["key"] for each in starts}) == 1
-    assert [each["finish"] for each in told() if "finish" in each] == ["interrupted", "complete"]
-    assert [each["round"] for each in told() if "round" in each] == list(range(31))
+    assert [each["finish"] for each in calls() if "finish" in each] == ["interrupted", "complete"]
+    assert [each["round"] for each in calls() if "round" in each] == list(range(31))
 
 
 @pytest.mark.parametrize(
@@ -149,26 +149,26 @@ def test_a_run_that_goes_on_is_told_so(folder: Path) -> None:
         ("NeverEnds", "RuntimeError: too late", 31),
     ],
 )
-def test_a_tracker_that_fails_is_left_out_and_that_is_said_once(
+def test_failing_tracker_is_disabled_and_reported_once(
     folder: Path, name: str, reason: str, rounds: int
 ) -> None:
     said: list[str] = []
     both = config(f"own_trackers:{name}", "own_trackers:Recorder")
     assert execute(both, tell=said.append).status == "complete"
-    assert said == [f"own_trackers:{name} is told no more of this run: {reason}"]
-    numbers = [each["round"] for each in told() if "round" in each]
+    assert said == [f"own_trackers:{name} is disabled for the rest of this run: {reason}"]
+    numbers = [each["round"] for each in calls() if "round" in each]
     assert len(numbers) == rounds + 31
-    assert sum("finish" in each for each in told()) == 1
+    assert sum("finish" in each for each in calls()) == 1
 
 
-def test_numbers_that_are_not_finite_are_told(folder: Path) -> None:
+def test_non_finite_numbers_are_logged(folder: Path) -> None:
     execute(config("own_trackers:Recorder", rule="mean", attack="crash:worker=1", rounds=3))
-    losses = [each for each in told() if each.get("round") == 3]
+    losses = [each for each in calls() if each.get("round") == 3]
     assert losses[0]["train/skipped"] == 1.0
     assert math.isnan(losses[0]["train/gradient_norm"])
 
 
-def test_a_sweep_and_the_command_line_tell_too(
+def test_sweep_and_command_line_use_trackers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [f"{key} = {json.dumps(value)}" for key, value in SMALL.items() if key != "rounds"]
@@ -182,8 +182,8 @@ def test_a_sweep_and_the_command_line_tell_too(
         with pytest.raises(SystemExit) as ended:
             main()
         assert not ended.value.code, capsys.readouterr().err
-    assert [each["finish"] for each in told() if "finish" in each] == ["complete"] * 3
-    assert sum("round" in each for each in told()) == 3 * 4
+    assert [each["finish"] for each in calls() if "finish" in each] == ["complete"] * 3
+    assert sum("round" in each for each in calls()) == 3 * 4
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_sweep_and_the_command_line_tell_too(
         ("own_trackers:Recorder:path=3", "unknown tracker 'own_trackers'"),
     ],
 )
-def test_what_is_no_tracker_is_refused_by_its_key(folder: Path, text: str, message: str) -> None:
+def test_invalid_trackers_are_rejected_by_key(folder: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"track: .*{message}"):
         config(text)
 
@@ -209,7 +209,7 @@ def test_what_is_no_tracker_is_refused_by_its_key(folder: Path, text: str, messa
         ("own_trackers:raises", "division by zero"),
     ],
 )
-def test_what_cannot_be_made_is_refused_before_anything_runs(
+def test_tracker_that_cannot_be_created_is_rejected_before_the_run(
     folder: Path, text: str, message: str
 ) -> None:
     with pytest.raises(Exception, match=message):
@@ -217,15 +217,15 @@ def test_what_cannot_be_made_is_refused_before_anything_runs(
     assert not Path("phocas.sqlite").exists()
 
 
-def test_a_library_that_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "wandb").mkdir()  # as wandb itself leaves behind
+def test_missing_library_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "wandb").mkdir()  # wandb leaves such a folder behind
     monkeypatch.setattr(sys, "path", [str(folder)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ConfigError, match=r"wandb is not installed: pip install 'phocas\[wandb\]'"):
         config("wandb")
 
 
-def test_what_is_open_is_a_tracker(folder: Path) -> None:
+def test_open_tracker_returns_a_tracker(folder: Path) -> None:
     assert isinstance(open_tracker("own_trackers:Recorder"), Tracker)
     run = TrackedRun(3, "abc", "title", {}, 0)
     assert run.key == "abc-3"

@@ -99,8 +99,8 @@ def told(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
         "nnm:b=2|heraclius:b=2",
         "cge:b=2",
         "clipping:radius=2.0|median",
-        "cleaning:b=2|nnm:b=2|trimmed-mean:b=2",
-        "watch:rule=phocas:b=2",
+        "cell-filter:b=2|nnm:b=2|trimmed-mean:b=2",
+        "monitor:rule=phocas:b=2",
     ],
 )
 def test_models_and_updates_are_aggregated_to_the_definition(rule: str, kind: ParamsType) -> None:
@@ -124,7 +124,7 @@ def test_models_and_updates_are_aggregated_to_the_definition(rule: str, kind: Pa
         assert found.params["a.bias"].dtype == example.dtype
 
 
-def test_half_precision_comes_back_as_it_went() -> None:
+def test_half_precision_keeps_its_type() -> None:
     base = {"w": torch.zeros(9, dtype=torch.bfloat16)}
     models = [{"w": torch.full((9,), float(seed), dtype=torch.bfloat16)} for seed in range(5)]
     found = aggregated(
@@ -161,7 +161,7 @@ def damaged(kind: str) -> Any:
     "kind",
     ["shape", "dtype", "objects", "text", "list", "extra", "missing", "number", "sparse", "vector"],
 )
-def test_a_damaged_result_costs_its_own_row(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_result_costs_its_own_row(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     honest = [result(f"s{seed}", a_model(seed)) for seed in range(1, 6)]
     wanted = aggregated(prepared("phocas:b=1"), honest)
     with caplog.at_level(logging.WARNING):
@@ -171,7 +171,9 @@ def test_a_damaged_result_costs_its_own_row(kind: str, caplog: pytest.LogCapture
     assert "s0 is left out: " in said
 
 
-def test_who_sends_another_kind_than_most_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_client_that_sends_another_kind_than_most_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """FedAvg's own average adds what the first client calls a difference, or does not."""
     honest = [result(f"s{seed}", a_model(seed)) for seed in range(1, 6)]
     wanted = aggregated(prepared("phocas:b=1"), honest)
@@ -183,7 +185,7 @@ def test_who_sends_another_kind_than_most_is_left_out(caplog: pytest.LogCaptureF
     assert "s0 is left out: it must send what most do, FULL" in told(caplog, logging.WARNING)[0]
 
 
-def test_nan_and_absurd_values_are_survived_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_and_absurd_values_are_tolerated_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     results = [result(f"s{seed}", a_model(seed)) for seed in range(1, 8)]
     results[1].params["a.bias"] = np.full(3000, np.nan, np.float32)
     results[4].params["a.bias"] = np.full(3000, -1e38, np.float32)
@@ -194,7 +196,7 @@ def test_nan_and_absurd_values_are_survived_and_named(caplog: pytest.LogCaptureF
     assert "round 0: 7 of 7 results are usable; dropped by phocas:b=2 (29% by chance)" in line
     assert all(f"s{seed} " in line for seed in range(1, 8))
     (warned,) = told(caplog, logging.WARNING)
-    assert warned.endswith("thrown away far more than others: s2, s5")
+    assert warned.endswith("far more values dropped than of others: s2, s5")
 
 
 def lost(rule: str, **options: Any) -> FLModel:
@@ -256,7 +258,7 @@ def test_claimed_steps_are_ignored_or_capped() -> None:
         assert flat(found.params).tobytes() == flat(without.params).tobytes()
 
 
-def test_metrics_are_medians_and_the_order_of_arrival_is_nothing() -> None:
+def test_metrics_are_medians_and_do_not_depend_on_the_order_of_arrival() -> None:
     results = [
         result(f"s{seed}", a_model(seed), metrics={"loss": np.float32(seed)}) for seed in range(5)
     ]
@@ -278,7 +280,7 @@ def contribution(name: str, params: Any, begun: int, now: int) -> tuple[Any, FLC
     return shareable, context
 
 
-def test_scatter_and_gather_knows_who_sent_what_and_when(
+def test_scatter_and_gather_checks_sender_and_round(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A client that calls itself by another's name has its own row, and that is all it has."""
@@ -298,7 +300,7 @@ def test_scatter_and_gather_knows_who_sent_what_and_when(
     assert flat(found.params).tobytes() == phocas.Phocas(b=1)(rows).tobytes()
 
 
-def test_bad_options_are_refused() -> None:
+def test_bad_options_are_rejected() -> None:
     with pytest.raises(ValueError, match="on_too_few must be one of skip, stop"):
         RobustAggregator("median", on_too_few="ignore")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_share must be more than 0"):
@@ -311,7 +313,7 @@ def test_bad_options_are_refused() -> None:
         RobustAggregator("median").aggregate_model()
 
 
-def test_a_job_holds_the_rule_as_text_and_none_of_the_package(tmp_path: Path) -> None:
+def test_job_stores_the_rule_as_text(tmp_path: Path) -> None:
     job = FedJob("robust", min_clients=3)
     job.set_app_packages(["phocas"])
     rule = phocas.NNM(b=1) | phocas.Phocas(b=1)
@@ -349,7 +351,7 @@ def run(words: list[str], folder: Path) -> str:
     return log
 
 
-def test_the_page_in_the_simulator_where_one_client_owns_the_average(tmp_path: Path) -> None:
+def test_example_of_the_documentation_runs_in_the_simulator(tmp_path: Path) -> None:
     """Without the line of the aggregator, that is: with it, the next test has every bad kind."""
     page = (ROOT / "docs/federated.md").read_text()
     for name, text in re.findall(
@@ -365,7 +367,7 @@ def test_the_page_in_the_simulator_where_one_client_owns_the_average(tmp_path: P
     assert np.load(saved).mean() == pytest.approx(-26.32, abs=0.01)
 
 
-def test_a_simulation_with_clients_of_every_bad_kind(tmp_path: Path) -> None:
+def test_simulation_with_clients_of_every_bad_kind(tmp_path: Path) -> None:
     """Two rounds bring honest clients three quarters of the way."""
     kinds = "site-1=greedy,site-2=nan,site-3=keys,site-5=raises"
     words = ["-m", "tests.integrations.nvflare.job", str(tmp_path), "phocas:b=2", kinds, "7"]
@@ -379,4 +381,4 @@ def test_a_simulation_with_clients_of_every_bad_kind(tmp_path: Path) -> None:
     assert "site-3 is left out: it must have the keys of the model: it lacks 'layer.bias'" in log
     for turn in range(2):
         assert f"round {turn}: 5 of 6 results are usable; dropped by phocas:b=2" in log
-    assert log.count("thrown away far more than others: site-1, site-2") == 2
+    assert log.count("far more values dropped than of others: site-1, site-2") == 2

@@ -1,4 +1,4 @@
-"""Which of the contract's tests the interpreter runs, which takes a tenth of a second a call."""
+"""Selection of the contract's tests for the interpreter, which takes 0.1 s per call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from phocas import Pipeline
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one rule of every class, and one behind every pre-aggregator.
+    """Keep one rule of every class, and one with every pre-aggregator.
 
-    Repetition is left to the processor's contract: bits are compared with the processor's anyway.
+    The CPU's contract covers the others. Bits are compared with the CPU's anyway.
     """
     behind = {rule.stages: rule for rule in pipelines(M) if isinstance(rule, Pipeline)}
     chosen = {*map(str, strongest(M)), *map(str, behind.values())}

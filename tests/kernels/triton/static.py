@@ -61,13 +61,14 @@ DEVICES = {
     "sm_100": Device("B200", GPUTarget("cuda", 100, 32), 148, 1.98e9, 7.7e12),
     "gfx942": Device("MI300X", GPUTarget("hip", "gfx942", 64), 304, 2.1e9, 5.3e12),
 }
-# What NVIDIA executes in the pipe of comparisons and integers; AMD has one pipe for vectors.
+# Instructions that NVIDIA executes in the pipe of comparisons and integers; AMD has one vector
+# pipe.
 PIPED = ("FMNMX", "FSETP", "FSEL", "SEL", "IADD", "ISETP", "LOP", "SHF", "PRMT", "LEA", "MNMX")
 
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """What a compiled kernel uses: registers, bytes of local memory, instructions a column."""
+    """Resources of a compiled kernel: registers, bytes of local memory, instructions per column."""
 
     registers: int
     local: int
@@ -75,7 +76,7 @@ class Binary:
     assembly: str
 
     def seconds(self, device: Device) -> float:
-        """Return the least time that the arithmetic of a column takes."""
+        """Return the shortest time that the arithmetic of a column takes."""
         rate = device.units * device.hertz
         piped = sum(
             number for name, number in self.instructions.items() if name.startswith(("v_", *PIPED))
@@ -90,7 +91,7 @@ def compiled(
     name: str = "kernel",
     constants: dict[str, Any] | None = None,
 ) -> Any:
-    """Compile a kernel for a device that need not be here."""
+    """Compile a kernel for a device, which need not be present."""
     constants = constants or {}
     kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=load(text)[name].function, signature=kinds, constexprs=constants)
@@ -101,21 +102,28 @@ def compiled(
 
 @lru_cache(maxsize=64)
 def window(
-    device: str, element: str, m: int, window: Window, *, blame: bool = False, radii: bool = False
+    device: str,
+    element: str,
+    m: int,
+    window: Window,
+    *,
+    blame: bool = False,
+    radii: bool = False,
+    mean: bool = False,
 ) -> Binary:
     """Compile a window kernel and read its binary."""
-    text = window_source(ELEMENTS[element], m, window, blame=blame, radii=radii)
+    text = window_source(ELEMENTS[element], m, window, blame=blame, radii=radii, mean=mean)
     computed = POINTERS["float64" if ELEMENTS[element].compute == "double" else "float32"]
     signature = {"rows": "*i64", "out": computed if radii else POINTERS[element]}
     signature["tallies"] = "*i32"
-    if window.reach and not radii:
-        signature |= {"spreads": computed, "reach": computed, "first": "i64"}
+    if window.cutoff and not radii:
+        signature |= {"spreads": computed, "cutoff": computed, "first": "i64"}
     signature["columns"] = "i64"
     return binary(compiled(text, device, signature, constants={"BLOCK": BLOCK}))
 
 
 def binary(kernel: Any) -> Binary:
-    """Read what a compiled kernel uses out of its machine code."""
+    """Read the resources of a compiled kernel from its machine code."""
     if "amdgcn" in kernel.asm:
         return _amd(kernel.asm["amdgcn"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -130,7 +138,7 @@ def binary(kernel: Any) -> Binary:
 
 
 def _nvidia(lines: list[tuple[str, str]]) -> Counter[str]:
-    """Count what is executed in a column: not what is jumped over, nor what follows the end."""
+    """Count the instructions executed for a column, without skipped code."""
     counted: Counter[str] = Counter()
     skip = 0
     for address, text in lines:
@@ -153,7 +161,7 @@ def _amd(text: str) -> Binary:
     executed = first
     for block in others:
         jumped, _, after = block.partition("\n.LBB")
-        # A masked load or store is jumped over where no lane needs it, which is never.
+        # A masked load or store is skipped only if no lane needs it, which never happens.
         executed += (jumped if re.search("_load_|_store_", jumped) else "") + "\n" + after
     counted = Counter(re.findall(r"^\t([svbdg]\w*_\w+)", executed, re.MULTILINE))
     local = stated("private_segment_fixed_size") + stated("vgpr_spill_count")
@@ -166,7 +174,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def ratio(device: str, m: int, rule: Window) -> float:
-    """Return the estimate for single precision: the kernel's time over that of its memory."""
+    """Return the estimate for single precision: the kernel's time divided by its memory time."""
     reading = 4 * (m + 1) / DEVICES[device].bandwidth
     return max(1.0, window(device, "float32", m, rule).seconds(DEVICES[device]) / reading)
 

@@ -1,4 +1,4 @@
-"""The contract of the rules table, by the kernels in Triton, run by its interpreter on the CPU."""
+"""The contract of all rules for the Triton kernels, run by Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phocas.rules import base, device
 
 pytestmark = [
     pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1"),
-    # What NumPy says of NaN and infinity, in whose stead devices say nothing.
+    # NumPy's warnings about NaN and infinity, which devices do not give.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 
@@ -25,15 +25,15 @@ globals().update({name: each for name, each in vars(contract).items() if name.st
 
 @pytest.fixture(autouse=True)
 def known(request: pytest.FixtureRequest) -> None:
-    """Leave out rules that clean: on a device that is left to torch's operations."""
+    """Skip rules with a cell filter, which torch's operations compute on a device."""
     called = getattr(request.node, "callspec", None)
-    if called is not None and "cleaning" in str(called.params.get("rule")):
-        pytest.skip("Triton's kernels know nothing of cleaned rows")
+    if called is not None and "cell-filter" in str(called.params.get("rule")):
+        pytest.skip("Triton's kernels do not filter cells")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels() -> Iterator[None]:
-    """Open arrays as tensors on a device would be, and never fall back on torch."""
+    """Open arrays as tensors on a device, and never fall back to torch."""
 
     def open_there(rows: Any) -> device.KernelMatrix:
         return device.KernelMatrix([torch.from_numpy(rows)], lambda answers: answers[0].numpy())

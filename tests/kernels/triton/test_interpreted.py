@@ -1,4 +1,4 @@
-"""The kernels in Triton, run by its interpreter on the CPU, against the processor's: same bits."""
+"""The Triton kernels, run by Triton's interpreter on the CPU, have the bits of the CPU kernels."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ from phocas.kernels.triton.loader import interpreted, load
 from phocas.kernels.triton.windows import window_source
 from phocas.rules import device
 from phocas.rules.algebra import Distances, Norms
+from phocas.rules.base import plan_of
 from phocas.rules.measures import rows_of
 
 pytestmark = [
     pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1"),
-    # What NumPy says of NaN and infinity, in whose stead devices say nothing.
+    # NumPy's warnings about NaN and infinity, which devices do not give.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 M = 11
@@ -48,7 +49,7 @@ Aggregate = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def insist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fallback would compare torch with the processor and pass."""
+    """Disable the fallback, which would compare torch with the CPU kernels and pass."""
     monkeypatch.setenv(device.VARIABLE, "triton")
 
 
@@ -69,8 +70,8 @@ def tensor_of(values: np.ndarray, dtype: str) -> torch.Tensor:
     return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows)
 
 
-def with_lies(rule: Rule, dtype: str, d: int = 37) -> torch.Tensor:
-    """Return rows of which one lies, if the rule survives that."""
+def with_byzantine_rows(rule: Rule, dtype: str, d: int = 37) -> torch.Tensor:
+    """Return rows of which one is Byzantine, if the rule tolerates that."""
     rng = np.random.default_rng(len(str(rule)))
     values = rng.normal(size=(M, d))
     last = rule.rule if isinstance(rule, Pipeline) else rule
@@ -84,13 +85,13 @@ def honest(dtype: str) -> torch.Tensor:
 
 
 def known(rule: Rule) -> bool:
-    """Tell whether the kernels have a rule: cleaned rows are left to torch's operations."""
-    return rule.cleanup(M) is None
+    """Return whether the kernels support a rule; filtered rows are computed by torch."""
+    return plan_of(rule, M).filtering is None
 
 
 EVERY_RULE = list(filter(known, examples(M) + pipelines(M)))
 STRONGEST = list(filter(known, strongest(M)))
-CLEANING = [rule for rule in pipelines(M) if not known(rule)]
+CELL_FILTERS = [rule for rule in pipelines(M) if not known(rule)]
 
 
 def same(there: Any, here: Any) -> None:
@@ -101,8 +102,8 @@ def same(there: Any, here: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=str)
-def test_every_rule_has_the_bits_of_the_processor(there: Aggregate, rule: Rule) -> None:
-    rows = with_lies(rule, "float32")
+def test_every_rule_gives_the_bits_of_the_cpu(there: Aggregate, rule: Rule) -> None:
+    rows = with_byzantine_rows(rule, "float32")
     before = bits(rows)
     same(there(rule, rows), rule.explain(rows))
     assert bits(rows) == before
@@ -110,24 +111,24 @@ def test_every_rule_has_the_bits_of_the_processor(there: Aggregate, rule: Rule) 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("rule", [*STRONGEST, phocas.NNM(3) | phocas.Phocas(3)], ids=str)
-def test_every_type_has_the_bits_of_the_processor(there: Aggregate, rule: Rule, dtype: str) -> None:
-    rows = with_lies(rule, dtype)
+def test_every_dtype_gives_the_bits_of_the_cpu(there: Aggregate, rule: Rule, dtype: str) -> None:
+    rows = with_byzantine_rows(rule, dtype)
     same(there(rule, rows), rule.explain(rows))
 
 
-@pytest.mark.parametrize("rule", CLEANING, ids=str)
-def test_cleaned_rows_are_left_to_torch(
+@pytest.mark.parametrize("rule", CELL_FILTERS, ids=str)
+def test_filtered_rows_are_computed_by_torch(
     there: Aggregate, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = honest("float32")
-    with pytest.raises(KernelError, match="nothing of cleaned rows"):
+    with pytest.raises(KernelError, match="do not filter cells"):
         there(rule, rows)
     monkeypatch.setenv(device.VARIABLE, "torch")
     wanted = there(rule, rows)
     monkeypatch.delenv(device.VARIABLE)
     monkeypatch.setattr(device, "path", lambda _: ("triton", ""))
     monkeypatch.setattr(device, "_said", set())
-    with pytest.warns(RuntimeWarning, match=r"cleaned rows.*torch's operations are used"):
+    with pytest.warns(RuntimeWarning, match=r"filter cells.*torch's operations are used"):
         got = there(rule, rows)
     np.testing.assert_allclose(got.value, wanted.value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got.dropped, wanted.dropped, rtol=1e-9)
@@ -135,8 +136,8 @@ def test_cleaned_rows_are_left_to_torch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 2, 3, 7, 16, 23])
-def test_windows_with_lies_in_any_cells(m: int, dtype: str) -> None:
-    """Rows of all sizes, a block of columns and a few more, and what nobody should send."""
+def test_windows_with_byzantine_values_in_any_cells(m: int, dtype: str) -> None:
+    """Rows of all sizes, a block of columns and a few more, and hostile values."""
     rng = np.random.default_rng(m)
     values = rng.normal(size=(m, calls.BLOCK + 3))
     b = (m - 1) // 2
@@ -148,17 +149,17 @@ def test_windows_with_lies_in_any_cells(m: int, dtype: str) -> None:
     windows |= {Window(b, m - 1)} if m % 2 and b else set()
     for window in windows:
         out, counts = torch.empty_like(rows[0]), np.zeros(m, np.int64)
-        calls.reduce(calls.Rows.of(rows), window, out, counts)
+        calls.reduce(calls.DeviceRows.of(rows), window, out, counts)
         wanted, lost = torch.empty_like(rows[0]), np.zeros(m, np.int64)
         here = rows.view(torch.uint16) if dtype == "bfloat16" else rows
         kernels.reduce(rows_of(here.numpy(), dtype), window, wanted.data_ptr(), lost)
-        # A minimum of -0.0 and 0.0 is either, and either is added: zeros have any sign.
+        # A minimum of -0.0 and 0.0 may be either, so zeros may have any sign.
         np.testing.assert_array_equal(doubles(out), doubles(wanted))
         np.testing.assert_array_equal(counts, lost)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_spreads_have_the_bits_of_the_processor(dtype: str) -> None:
+def test_spreads_have_the_bits_of_the_cpu(dtype: str) -> None:
     rng = np.random.default_rng(0)
     block = kernels.BLOCK_COLUMNS
     drawn = np.abs(rng.normal(size=9 * block + 5)) * 10.0 ** rng.integers(-3, 3, 9 * block + 5)
@@ -173,11 +174,11 @@ def test_spreads_have_the_bits_of_the_processor(dtype: str) -> None:
         assert bits(found) == bits(np.array(wanted, dtype))
 
 
-REACHING = [phocas.Heraclius(3), phocas.Heraclius(3, 0.5), phocas.Watch(phocas.Heraclius(2))]
+WITH_CUTOFF = [phocas.Heraclius(3), phocas.Heraclius(3, 0.5), phocas.Monitor(phocas.Heraclius(2))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", REACHING, ids=str)
+@pytest.mark.parametrize("rule", WITH_CUTOFF, ids=str)
 def test_blocks_are_those_of_the_whole_matrix(
     there: Aggregate, rule: Rule, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,27 +199,27 @@ def test_blocks_are_those_of_the_whole_matrix(
     np.testing.assert_array_equal(found.dropped, wanted.dropped)
 
 
-@pytest.mark.parametrize("rule", [phocas.NNM(2) | phocas.Heraclius(2), REACHING[0]], ids=str)
-def test_a_column_that_is_lost_is_lost_there_too(there: Aggregate, rule: Rule) -> None:
+@pytest.mark.parametrize("rule", [phocas.NNM(2) | phocas.Heraclius(2), WITH_CUTOFF[0]], ids=str)
+def test_column_without_enough_finite_values_is_not_finite(there: Aggregate, rule: Rule) -> None:
     rows = honest("float32")
     rows[:6, 3], rows[:7, 5], rows[2:8, 9] = torch.nan, torch.inf, -torch.inf
     found, wanted = there(rule, rows), rule.explain(rows)
     np.testing.assert_array_equal(found.value.isfinite(), wanted.value.isfinite())
-    if rule in REACHING:
+    if rule in WITH_CUTOFF:
         finite = wanted.value.isfinite()
         assert not finite[[3, 5, 9]].any()
         assert bits(found.value[finite]) == bits(wanted.value[finite])
 
 
-def test_tiny_and_huge_values_stay_within() -> None:
+def test_means_of_tiny_and_huge_values_stay_within_their_range() -> None:
     rng = np.random.default_rng(2)
     small = torch.from_numpy((rng.integers(-9, 10, size=(9, 60)) * 1.4e-45).astype(np.float32))
     huge = torch.from_numpy((np.clip(rng.normal(size=(9, 60)), -3, 3) * 1e38).astype(np.float32))
     for rows in (small, huge, rows_with_one_tiny_column()):
-        for window in (Window(4), Window(3), Window(4, 4), Window(4, 7), Window(4, 4, reach=2.0)):
+        for window in (Window(4), Window(3), Window(4, 4), Window(4, 7), Window(4, 4, cutoff=2.0)):
             out, radii = torch.empty_like(rows[0]), torch.empty_like(rows[0])
-            calls.radii(calls.Rows.of(rows), window, radii)
-            calls.reduce(calls.Rows.of(rows), window, out, None, calls.Spreads.of(radii, 2.0))
+            calls.radii(calls.DeviceRows.of(rows), window, radii)
+            calls.reduce(calls.DeviceRows.of(rows), window, out, None, calls.Spreads.of(radii, 2.0))
             assert bool(((out >= rows.amin(dim=0)) & (out <= rows.amax(dim=0))).all())
 
 
@@ -231,7 +232,7 @@ def rows_with_one_tiny_column() -> torch.Tensor:
 def test_the_mean_of_nan_is_nan() -> None:
     rows = torch.tensor([[1.0, torch.nan], [2.0, 3.0]])
     out = torch.empty(2)
-    calls.reduce(calls.Rows.of(rows), PLAIN_MEAN, out)
+    calls.reduce(calls.DeviceRows.of(rows), PLAIN_MEAN, out)
     assert out[0] == 1.5
     assert out[1].isnan()
 
@@ -250,7 +251,7 @@ REQUESTS = [
 def test_granules_are_those_of_the_whole_matrix(
     request_: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the columns are cut into tensors, and however many sums wait, the bits are equal."""
+    """The bits do not depend on how columns are divided into tensors and sums into batches."""
     granule = kernels.granule_columns(5)
     drawn = np.random.default_rng(0).normal(size=(5, 2 * granule + 9))
     rows = torch.from_numpy(drawn.astype(np.float32))
@@ -277,7 +278,7 @@ def test_granules_are_those_of_the_whole_matrix(
 def test_shards_on_a_device_have_the_bits_of_the_whole(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each holder of columns measures its own, and all come to the processor's answer."""
+    """Each owner of columns measures its own, and all get the CPU's result."""
     m, granule = 7, kernels.granule_columns(7)
     drawn = np.random.default_rng(1).normal(size=(m, 2 * granule + 50)).astype(np.float32)
     drawn[2] = 1e20
@@ -285,7 +286,7 @@ def test_shards_on_a_device_have_the_bits_of_the_whole(
     wanted = rule.explain(rows)
     cuts = list(pairwise([0, 30, granule + 1, 2 * granule + 50]))
     monkeypatch.setattr("phocas.rules.inputs._on_accelerator", lambda _: True)
-    evaluation = phocas.Evaluation(rule, m)
+    evaluation = phocas.ShardedAggregation(rule, m)
     while evaluation.request is not None:
         evaluation.answer([evaluation.partial(rows[:, a:b], a) for a, b in cuts])
     found = [evaluation.explain(rows[:, a:b], a) for a, b in cuts]
@@ -297,14 +298,14 @@ def test_shards_on_a_device_have_the_bits_of_the_whole(
 
 def test_cut_blocks_are_not_measured_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phocas.rules.inputs._on_accelerator", lambda _: True)
-    evaluation = phocas.Evaluation(phocas.Heraclius(2), 7)
+    evaluation = phocas.ShardedAggregation(phocas.Heraclius(2), 7)
     with pytest.raises(TypeError, match="must be in host memory: move the tensor to the CPU"):
         evaluation.partial(torch.ones(7, 9), 0)
 
 
 @pytest.mark.parametrize("size", [1e-170, 1e170])
 @pytest.mark.parametrize("rule", [phocas.Krum(3), phocas.NNM(3) | phocas.Phocas(3)], ids=str)
-def test_squares_that_double_precision_cannot_hold(
+def test_squares_that_overflow_double_precision_are_infinite(
     there: Aggregate, rule: Rule, size: float
 ) -> None:
     rows = honest("float64") * size
@@ -313,14 +314,14 @@ def test_squares_that_double_precision_cannot_hold(
 
 
 def test_distances_between_many_rows_agree_up_to_rounding() -> None:
-    """The processor takes those of more than 64 rows from products."""
+    """The CPU computes those of more than 64 rows by products."""
     rows = torch.from_numpy(np.random.default_rng(0).normal(size=(66, 20)).astype(np.float32))
     wanted = phocas.rules.inputs.open_rows(rows).measure(Distances())
     got = device.open_device([rows], list).measure(Distances())
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def test_an_offset_does_not_cancel_and_far_is_not_nan() -> None:
+def test_distances_survive_offsets_and_overflow() -> None:
     rng = np.random.default_rng(0)
     values = (1000 + rng.normal(size=(5, 40)) / 100).astype(np.float32)
     values[4] = 1e30
@@ -334,8 +335,8 @@ def test_an_offset_does_not_cancel_and_far_is_not_nan() -> None:
 @pytest.mark.parametrize(
     "rule", [phocas.Phocas(3), phocas.MultiKrum(3), phocas.NNM(3) | phocas.Median()], ids=str
 )
-def test_rows_however_they_are_held(there: Aggregate, rule: Rule) -> None:
-    rows = with_lies(rule, "float32", 24)
+def test_rows_may_be_a_matrix_or_vectors_of_any_stride(there: Aggregate, rule: Rule) -> None:
+    rows = with_byzantine_rows(rule, "float32", 24)
     wanted = rule.explain(rows)
     spread = torch.zeros(M, 60)[:, :24]
     spread[:] = rows
@@ -358,16 +359,16 @@ def test_no_columns(there: Aggregate) -> None:
         assert there(rule, torch.empty(M, 0)).value.shape == (0,)
 
 
-def test_blocks_change_nothing(there: Aggregate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_of_blocks_changes_no_bit(there: Aggregate, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = phocas.NNM(3) | phocas.Phocas(3)
-    rows = with_lies(rule, "float32", 50)[:, ::2]
+    rows = with_byzantine_rows(rule, "float32", 50)[:, ::2]
     wanted = there(rule, rows)
     monkeypatch.setattr(device, "BLOCK_VALUES", M * 7)
     same(there(rule, rows), wanted)
 
 
 def test_weights_too_small_for_single_precision(there: Aggregate) -> None:
-    """A row of 3e38 in every column is clipped by a weight that float32 has few digits for."""
+    """A row of 3e38 in every column is clipped by a weight with few digits in float32."""
     rows = torch.randn(M, 9, generator=torch.Generator().manual_seed(0)) / 100
     rows[4] = 3e38
     rule = phocas.Clipping(radius=2.5e-7) | phocas.Mean()
@@ -377,7 +378,7 @@ def test_weights_too_small_for_single_precision(there: Aggregate) -> None:
     torch.testing.assert_close(value, others.mean(dim=0), rtol=1e-5, atol=0)
 
 
-def test_source_is_kept_for_readers_and_never_read_again(
+def test_source_is_written_to_the_cache_and_never_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = window_source(ELEMENTS["float32"], 3, Window(1), interpreted=True)
@@ -385,7 +386,7 @@ def test_source_is_kept_for_readers_and_never_read_again(
 
     def median() -> list[float]:
         load.cache_clear()
-        rows, out = calls.Rows.of(torch.tensor([[1.0], [5.0], [2.0]])), torch.empty(1)
+        rows, out = calls.DeviceRows.of(torch.tensor([[1.0], [5.0], [2.0]])), torch.empty(1)
         load(text)["kernel"]((1,), rows.table, out, torch.empty(1, 3), 1, BLOCK=128)
         return list(out.tolist())
 
@@ -396,21 +397,23 @@ def test_source_is_kept_for_readers_and_never_read_again(
     assert file.parent.stat().st_mode & 0o077 == 0
     file.write_text("raise SystemExit")
     assert median() == [2.0]
-    for place in (file, "/proc/nowhere"):  # folders that cannot be
+    for place in (file, "/proc/nowhere"):  # folders that cannot be created
         monkeypatch.setenv("PHOCAS_CACHE", str(place))
         assert median() == [2.0]
     assert list((tmp_path / "triton").iterdir()) == [file]
 
 
-def test_the_doctor_finds_it_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_finds_the_interpreted_kernels_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phocas.rules.inputs._on_accelerator", lambda _: True)
     monkeypatch.setattr(doctor, "COLUMNS", 40)
     checks = list(doctor.checks(torch.device("cpu")))
     assert [check for check in checks if not check.passed] == []
 
 
-def test_more_rows_than_registers(there: Aggregate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An explicit choice raises; an automatic one says so, once, and is computed by torch."""
+def test_rows_beyond_the_registers_are_rejected_or_computed_by_torch(
+    there: Aggregate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An explicit choice raises; an automatic one warns once and uses torch."""
     rows = torch.from_numpy(np.random.default_rng(0).normal(size=(70, 5)))
     with pytest.raises(KernelError, match="at most 64 rows of float64: got 70"):
         there(phocas.Median(), rows)

@@ -1,4 +1,4 @@
-"""Results files for the tests of the page: real runs, and many that are made up."""
+"""Results files for the tests of the HTML report: real runs, and many synthetic ones."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from phocas.detection import Evidence
 from phocas.experiments.config import make_config
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
-from phocas.rules.suspicion import Evidence
 from phocas.training.evaluation import Metrics
 from phocas.training.trainer import Round
 
@@ -33,7 +33,7 @@ HOSTILE = '</script><script>alert("1")</script><img src=x onerror=alert(2)>\u202
 
 
 def real_runs(path: Path) -> None:
-    """Train: two rules with one worker that sends nothing of use, under a gambler, and the mean."""
+    """Train the mean, and rules under a crashed worker and under the gambler attack."""
     common = {**SMALL, "results": str(path)}
     for seed in (0, 1):
         for rule, attack in (
@@ -47,10 +47,10 @@ def real_runs(path: Path) -> None:
             execute(make_config({**common, **settings, "record_matrix": 10}))
 
 
-def a_round(number: int, m: int, rng: np.random.Generator, liar: int = 0) -> Round:
-    """Make a round up, in which one worker loses most of its values."""
+def a_round(number: int, m: int, rng: np.random.Generator, byzantine: int = 0) -> Round:
+    """Return a synthetic round in which most values of one worker are dropped."""
     dropped = rng.uniform(0.25, 0.35, m)
-    dropped[liar] = 0.98
+    dropped[byzantine] = 0.98
     return Round(
         number=number,
         loss=2.0 / number,
@@ -63,13 +63,13 @@ def a_round(number: int, m: int, rng: np.random.Generator, liar: int = 0) -> Rou
         expected_dropped=0.3,
         by_server=rng.uniform(0.2, 0.4, (20, m)) if number % 10 == 0 else None,
         touched=0,
-        suspects=(liar,) if number > 9 else (),
+        flagged=(byzantine,) if number > 9 else (),
         seconds=dict.fromkeys(PHASES, 0.004),
     )
 
 
 def many_runs(path: Path, runs: int, rounds: int, m: int = 20) -> None:
-    """Make up so many runs of so many rounds."""
+    """Write so many synthetic runs of so many rounds."""
     rules = ["mean", "krum:b=8", "median", *(f"phocas:b={b}" for b in (4, 6, 8)), "meamed:b=8"]
     attacks = [None, "gambler", "gaussian:q=6", "omniscient:q=6", "bit-flip", "sign-flip:q=6"]
     rng = np.random.default_rng(0)
@@ -99,12 +99,12 @@ def many_runs(path: Path, runs: int, rounds: int, m: int = 20) -> None:
 
 
 def chromium() -> str | None:
-    """Return where the browser is, if there is one."""
+    """Return the path of the browser, or None."""
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def embedded_data(page: str) -> dict[str, Any]:
-    """Return the data in a page."""
+    """Return the embedded data of an HTML report."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     data: dict[str, Any] = json.loads(found[1])
@@ -112,7 +112,7 @@ def embedded_data(page: str) -> dict[str, Any]:
 
 
 def guard_report() -> dict[str, Any]:
-    """Return what a guard of eight ranks says, of which one has a broken memory."""
+    """Return the report of a guard of eight ranks, of which one has faulty memory."""
     return {
         "schema": 2,
         "rule": "watch:phocas:b=2",

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, what it says, and that it asks nobody for anything."""
+"""The HTML report in a real browser: its figures, its texts, and that it sends no request."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from tests.report.page.scenes import (
 )
 
 import phocas
+from phocas.detection import Evidence
 from phocas.experiments.config import make_config
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
 from phocas.report.page.server import PageServer
 from phocas.report.page.writing import write_report
-from phocas.rules.suspicion import Evidence
 from phocas.training.evaluation import Metrics
 
 if importlib.util.find_spec("playwright") is None or chromium() is None:
     pytest.skip(
-        "THE PAGE IS NOT TRIED IN A BROWSER: there is no playwright or no chromium here;"
+        "THE HTML REPORT IS NOT TRIED IN A BROWSER: there is no playwright or no chromium here;"
         " make test-page installs them where it can",
         allow_module_level=True,
     )
@@ -73,7 +73,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Open]:
-    """Open a page, and see at the end that it complained of nothing and asked nobody."""
+    """Open a report; at the end, check that it logged no error and sent no request."""
     problems: list[str] = []
     contexts = []
 
@@ -132,7 +132,7 @@ def served(path: Path) -> Iterator[PageServer]:
 
 
 def chosen(page: Page, section: str, words: str) -> None:
-    """Choose the run whose title has some words in it."""
+    """Choose the first run whose title contains some words."""
     select = page.locator(f"#{section} select").first
     value = select.locator("option", has_text=words).first.get_attribute("value")
     select.select_option(value)
@@ -223,17 +223,54 @@ def test_hovering_reads_a_value(visit: Open, report: str) -> None:
     assert "mean, no attack" in tip.inner_text()
 
 
-# -- who is lying ----------------------------------------------------------------------------------
-
-
-def test_the_heat_map_finds_the_planted_worker(visit: Open, report: str) -> None:
+def test_a_sweep_opens_on_the_comparison_of_its_rules(
+    visit: Open, report: str, results: Path
+) -> None:
     page = visit(report)
     first = page.locator("main > section:visible").first
-    assert first.get_attribute("id") == "blame"
+    assert first.get_attribute("id") == "accuracy"
+    columns = first.locator(".comparison thead th").all_inner_texts()
+    assert columns == ["rule", "attack", "final accuracy", "ms/round", "flagged", "Byzantine"]
+    rows = first.locator(".comparison tbody tr")
+    shown = {
+        tuple(row.locator("th, td").all_inner_texts()[:2]): row.locator("td").all_inner_texts()
+        for row in rows.all()
+    }
+    with Results(results, read=True) as file:
+        runs = file.runs()
+    assert set(shown) == {(run.rule, run.attack or "none") for run in runs}
+    for (rule, attack), cells in shown.items():
+        own = [run for run in runs if (run.rule, run.attack or "none") == (rule, attack)]
+        final = np.mean([run.final_accuracy or 0 for run in own])
+        assert float(cells[1].split()[0]) == pytest.approx(final, abs=6e-4)
+    crashed = shown["phocas:b=3", f"crash:worker={SUSPECT}"]
+    assert crashed[3:] == [f"worker {SUSPECT}", str(SUSPECT)]
+    assert shown["mean", "none"][3:] == ["none", "none"]
+
+
+def test_one_run_opens_on_that_run_without_empty_maps(visit: Open, tmp_path: Path) -> None:
+    path = tmp_path / "one.sqlite"
+    execute(make_config({**SMALL, "rule": "mean", "results": str(path)}))
+    page = visit(page_of(path))
+    first = page.locator("main > section:visible").first
+    assert first.get_attribute("id") == "detection"
+    assert first.locator("h2").inner_text() == "Run 1: mean, no attack, seed 0"
+    assert first.locator(".line").count() == 1
+    assert "No worker is flagged" in first.locator(".verdict").inner_text()
+    assert first.locator(".nothing").all_inner_texts() == ["No values were dropped."]
+    assert page.locator("#detection .heat").count() == 0
+
+
+# -- detection -------------------------------------------------------------------------------------
+
+
+def test_the_heat_map_shows_the_byzantine_worker(visit: Open, report: str) -> None:
+    page = visit(report)
+    first = page.locator("#detection")
     verdict = first.locator(".verdict").inner_text()
-    assert f"Worker {SUSPECT} is flagged: wrong beyond chance" in verdict
+    assert f"Worker {SUSPECT} is flagged: faulty beyond chance" in verdict
     assert f"In this simulation worker {SUSPECT} is Byzantine." in verdict
-    row = first.locator(".suspects tbody tr").first
+    row = first.locator(".workers tbody tr").first
     assert row.locator("th").inner_text() == str(SUSPECT)
     assert row.locator("td").all_inner_texts()[:2] == ["▲ flagged", "Byzantine"]
     since = int(row.locator("td.number").first.inner_text())
@@ -241,7 +278,7 @@ def test_the_heat_map_finds_the_planted_worker(visit: Open, report: str) -> None
     colours = np.array(
         page.evaluate(
             """() => {
-          const canvas = document.querySelector('#blame .heat canvas');
+          const canvas = document.querySelector('#detection .heat canvas');
           const scale = canvas.width / parseFloat(canvas.style.width);
           const height = (parseFloat(canvas.style.height) - 34) / 10;
           const all = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
@@ -255,23 +292,25 @@ def test_the_heat_map_finds_the_planted_worker(visit: Open, report: str) -> None
     )
     apart = np.abs(colours - ORANGE).sum(axis=2).max(axis=1)
     assert np.flatnonzero(apart < 12).tolist() == [SUSPECT]
-    chosen(page, "blame", "phocas:b=3 under crash")
+    chosen(page, "detection", "phocas:b=3 under crash")
     first.locator(".heat").first.focus()
     for key in ["ArrowDown"] * SUSPECT + ["ArrowRight"]:
         page.keyboard.press(key)
-    said = first.locator(".readout").first.text_content() or ""
-    assert said == f"worker {SUSPECT}, flagged, round 2, 100.0% dropped, 30% expected"
+    said = first.locator(".heat + .readout").first.text_content() or ""
+    assert said == f"worker {SUSPECT}, flagged, Byzantine, round 2, 100.0% dropped, 30% expected"
     page.keyboard.press("Enter")
     assert first.locator(".detail h3").inner_text() == f"Worker {SUSPECT}"
     assert "Round 2: 100.0%" in first.locator(".detail").inner_text()
     assert re.search(r"1\.weight \[\d+.\d+\]", first.locator(".detail").inner_text())
 
 
-def test_a_gambler_shows_at_its_server(visit: Open, report: str) -> None:
+def test_the_gambler_attack_is_shown_at_its_server(visit: Open, report: str) -> None:
     page = visit(report)
-    chosen(page, "blame", "under gambler")
-    section = page.locator("#blame")
-    assert "what reaches server 2 is absurd" in section.locator(".verdict").inner_text()
+    chosen(page, "detection", "under gambler")
+    section = page.locator("#detection")
+    assert (
+        "Server 2 received values over a million times" in section.locator(".verdict").inner_text()
+    )
     links = section.locator(".heat").nth(1)
     box = links.locator("canvas").bounding_box()
     assert box is not None
@@ -285,11 +324,11 @@ def test_a_gambler_shows_at_its_server(visit: Open, report: str) -> None:
         page.keyboard.press("ArrowUp")
     said = links.locator("xpath=following-sibling::p[1]").first.text_content() or ""
     assert said.startswith("server 0, worker 0")
-    assert "absurd" not in said
+    assert "million" not in said
 
 
 def made_up(path: Path, evidence: list[Evidence], final: float, **known: Any) -> None:
-    """Add a run of 20 rounds with what is known in its last round."""
+    """Add a synthetic run of 20 rounds with the given state of its last round."""
     settings = known.pop("settings")
     rng = np.random.default_rng(0)
     rounds = [a_round(number, 20, rng) for number in range(1, 20)]
@@ -310,38 +349,40 @@ def made_up(path: Path, evidence: list[Evidence], final: float, **known: Any) ->
 
 def test_a_run_that_learned_is_shown_before_a_lost_one(visit: Open, tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
-    common: dict[str, Any] = {"byzantine": None, "suspects": ()}
+    common: dict[str, Any] = {"byzantine": None, "flagged": ()}
     for rule, final, server, lost in (
         *(("mean", 0.1, 19, 1), ("multi-krum:b=8", 0.1, 19, None)),
         *(("phocas:b=8", 0.91, 0, None), ("heraclius:b=8", 0.93, 0, None)),
     ):
         evidence = [Evidence(i, 0.1, None, 0.4 * (rule != "mean"), 1) for i in range(20)]
         settings = {"rule": rule, "attack": "gambler"}
-        known = {"suspect_servers": (server,), "lost": lost, "settings": settings}
+        known = {"flagged_servers": (server,), "lost": lost, "settings": settings}
         made_up(path, evidence, final, **common, **known)
     page = visit(page_of(path))
-    section = page.locator("#blame")
+    section = page.locator("#detection")
     titles = section.locator("select").first.locator("option").all_inner_texts()
     assert [title.partition(":")[0] for title in titles[:2]] == ["run 4", "run 3"]
-    assert "what reaches server 0 is absurd" in section.locator(".verdict").inner_text()
-    chosen(page, "blame", "model lost in round 1")
+    assert (
+        "Server 0 received values over a million times" in section.locator(".verdict").inner_text()
+    )
+    chosen(page, "detection", "model lost in round 1")
     verdict = section.locator(".verdict").inner_text()
     assert verdict.startswith("Model lost in round 1: evidence of later rounds is not counted.")
     assert "▲ round 1" in page.locator("#runs tr[data-run='1']").inner_text()
 
 
-def test_the_headline_claims_no_more_than_different_data_allow(visit: Open, tmp_path: Path) -> None:
+def test_flags_on_skewed_data_are_no_proof_of_a_fault(visit: Open, tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     flagged = {2: 1e6, 6: 1e9, 19: 0.2}  # the odds of worker 19 have fallen since
     evidence = [
         Evidence(i, flagged.get(i, 0.5), 12 if i in flagged else None, 0.3, 1) for i in range(20)
     ]
     settings = {"rule": "phocas:b=6", "attack": "alie:q=4", "split": "dirichlet:alpha=0.1"}
-    known: dict[str, Any] = {"suspects": tuple(flagged), "unusual": (7, 19), "settings": settings}
+    known: dict[str, Any] = {"flagged": tuple(flagged), "unusual": (7, 19), "settings": settings}
     made_up(path, evidence, 0.9, byzantine=(0, 1, 2, 3), **known)
     made_up(path, evidence, 0.9, byzantine=None, **known)
     page = visit(page_of(path))
-    section = page.locator("#blame")
+    section = page.locator("#detection")
     verdict = section.locator(".verdict")
     told = (
         "Workers 2, 6, 19 are flagged: they differ from the others beyond chance. The workers'"
@@ -352,19 +393,19 @@ def test_the_headline_claims_no_more_than_different_data_allow(visit: Open, tmp_
     assert verdict.locator(".alarm").count() == 0
     rows = {
         int(row.locator("th").inner_text()): row.locator("td").all_inner_texts()
-        for row in section.locator(".suspects tbody tr").all()
+        for row in section.locator(".workers tbody tr").all()
     }
-    assert rows[2][:3] == ["▲ flagged", "Byzantine", "1 in 1 million"]
+    assert rows[2][:3] == ["▲ flagged", "Byzantine", "1 in 10\u2076"]
     assert rows[19][:3] == ["▲ flagged", "false alarm", "1 in 20,000"]
     assert rows[0][:3] == ["not flagged", "Byzantine", "no evidence"]
     assert {"0", "1", "3"} <= {str(worker) for worker in rows}
     assert "differing" in page.locator("#runs thead").inner_text()
-    chosen(page, "blame", "run 2")
+    chosen(page, "detection", "run 2")
     assert verdict.inner_text().startswith(f"{told} The rule is")
-    assert "in truth" not in section.locator(".suspects").inner_text()
+    assert "truth" not in section.locator(".workers").inner_text()
 
 
-def test_a_file_without_blame_still_shows_its_curves(
+def test_a_file_without_dropped_shares_still_shows_its_curves(
     visit: Open, tmp_path: Path, results: Path
 ) -> None:
     import sqlite3
@@ -376,7 +417,7 @@ def test_a_file_without_blame_still_shows_its_curves(
             connection.execute(f"DROP TABLE {table}")
     connection.close()
     page = visit(page_of(older))
-    assert not page.locator("#blame").is_visible()
+    assert not page.locator("#detection").is_visible()
     assert page.locator("#accuracy .line").count() == 6
     assert "--record-matrix" in page.locator("#matrix").inner_text()
 
@@ -384,7 +425,7 @@ def test_a_file_without_blame_still_shows_its_curves(
 # -- matrix, cost, runs ----------------------------------------------------------------------------
 
 
-def test_the_matrix_shows_what_was_left_out(visit: Open, report: str) -> None:
+def test_the_matrix_shows_dropped_values(visit: Open, report: str) -> None:
     page = visit(report)
     chosen(page, "matrix", "phocas:b=3 under crash")
     section = page.locator("#matrix")
@@ -392,7 +433,7 @@ def test_the_matrix_shows_what_was_left_out(visit: Open, report: str) -> None:
     for key in ["ArrowDown"] * SUSPECT + ["ArrowRight"]:
         page.keyboard.press(key)
     said = section.locator(".readout").text_content() or ""
-    assert re.fullmatch(rf"worker {SUSPECT}, column \d+, 1\.weight\[\d+\], NaN: left out", said), (
+    assert re.fullmatch(rf"worker {SUSPECT}, column \d+, 1\.weight\[\d+\], NaN: dropped", said), (
         said
     )
     output = section.locator("output")
@@ -401,11 +442,11 @@ def test_the_matrix_shows_what_was_left_out(visit: Open, report: str) -> None:
     assert output.inner_text() == "10"
 
 
-def test_cost_is_told_by_phase(visit: Open, report: str) -> None:
+def test_cost_is_shown_by_phase_and_equals_the_comparison(visit: Open, report: str) -> None:
     page = visit(report)
     rows = page.locator("#cost tbody tr")
     assert rows.count() == 5
-    total = float(rows.first.locator("td.number").inner_text())
+    total = float(rows.first.locator("td.number").first.inner_text())
     parts = re.findall(
         r"([a-z]+) ([0-9.e-]+) ms", rows.first.locator(".unseen").text_content() or ""
     )
@@ -416,9 +457,11 @@ def test_cost_is_told_by_phase(visit: Open, report: str) -> None:
         "aggregation",
         "update",
         "records",
-        "evaluation",
     ]
     assert sum(float(value) for _, value in parts) == pytest.approx(total, rel=0.02)
+    costs = {row.locator("td.number").first.inner_text() for row in rows.all()}
+    compared = page.locator(".comparison tbody tr").all()
+    assert costs == {row.locator("td.number").nth(1).inner_text() for row in compared}
 
 
 def test_runs_are_filtered_compared_and_repeated(visit: Open, report: str, results: Path) -> None:
@@ -444,7 +487,8 @@ def test_runs_are_filtered_compared_and_repeated(visit: Open, report: str, resul
     section.get_by_role("button", name="Copied").wait_for()
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied == section.locator(".command code").inner_text()
-    assert copied.startswith("phocas train --dataset synthetic:")
+    assert copied.startswith("phocas train ")
+    assert "--dataset synthetic:" in copied
     assert "--seed 1" in copied
     skipped = page.locator(".summary").inner_text()
     assert "Rounds were skipped in runs 4, 9" in skipped
@@ -499,13 +543,13 @@ def test_the_rules_of_the_playground_are_those_of_python(browser: Browser) -> No
     assert compared > 4500
 
 
-def test_points_are_moved_by_hand_and_by_key(visit: Open, report: str) -> None:
+def test_points_are_moved_by_pointer_and_keyboard(visit: Open, report: str) -> None:
     page = visit(report)
     section = page.locator("#playground")
     section.get_by_role("button", name="All honest").click()
 
     def mean() -> float:
-        text = section.locator(".answers tr").first.locator("td").first.inner_text()
+        text = section.locator(".results tr").first.locator("td").first.inner_text()
         return float(text)
 
     before = mean()
@@ -531,7 +575,7 @@ def test_points_are_moved_by_hand_and_by_key(visit: Open, report: str) -> None:
 # -- everyone --------------------------------------------------------------------------------------
 
 
-def test_the_page_fits_a_phone_and_the_dark(visit: Open, report: str) -> None:
+def test_the_report_fits_a_phone_in_light_and_dark_mode(visit: Open, report: str) -> None:
     grounds = {}
     for scheme in ("light", "dark"):
         page = visit(report, viewport=PHONE, color_scheme=scheme)
@@ -552,7 +596,7 @@ def test_the_page_fits_a_phone_and_the_dark(visit: Open, report: str) -> None:
 
 
 def contrast(one: str, two: str) -> float:
-    """Return the ratio of WCAG."""
+    """Return the contrast ratio of WCAG."""
 
     def luminance(text: str) -> float:
         parts = [int(part) / 255 for part in re.findall(r"\d+", text)[:3]]
@@ -563,7 +607,7 @@ def contrast(one: str, two: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_everything_has_a_name_and_is_reached_by_the_keyboard(visit: Open, report: str) -> None:
+def test_every_control_has_a_name_and_is_reachable_by_keyboard(visit: Open, report: str) -> None:
     page = visit(report)
     nameless = page.evaluate(
         """[...document.querySelectorAll('button, select, input, [tabindex="0"]')].filter((each) =>
@@ -577,7 +621,7 @@ def test_everything_has_a_name_and_is_reached_by_the_keyboard(visit: Open, repor
     for _ in range(60):
         page.keyboard.press("Tab")
         seen.add(page.evaluate("document.activeElement.closest('section, nav, header')?.id"))
-    assert {"places", "blame", "accuracy"} <= seen
+    assert {"sections", "accuracy"} <= seen
     headings = page.locator("h1, h2").all_inner_texts()
     assert headings[0].startswith("phocas")
 
@@ -604,7 +648,7 @@ def test_hostile_names_are_only_text(visit: Open, tmp_path: Path) -> None:
     assert page.locator("script").count() == 2
 
 
-def test_a_file_without_runs_says_what_to_do(visit: Open, tmp_path: Path) -> None:
+def test_a_file_without_runs_shows_a_command_to_start_one(visit: Open, tmp_path: Path) -> None:
     path = tmp_path / "none.sqlite"
     Results(path).close()
     page = visit(page_of(path))
@@ -615,7 +659,7 @@ def test_a_file_without_runs_says_what_to_do(visit: Open, tmp_path: Path) -> Non
     assert page.locator("main > section:visible").count() == 2  # and the playground
 
 
-def test_a_guards_report_names_rank_layer_and_step(
+def test_the_report_of_a_guard_shows_rank_layer_and_step(
     visit: Open, tmp_path: Path, report: str
 ) -> None:
     path = tmp_path / "guard.json"
@@ -623,10 +667,10 @@ def test_a_guards_report_names_rank_layer_and_step(
     for page in (visit(page_of(path)), visit(report)):
         if page.locator("#guards").is_hidden():
             page.locator("#guard-file").set_input_files(str(path))
-        page.locator("#guards .verdict", has_text="Rank 5 is wrong").wait_for()
+        page.locator("#guards .verdict", has_text="Rank 5 is flagged as faulty").wait_for()
         text = page.locator("#guards").inner_text()
         assert f"Rank 5 on node7{HOSTILE[:30]}" in text
-        assert "Named in step 12" in text
+        assert "Flagged in step 12" in text
         assert "since step 10" in text
         assert "The first non-finite value came from rank 5 in step 11" in text
         assert "blocks.3.mlp.weight" in text
@@ -641,7 +685,7 @@ def test_a_guards_report_names_rank_layer_and_step(
 # -- live ------------------------------------------------------------------------------------------
 
 
-def test_a_new_round_is_on_the_page(visit: Open, tmp_path: Path) -> None:
+def test_a_new_round_appears_in_the_live_report(visit: Open, tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     rng = np.random.default_rng(0)
     with Results(path) as results:
@@ -651,7 +695,7 @@ def test_a_new_round_is_on_the_page(visit: Open, tmp_path: Path) -> None:
             page = visit(server.url)
             page.get_by_text("● live").wait_for()
             page.get_by_label("Search").fill("mnist")
-            page.locator("#blame select").or_(page.locator("#blame .heat")).first.focus()
+            page.locator("#detection select").or_(page.locator("#detection .heat")).first.focus()
             for number in range(2, 12):
                 results.record(run, [a_round(number, 20, rng)])
                 page.locator("#runs tbody", has_text=f"{number}/500").wait_for()
@@ -661,7 +705,7 @@ def test_a_new_round_is_on_the_page(visit: Open, tmp_path: Path) -> None:
         page.get_by_text("the server is gone").wait_for()
 
 
-def test_a_real_run_is_followed_to_its_end(visit: Open, tmp_path: Path) -> None:
+def test_the_live_report_follows_a_run_to_its_end(visit: Open, tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     Results(path).close()
     settings = {**SMALL, "rounds": 120, "results": str(path), "attack": f"crash:worker={SUSPECT}"}
@@ -679,8 +723,8 @@ execute(make_config({settings!r}), watch=lambda _, done, __: done.number == 60 a
             process.communicate("\n")
             page.locator("#runs .status.complete").wait_for()
         assert process.returncode == 0
-        assert page.locator("main > section:visible").first.get_attribute("id") == "blame"
-        assert f"Worker {SUSPECT} is flagged" in page.inner_text("#blame .verdict")
+        assert page.locator("main > section:visible").first.get_attribute("id") == "detection"
+        assert f"Worker {SUSPECT} is flagged" in page.inner_text("#detection .verdict")
         assert "120/120" in page.inner_text("#runs")
 
 
@@ -691,11 +735,11 @@ def test_400_runs_of_500_rounds(visit: Open, tmp_path: Path) -> None:
     path = tmp_path / "many.sqlite"
     many_runs(path, 400, 500)
     output = tmp_path / "many.html"
-    command = [sys.executable, "-m", "phocas", "report", str(path), "-o", str(output)]
+    command = [sys.executable, "-m", "phocas", "results", "report", str(path), "-o", str(output)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Of the processor, so that what else this machine does is no matter.
+    # Processor time, which depends less on other processes than wall-clock time.
     built = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     page = visit(output.as_uri())
     shown = _processor_seconds(page)
@@ -716,7 +760,7 @@ def test_400_runs_of_500_rounds(visit: Open, tmp_path: Path) -> None:
 
 
 def _processor_seconds(page: Page) -> float:
-    """Return what the page's process has worked since it was started."""
+    """Return the processor time of the browser's process."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable")
     metrics = session.send("Performance.getMetrics")["metrics"]

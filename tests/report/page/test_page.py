@@ -1,4 +1,4 @@
-"""What is in the page: data that no name can break, a policy that fits, and bad input refused."""
+"""The HTML report as a file: its data, its security policy, and the rejection of bad input."""
 
 from __future__ import annotations
 
@@ -67,8 +67,11 @@ def decoded(text: str, kind: Any) -> Any:
     return np.frombuffer(base64.b64decode(text), kind)
 
 
-def test_the_page_has_what_the_file_has(results: Path, tmp_path: Path, phocas: Command) -> None:
-    status, said, _ = phocas("report", str(results), "-o", str(tmp_path / "deep" / "r.html"))
+def test_the_report_has_the_data_of_the_file(
+    results: Path, tmp_path: Path, phocas: Command
+) -> None:
+    output = tmp_path / "deep" / "r.html"
+    status, said, _ = phocas("results", "report", str(results), "-o", str(output))
     assert status == 0
     assert "10 runs" in said
     page = (tmp_path / "deep" / "r.html").read_text("utf-8")
@@ -101,7 +104,7 @@ def test_the_page_has_what_the_file_has(results: Path, tmp_path: Path, phocas: C
     assert not absurd[[0, 1, 3]].any()
 
 
-def test_values_of_a_picture_survive_their_code(results: Path) -> None:
+def test_decoded_matrix_values_are_close_to_the_recorded_ones(results: Path) -> None:
     with Results(results, read=True) as file:
         expected = next(iter(file.pictures(2)))
     contents = Contents(results)
@@ -115,7 +118,7 @@ def test_values_of_a_picture_survive_their_code(results: Path) -> None:
     np.testing.assert_array_equal(decoded(shown["lost"], np.uint8), expected.lost.ravel())
 
 
-def test_values_that_are_no_numbers_are_coded() -> None:
+def test_nan_and_infinite_matrix_values_are_encoded() -> None:
     from phocas.report.page.contents import _logarithms
 
     values = np.array([np.nan, np.inf, -np.inf, 0, -0.0, 1, -1, 1e-45, 3e38, 1e-30], np.float32)
@@ -125,7 +128,7 @@ def test_values_that_are_no_numbers_are_coded() -> None:
     assert 0 < codes[7] < codes[9] < codes[5] < codes[8] < 32767
 
 
-def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+def test_names_cannot_inject_html(tmp_path: Path) -> None:
     path = tmp_path / "results<b>.sqlite"
     execute(make_config({**SMALL, "rounds": 2, "name": HOSTILE, "results": str(path)}))
     with sqlite3.connect(path) as connection:
@@ -140,7 +143,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert run["name"] == run["rule"] == run["message"] == HOSTILE
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     with Results(path) as file:
         run = file.begin(make_config({"results": str(path)}), {}, {})
@@ -155,7 +158,7 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     json.loads(embedded(contents.whole()))
 
 
-def test_long_runs_are_thinned_and_that_is_said(tmp_path: Path) -> None:
+def test_long_runs_are_thinned(tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     rng = np.random.default_rng(0)
     with Results(path) as file:
@@ -178,7 +181,7 @@ def test_long_runs_are_thinned_and_that_is_said(tmp_path: Path) -> None:
     assert means[1:] == pytest.approx(0.3, abs=0.01)
 
 
-def test_only_what_has_changed_is_read_again(results: Path, tmp_path: Path) -> None:
+def test_only_changed_runs_are_read_again(results: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     path.write_bytes(results.read_bytes())
     contents = Contents(path)
@@ -215,7 +218,7 @@ def test_the_command_of_a_run_repeats_it(tmp_path: Path, phocas: Command) -> Non
     assert again.final_accuracy == first.final_accuracy
 
 
-def test_the_policy_allows_this_script_and_nothing_else() -> None:
+def test_the_security_policy_allows_only_this_script() -> None:
     page = render({"source": {"name": "x"}, "runs": [], "guards": []})
     inline = re.search(r'<script type="module">(.*?)</script>', page, re.DOTALL)
     assert inline is not None
@@ -227,7 +230,7 @@ def test_the_policy_allows_this_script_and_nothing_else() -> None:
     assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|\beval\(", script())
 
 
-def test_every_module_is_in_the_page_and_imports_from_those_before_it() -> None:
+def test_every_module_is_included_after_those_that_it_imports() -> None:
     folder = resources.files("phocas.report.page") / "script"
     texts = {each.name: each.read_text("utf-8") for each in folder.iterdir()}
     assert sorted(texts) == sorted(f"{name}.js" for name in MODULES)
@@ -246,7 +249,7 @@ def test_every_module_is_in_the_page_and_imports_from_those_before_it() -> None:
 def test_a_guards_report_is_shown(tmp_path: Path, phocas: Command) -> None:
     path = tmp_path / "guard.json"
     path.write_text(json.dumps({**guard_report(), "dropped": [float("nan")] * 8}))
-    status, said, _ = phocas("report", str(path))
+    status, said, _ = phocas("results", "report", str(path))
     assert (status, said) == (
         0,
         f"a guard's report in report.html, {size(tmp_path)}: open it in a browser\n",
@@ -267,12 +270,12 @@ def test_a_guards_log_is_shown_with_a_report_for_each_job(tmp_path: Path, phocas
     ]
     path = tmp_path / "suspects.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert phocas("report", str(path))[0] == 0
+    assert phocas("results", "report", str(path))[0] == 0
     shown = embedded_data((tmp_path / "report.html").read_text("utf-8"))["guards"]
     found = [(each["steps"], [one["rank"] for one in each["suspects"]]) for each in shown]
     assert found == [(130, [5, 1]), (40, [5]), (44, [5])]
     path.write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[1])[:99])
-    status, _, said = phocas("report", str(path))
+    status, _, said = phocas("results", "report", str(path))
     assert status == 2
     assert "is no report of a guard" in said
 
@@ -282,7 +285,7 @@ def size(folder: Path) -> str:
 
 
 def _bad(folder: Path) -> dict[str, str]:
-    """Make a file of each kind that cannot be shown, and say what is to be said about it."""
+    """Write a file of each kind that is rejected, and return the expected messages."""
     (folder / "text.sqlite").write_text("this is no database" * 99)
     (folder / "empty.sqlite").write_bytes(b"")
     (folder / "folder").mkdir()
@@ -321,27 +324,31 @@ def _bad(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("command", ["report", "serve"])
-def test_bad_input_is_one_line_and_status_2(tmp_path: Path, phocas: Command, command: str) -> None:
+@pytest.mark.parametrize("options", [(), ("--serve",)])
+def test_bad_input_is_one_line_and_status_2(
+    tmp_path: Path, phocas: Command, options: tuple[str, ...]
+) -> None:
     for name, words in _bad(tmp_path).items():
         before = {path.name for path in tmp_path.iterdir()}
-        status, output, errors = phocas(command, name)
+        status, output, errors = phocas("results", "report", name, *options)
         assert (status, output) == (2, ""), name
         assert words in errors
         assert len(errors.splitlines()) == 1, errors
         assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_a_page_that_cannot_be_written_is_refused(
+def test_a_report_that_cannot_be_written_is_rejected(
     results: Path, tmp_path: Path, phocas: Command
 ) -> None:
     (tmp_path / "taken").mkdir()
-    status, _, errors = phocas("report", str(results), "-o", str(tmp_path / "taken"))
+    status, _, errors = phocas("results", "report", str(results), "-o", str(tmp_path / "taken"))
     assert status == 2
     assert len(errors.splitlines()) == 1
-    status, _, errors = phocas("serve", str(results), "--port", "70000")
+    status, _, errors = phocas("results", "report", str(results), "--serve", "--port", "70000")
     assert (status, errors) == (2, "phocas: a port is 0 to 65535: got 70000\n")
-    status, _, errors = phocas("serve", str(results), "--host", "192.0.2.1", "--port", "0")
+    status, _, errors = phocas(
+        "results", "report", str(results), "--serve", "--host", "192.0.2.1", "--port", "0"
+    )
     assert status == 2
     assert "cannot listen on 192.0.2.1" in errors
 
@@ -361,7 +368,7 @@ def test_a_file_without_runs_and_older_ones_are_shown(results: Path, tmp_path: P
     assert all(run["curve"]["round"] for run in runs)
 
 
-def test_a_run_that_was_killed_is_shown_as_far_as_it_got(tmp_path: Path) -> None:
+def test_a_killed_run_is_shown_up_to_its_last_round(tmp_path: Path) -> None:
     settings = {**SMALL, "rounds": 100000, "results": str(tmp_path / "r.sqlite")}
     text = f"""
 from phocas.experiments.config import make_config

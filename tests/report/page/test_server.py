@@ -1,4 +1,4 @@
-"""The live page over real HTTP: what it sends, what it refuses, and how soon it tells."""
+"""The server of the live HTML report over real HTTP."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def events(response: http.client.HTTPResponse) -> Iterator[tuple[str, str, Any]]
             found = {}
 
 
-def test_the_page_is_served_with_a_strict_policy(server: PageServer) -> None:
+def test_the_report_is_served_with_a_strict_security_policy(server: PageServer) -> None:
     response = ask(server, "/")
     page = response.read().decode()
     assert response.status == 200
@@ -93,14 +93,14 @@ def test_the_page_is_served_with_a_strict_policy(server: PageServer) -> None:
         "/favicon.ico",
     ],
 )
-def test_there_is_nothing_else(server: PageServer, path: str) -> None:
+def test_other_paths_are_not_found(server: PageServer, path: str) -> None:
     response = ask(server, path)
     assert response.status == 404
     assert response.read() == b"Not Found\n"
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
-def test_nothing_can_be_changed(server: PageServer, method: str) -> None:
+def test_methods_other_than_get_are_rejected(server: PageServer, method: str) -> None:
     before = server.feed.path.read_bytes()
     assert ask(server, "/", method).status == 501
     assert server.feed.path.read_bytes() == before
@@ -117,11 +117,13 @@ def test_nothing_can_be_changed(server: PageServer, method: str) -> None:
         ("[::1]:8765", 200),
     ],
 )
-def test_a_page_of_another_name_gets_nothing(server: PageServer, host: str, status: int) -> None:
+def test_requests_for_a_foreign_host_are_rejected(
+    server: PageServer, host: str, status: int
+) -> None:
     assert ask(server, "/", headers={"Host": host}).status == status
 
 
-def test_garbage_is_survived(server: PageServer) -> None:
+def test_malformed_requests_do_not_stop_the_server(server: PageServer) -> None:
     for text in (b"\x00\xff\xfe\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET " + b"a" * 70000, b""):
         with socket.create_connection(
             (server.server_name, server.server_port), timeout=SECONDS
@@ -132,7 +134,7 @@ def test_garbage_is_survived(server: PageServer) -> None:
     assert ask(server, "/").status == 200
 
 
-def test_a_change_is_told_to_all_who_listen(server: PageServer) -> None:
+def test_a_change_is_sent_to_all_listeners(server: PageServer) -> None:
     page = embedded_data(ask(server, "/").read().decode())
     streams = [events(ask(server, f"/events?after={page['version']}")) for _ in range(10)]
     with Results(server.feed.path) as results:
@@ -143,7 +145,7 @@ def test_a_change_is_told_to_all_who_listen(server: PageServer) -> None:
         assert "command" in changed["runs"][0]
 
 
-def test_who_comes_late_or_again_gets_the_whole(server: PageServer) -> None:
+def test_late_and_returning_listeners_get_all_data(server: PageServer) -> None:
     for after in ("", "?after=", "?after=0-0", "?after=%00", "?path=/etc/passwd"):
         _, kind, data = next(events(ask(server, f"/events{after}")))
         assert (kind, len(data["runs"])) == ("whole", 1)
@@ -155,7 +157,7 @@ def test_who_comes_late_or_again_gets_the_whole(server: PageServer) -> None:
     assert kind == "whole"
 
 
-def test_streams_are_bounded_and_given_back(
+def test_the_number_of_streams_is_bounded(
     server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phocas.report.page.server._STREAMS", 2)
@@ -170,7 +172,7 @@ def test_streams_are_bounded_and_given_back(
         assert time.monotonic() < deadline
 
 
-def test_a_file_that_goes_away_is_told_and_comes_back(server: PageServer) -> None:
+def test_a_missing_file_is_reported_until_it_returns(server: PageServer) -> None:
     stream = events(ask(server, "/events"))
     assert next(stream)[1] == "whole"
     kept = server.feed.path.read_bytes()
@@ -183,7 +185,7 @@ def test_a_file_that_goes_away_is_told_and_comes_back(server: PageServer) -> Non
     assert next(stream)[1:] == ("problem", None)
 
 
-def test_a_guards_report_is_followed(tmp_path: Path) -> None:
+def test_changes_of_a_guard_report_are_sent(tmp_path: Path) -> None:
     path = tmp_path / "guard.json"
     path.write_text(json.dumps(guard_report()))
     for server in running(path):
@@ -196,6 +198,6 @@ def test_a_guards_report_is_followed(tmp_path: Path) -> None:
         assert (kind, changed["guards"][0]["steps"]) == ("changed", 121)
 
 
-def test_a_port_that_is_taken_is_said(server: PageServer) -> None:
+def test_a_port_in_use_is_rejected(server: PageServer) -> None:
     with pytest.raises(ValueError, match=r"port \d+: Address already in use; --port 0 takes"):
         PageServer(server.feed.path, port=server.server_port)

@@ -1,7 +1,8 @@
-"""Training without waiting: policies that say what to do with a row that comes alone.
+"""Asynchronous training: policies that decide what to do with a single row.
 
-A policy is a frozen value, ``buffered:buffers=15``, and knows no clock and no process; the event
-engine here gives it rows in the order of a virtual clock.
+A policy is a frozen value such as ``buffered:buffers=15``. It does not depend on clocks or
+processes: the local engine delivers rows in the order of a virtual clock, the Ray engine in the
+order of arrival.
 """
 
 from phocas.engines.asynchronous.buffers import Buffered

@@ -11,26 +11,28 @@ from phocas.rules import Rule
 from phocas.specs import count, normalise
 
 SILENT = 20
-"""A worker is silent if so many times m rows have come from others since its last one."""
+"""A worker is silent if SILENT times m rows have arrived since its last one."""
 
 
 class SilenceError(RuntimeError):
-    """Too few workers answer for training to go on; what the last one sent is kept."""
+    """Raised if too few workers answer to fill all buffers; the last row is kept."""
 
 
 @dataclass(frozen=True)
 class Buffered(Policy):
-    """Worker i feeds buffer i mod B with a running mean; the rule reduces the B rows when all are.
+    """Buffered asynchronous SGD: the rule aggregates B buffers, each a mean of workers' rows.
 
-    At most q buffers are touched by q liars, so the rule must survive q wrong rows of B.
+    Buffer i mod B has the mean of the rows of worker i since the last step. The rule aggregates the
+    B buffers when none is empty. Byzantine workers change at most one buffer each, so the rule must
+    tolerate q wrong rows among B.
 
-    A worker that has been silent while 20 m rows came is not waited for: if a buffer has none but
-    silent workers, those who answer are dealt out over the buffers anew, and all buffers are
-    emptied, so that no liar reaches two of them between two steps. (The paper reassigns after a
-    time of waiting and leaves open how long, and what becomes of half-filled buffers.)
+    A worker is silent if 20 m rows have arrived since its last one. If all workers of a buffer are
+    silent, the others are assigned to the buffers anew. All buffers are then emptied, so that no
+    Byzantine worker changes two of them between two steps. (The paper reassigns after a timeout. It
+    leaves open how long that is, and what happens to half-filled buffers.)
 
     Args:
-        buffers: B, at most as many as there are workers.
+        buffers: B, at most the number of workers.
 
     >>> from phocas import Phocas
     >>> Buffered(buffers=10).check(20, Phocas(b=5))
@@ -48,11 +50,11 @@ class Buffered(Policy):
         normalise(self, buffers=count("buffered", "buffers", self.buffers, 1))
 
     def num_rows(self) -> int:
-        """Return B."""
+        """Return the number of buffers B, which are the rows that the rule aggregates."""
         return self.buffers
 
     def check(self, m: int, rule: Rule) -> None:
-        """Ask for B <= m, and for a rule that B rows are enough for."""
+        """Raise ValueError unless B <= m and the rule works with B rows."""
         if self.buffers > m:
             raise ValueError(
                 f"buffered needs a worker for each buffer: got buffers={self.buffers} with m={m}"
@@ -64,7 +66,7 @@ class Buffered(Policy):
             raise ValueError(f"{error} (the rows are the {self.buffers} buffers)") from None
 
     def begin(self, m: int, d: int, rows: torch.Tensor, lr: float) -> State:
-        """Return empty buffers."""
+        """Return the state of the policy with empty buffers."""
         del d, lr
         return _Buffers(m, rows)
 
@@ -81,23 +83,23 @@ class _Buffers(State):
 
     def receive(self, arrival: Arrival) -> Verdict | None:
         self.news = ()
-        if self.counts.all():  # they were reduced after the last row
+        if self.counts.all():  # they were aggregated after the last row
             self._empty()
         self.arrivals += 1
         self.last[arrival.worker] = self.arrivals
         buffer = int(self.owner[arrival.worker])
         self.counts[buffer] += 1
-        # A value that is not finite stays so in the mean: the rule is to see it.
+        # A value that is not finite stays so in the mean: the rule handles it.
         self.rows[buffer].lerp_(arrival.row, 1 / int(self.counts[buffer]))
         self.fed[arrival.worker] = True
         if self.counts.all():
             workers = torch.nonzero(self.fed).flatten().tolist()
             return Verdict(None, tuple(workers), tuple(self.owner[workers].tolist()))
-        self._deal()
+        self._reassign()
         return None
 
-    def _deal(self) -> None:
-        """Deal those who answer over the buffers, if there is a buffer that nobody feeds."""
+    def _reassign(self) -> None:
+        """If all workers of a buffer are silent, distribute the other workers over all buffers."""
         answers = self.arrivals - self.last <= SILENT * self.m
         fed = torch.zeros(len(self.rows), dtype=torch.bool)
         fed[self.owner[answers]] = True
@@ -113,7 +115,7 @@ class _Buffers(State):
         self.owner[there] = torch.arange(len(there)) % len(self.rows)
         self._empty()
         names = ", ".join(map(str, silent))
-        self.news = (f"workers {names} are silent: the others were dealt over the buffers anew",)
+        self.news = (f"workers {names} are silent: the others were assigned to the buffers anew",)
 
     def _empty(self) -> None:
         self.counts.zero_()

@@ -1,9 +1,9 @@
-"""Workers that nobody waits for, in this process: events in the order of a virtual clock.
+"""Asynchronous training in this process: events in the order of a virtual clock.
 
-A worker takes the parameters as they are, computes for as long as its speed says, and its row comes
-back when the server has stepped a few times. A gradient is computed when it is first needed, with
-those of all other workers that took the same parameters: before the row comes, and before the
-parameters change. So no old parameters are kept, and what happens depends on the seed alone.
+A worker gets the current parameters and computes for a time that depends on the worker's speed. The
+worker's row arrives when the server has taken a few more steps. Gradients are computed lazily,
+together for all workers with the same parameters: when the first of these rows arrives, or before
+the parameters change. So no old parameters are kept, and the result depends on the seed alone.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from torch import nn
 from phocas.engines import EngineError
 from phocas.engines.asynchronous.buffers import SilenceError
 from phocas.engines.asynchronous.policy import Policy
-from phocas.engines.asynchronous.reception import Reception
+from phocas.engines.asynchronous.server import AsynchronousServer
 from phocas.engines.asynchronous.speeds import Speeds
 from phocas.training.cluster import Clock, Gathered
-from phocas.training.gradients.merged import Merged
+from phocas.training.gradients.merged import MergedBatchGradients
 from phocas.training.server import Aggregate
 
 if TYPE_CHECKING:
-    from phocas.rules.sampling import Sample
+    from phocas.detection.sampling import Sample
     from phocas.training.server import Action
     from phocas.training.task import Task
 
 
 class AsynchronousCluster:
-    """A round is one decision of the policy: a step, or a row that was turned down."""
+    """A cluster in which a round ends when the update policy takes a step or rejects a row."""
 
     same_rows = False
 
     def __init__(self, task: Task, policy: Policy, speeds: Speeds, max_staleness: int) -> None:
         m = task.num_workers
         speeds.check(m)
-        self.reception = Reception(task, policy, max_staleness)
+        self.async_server = AsynchronousServer(task, policy, max_staleness)
         self.task = task
         self.speeds = speeds
         self.kind = f"asynchronous {policy} {speeds} {max_staleness}"
-        self.server = self.reception.server
-        self.gradients = self.reception.gradients
-        self._merges = isinstance(self.gradients, Merged) and not any(
+        self.server = self.async_server.server
+        self.gradients = self.async_server.gradients
+        self._merges = isinstance(self.gradients, MergedBatchGradients) and not any(
             isinstance(layer, nn.Dropout) and layer.p for layer in self.gradients.layers
         )
         self.now = 0.0
-        self._steps = np.zeros(m, np.int64)  # how many rows each has begun
+        self._steps = np.zeros(m, np.int64)  # the number of rows that each worker has begun
         self._ends = np.zeros(m)
-        self._waiting = np.zeros(m, bool)  # whose row is yet to be computed
-        self._back: int | None = None  # who sent the last row, and takes parameters next
+        self._waiting = np.zeros(m, bool)  # workers whose row is yet to be computed
+        self._back: int | None = None  # the worker that sent the last row and gets parameters next
         self._events: list[tuple[float, int]] = []
         for worker in range(m):
             self._take(worker)
@@ -61,9 +61,12 @@ class AsynchronousCluster:
     def gather(
         self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
     ) -> Gathered:
-        """Let rows come until the policy decides."""
+        """Deliver rows to the policy in the order of the virtual clock, until the round ends.
+
+        The round ends when the policy takes a step or rejects a row.
+        """
         del by_server, honest, samples
-        clock = self.reception.begin()
+        clock = self.async_server.begin()
         decided = False
         while not decided:
             if self._back is not None:
@@ -71,37 +74,37 @@ class AsynchronousCluster:
                 self._back = None
             self.now, worker = self._events[0]
             if math.isinf(self.now):
-                raise EngineError("no worker answers any more, and nothing can be waited for")
+                raise EngineError("all workers are infinitely slow: no further row will arrive")
             heapq.heappop(self._events)
             self._back = worker
             clock.stop("data")
             if self._waiting[worker]:
                 self._compute(clock)
             try:
-                decided = self.reception.take(worker)
+                decided = self.async_server.take(worker)
             except SilenceError as error:
                 raise EngineError(str(error)) from None
-        return self.reception.gathered(round, self.now)
+        return self.async_server.gathered(round, self.now)
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
-        """Step along what was decided on; who has the parameters computes before they change."""
-        if self.reception.steps(aggregate):
+        """Step along the aggregate; compute the pending rows before the parameters change."""
+        if self.async_server.steps(aggregate):
             self._compute(None)
-        return self.reception.update(aggregate, factor)
+        return self.async_server.update(aggregate, factor)
 
     def _take(self, worker: int) -> None:
         m = self.task.num_workers
         step = int(self._steps[worker])
-        self.reception.give(worker)
+        self.async_server.give(worker)
         self._ends[worker] = self.now + self.speeds.seconds(worker, m, self.task.seed, step)
         self._steps[worker] += 1
         self._waiting[worker] = True
         heapq.heappush(self._events, (float(self._ends[worker]), worker))
 
     def _compute(self, clock: Clock | None) -> None:
-        """Compute the rows of all who have the current parameters and have not computed yet."""
+        """Compute the pending rows of all workers: all have the current parameters."""
         workers = np.flatnonzero(self._waiting).tolist()
-        task, rows, losses = self.task, self.reception.rows, self.reception.losses
+        task, rows, losses = self.task, self.async_server.rows, self.async_server.losses
         drawn = []
         for worker in workers:
             step = int(self._steps[worker]) - 1
@@ -128,17 +131,17 @@ class AsynchronousCluster:
             clock.stop("gradients")
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return who is at what, and what the server remembers."""
+        """Return the state of the clock, the workers and the server."""
         clock = {
             "now": torch.tensor(self.now, dtype=torch.float64),
             "back": torch.tensor(-1 if self._back is None else self._back),
         }
         clock |= {name: torch.from_numpy(getattr(self, f"_{name}")) for name in _ARRAYS}
-        return clock | self.reception.state()
+        return clock | self.async_server.state()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a checkpoint."""
-        self.reception.load_state(state)
+        """Restore the state of a checkpoint."""
+        self.async_server.load_state(state)
         self.now = float(state["now"])
         for name in _ARRAYS:
             np.copyto(getattr(self, f"_{name}"), state[name].numpy())
@@ -149,7 +152,7 @@ class AsynchronousCluster:
 
     def close(self) -> None:
         """End the threads."""
-        self.reception.close()
+        self.async_server.close()
 
 
 _ARRAYS = ("steps", "ends", "waiting")

@@ -21,29 +21,29 @@ _PIECE = 1 << 15  # values: a few such pieces fit a cache of 1 MB
 
 @dataclass(frozen=True)
 class Kardam(Policy):
-    """Kardam: accept a row if it changed no faster than rows do, from nobody who sends too many.
+    """Kardam: filter rows by their rate of change, and workers by their frequency.
 
-    Worker p's row and its last one, g and g', with the parameters x and x' they were computed at,
-    give its rate of change:
+    Let g and g' be a worker's row and its row before, and x and x' the parameters at which they
+    were computed. The rate of change of worker p is
 
         K_p = |g - g'| / |x - x'|
 
-    The row is accepted if K_p is at most the (m - b)/m quantile of the workers' latest, and if
-    among 2b + 1 rows accepted in a row no b workers have sent more than b (the frequency filter).
-    Needs m > 3b. Steps are damped by exp(-damping staleness).
+    A row is accepted if K_p is at most the (m - b)/m quantile of the latest rates of all workers,
+    and if among the last 2b + 1 accepted rows no b workers have sent more than b (the frequency
+    filter). Kardam needs m > 3b. Steps are damped by exp(-damping staleness).
 
-    Left open is what is done with a worker's first row, which has none to be compared to: here it
-    is only remembered. Nor is it said what K is of parameters that have not moved: here such rows
-    are judged by how much they changed, among each other. A sign that is always flipped changes as
-    fast as an honest row, and is accepted.
+    The paper leaves two cases open. A worker's first row has no predecessor: here it is stored, and
+    no step is taken. If the parameters have not moved, K_p is undefined: here such rows are
+    compared with each other by |g - g'|. A row whose sign is always flipped changes as fast as an
+    honest row, and is accepted.
 
-    The authors' template is another filter: it compares a row with the last one accepted from
-    anybody, against two thirds of the workers' largest of 25 coefficients, accepts any row after m
-    were refused, has no frequency filter, and damps with 0.2.
+    The authors' template differs from the paper: it compares a row with the last row accepted from
+    any worker, against two thirds of the largest of 25 coefficients of the workers. It accepts any
+    row after m rejected ones, has no frequency filter, and damps with 0.2.
 
     Args:
-        b: how many workers may lie, 3b < m.
-        damping: how much less a stale row counts.
+        b: the number of Byzantine workers that are tolerated, 3b < m.
+        damping: the rate at which the weight of a row decreases with its staleness.
 
     >>> from phocas import Mean
     >>> Kardam(b=7).check(20, Mean())
@@ -66,7 +66,7 @@ class Kardam(Policy):
         )
 
     def check(self, m: int, rule: Rule) -> None:
-        """Ask for m > 3b."""
+        """Raise ValueError unless m > 3b."""
         super().check(m, rule)
         if m <= 3 * self.b:
             raise ValueError(
@@ -75,7 +75,7 @@ class Kardam(Policy):
             )
 
     def begin(self, m: int, d: int, rows: torch.Tensor, lr: float) -> State:
-        """Return a state that has seen nobody."""
+        """Return the state of the policy before the first row."""
         del lr
         return _Kardam(self, m, rows.new_zeros(m, d))
 
@@ -105,7 +105,7 @@ class _Kardam(State):
         latest[i] = math.inf if math.isnan(rate) else rate
         b = self.policy.b
         known = np.sort(latest[~latest.isnan()].numpy())
-        # Until all are known, b of those who are may lie: the (known - b)-th is the limit.
+        # b of the known rates may be of Byzantine workers: the (known - b)-th is the limit.
         enough = len(known) > 2 * b
         if not (enough and rate <= known[len(known) - b - 1] < math.inf and self._frequent(i)):
             return refused
@@ -115,7 +115,7 @@ class _Kardam(State):
         return Verdict(arrival.row, (i,), factor=math.exp(-self.policy.damping * arrival.staleness))
 
     def _frequent(self, worker: int) -> bool:
-        """Say whether the b who sent most of the last 2b + 1, this one included, sent at most b."""
+        """Return True if the b most frequent workers sent at most b of the last 2b + 1 rows."""
         b = self.policy.b
         lately = [each for each in self.recent.tolist() if each >= 0] + [worker]
         counts = np.sort(np.bincount(lately))[::-1]
@@ -127,7 +127,7 @@ class _Kardam(State):
 
 
 def _replace(old: torch.Tensor, new: torch.Tensor) -> float:
-    """Put a vector in another's place, piece by piece in a cache, and return how far it moved."""
+    """Overwrite a vector by another and return their distance, in pieces that fit into a cache."""
     moved = 0.0
     for before, after in zip(torch.split(old, _PIECE), torch.split(new, _PIECE), strict=True):
         moved = math.hypot(moved, float(torch.linalg.vector_norm(after - before)))

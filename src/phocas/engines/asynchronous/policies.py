@@ -1,4 +1,4 @@
-"""The ways to train without waiting, by name; what their papers leave open is said at each."""
+"""The table of policies, and plain asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phocas.specs import Foreign, Table, loaded
 
 @dataclass(frozen=True)
 class AsynchronousMean(Policy):
-    """Step along every row, as soon as it comes: plain asynchronous SGD, which survives nothing.
+    """Plain asynchronous SGD: step along every row. It tolerates no Byzantine worker.
 
     >>> parse_policy("mean")
     AsynchronousMean()
@@ -24,7 +24,7 @@ class AsynchronousMean(Policy):
     name = "mean"
 
     def begin(self, m: int, d: int, rows: torch.Tensor, lr: float) -> State:
-        """Return a state that remembers nothing."""
+        """Return the state of the policy before the first row."""
         del m, d, rows, lr
         return _Mean()
 
@@ -38,7 +38,7 @@ POLICIES: Table[Policy] = Table("policy", [Buffered, Zeno, Kardam, AsynchronousM
 
 
 def parse_policy(text: str) -> Policy:
-    """Read a policy; ``buffers=10`` is short for ``buffered:buffers=10``.
+    """Parse a policy; ``buffers=10`` is short for ``buffered:buffers=10``.
 
     Args:
         text: the policy as on the command line.
@@ -51,7 +51,7 @@ def parse_policy(text: str) -> Policy:
 
 
 def read_policy(text: str) -> Policy | Foreign:
-    """Read a policy and import nothing: what is the user's own comes back as text."""
+    """Parse a policy without an import: a user-defined policy is returned as text."""
     short, told, _ = text.strip().partition("=")
     if short == "buffers":
         text = f"buffered:{text.strip()}" if told else "buffered"

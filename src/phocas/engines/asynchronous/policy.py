@@ -1,7 +1,7 @@
-"""What a policy is: it takes rows that come alone, computed at parameters of a while ago.
+"""The base class of policies, which decide on single rows computed at older parameters.
 
-How stale a row is the server knows by itself: it remembers which parameters it gave to whom. What a
-worker says about it is not asked.
+The staleness of a row is the number of steps since the worker got its parameters. The server
+computes the staleness itself and does not use claims of workers.
 """
 
 from __future__ import annotations
@@ -19,41 +19,44 @@ from phocas.specs import Spec
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """A row that came."""
+    """A row that arrived at the server."""
 
     worker: int
+    """The worker that sent it."""
     row: torch.Tensor
+    """Its values."""
     staleness: int
-    """How many steps the server has taken since it gave the worker its parameters."""
+    """The number of steps since the server gave the worker its parameters."""
     given: torch.Tensor | None
-    """These parameters, where the policy asks for them."""
+    """The parameters that the worker was given, if the policy needs them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What is done now: a step along a vector, or along the rows of the buffers, or none."""
+    """The decision of a policy: a step along a vector or the buffers' aggregate, or no step."""
 
     along: torch.Tensor | None
-    """The vector; None where the rule is to reduce the buffers, or where a row was turned down."""
+    """The vector; None if the rule aggregates the buffers, or if the row was rejected."""
     workers: tuple[int, ...]
-    """Whose rows were decided on."""
+    """The workers whose rows it is about."""
     rows: tuple[int, ...] = ()
-    """The buffer of each, where the rule decides."""
+    """The buffer of each worker, if the rule aggregates buffers."""
     accepted: bool = True
+    """Whether a step is taken."""
     factor: float = 1.0
-    """Of the learning rate."""
+    """A factor of the learning rate."""
 
 
 class Policy(Spec):
-    """One way to train without waiting."""
+    """A policy of asynchronous training."""
 
     uses_rule: ClassVar[bool] = False
-    """Whether the rule of the task reduces rows here; otherwise there is none."""
+    """Whether the policy uses the rule of the task."""
     needs_given: ClassVar[bool] = False
-    """Whether arrivals must tell at which parameters they were computed."""
+    """Whether the policy needs the parameters at which a row was computed."""
 
     def check(self, m: int, rule: Rule) -> None:
-        """Raise if this is impossible with m workers and this rule."""
+        """Raise ValueError if the policy cannot work with m workers and this rule."""
         if rule != Mean():
             raise ValueError(
                 f"{self.name} decides by itself on every row of m={m} workers: rule must be mean,"
@@ -62,28 +65,35 @@ class Policy(Spec):
 
     @abstractmethod
     def begin(self, m: int, d: int, rows: torch.Tensor, lr: float) -> State:
-        """Return the state before the first row; ``rows`` are those that the rule reduces."""
+        """Return the state before the first row.
+
+        Args:
+            m: the number of workers.
+            d: the number of parameters.
+            rows: the rows that the rule aggregates.
+            lr: the learning rate.
+        """
 
     def num_rows(self) -> int:
-        """Return how many rows the rule reduces."""
+        """Return the number of rows that the rule aggregates."""
         return 1
 
 
 class State(ABC):
-    """What a policy remembers from row to row."""
+    """The state of a policy between rows."""
 
     news: tuple[str, ...] = ()
-    """What happened besides, in words, with the last arrival."""
+    """Descriptions of what else happened with the last row."""
 
     @abstractmethod
     def receive(self, arrival: Arrival) -> Verdict | None:
-        """Take a row; None says that more must come before anything is decided."""
+        """Process a row; return None if the policy needs further rows to decide."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint must keep: tensors that are changed in place."""
+        """Return the tensors of the state, which are changed in place."""
         return {}
 
     def load(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         for name, tensor in self.tensors().items():
             tensor.copy_(kept[name])

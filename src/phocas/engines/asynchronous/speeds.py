@@ -1,4 +1,4 @@
-"""How long workers take on a virtual clock, drawn by the seed, the worker and its row's number."""
+"""Speeds of workers on a virtual clock, drawn from the seed, the worker and the row's number."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from phocas.seeds import Stream, generator
 from phocas.settings import nonnegative
 from phocas.specs import Spec, Table, count, normalise, number
 
-_AHEAD = 16  # steps drawn at once: one by one among other work, each takes three times as long
-LARGEST_SPREAD = 20.0
+_AHEAD = 16  # steps drawn at once: drawing them one by one takes three times as long
+LARGEST_DEVIATION = 20.0
 
 
-def _spread(owner: str, name: str, value: object) -> float:
-    """Return the spread of a logarithm, if no worker can be so slow that it is not a number."""
+def _deviation(owner: str, name: str, value: object) -> float:
+    """Return the standard deviation of a logarithm; raise ValueError if times could overflow."""
     found = nonnegative(owner, name, value)
-    if found > LARGEST_SPREAD:
+    if found > LARGEST_DEVIATION:
         raise ValueError(
-            f"{owner} needs {name} <= {LARGEST_SPREAD:g}, the spread of a logarithm: got"
-            f" {name}={found:g}; for workers who never answer write slow:workers=1,factor=inf"
+            f"{owner} needs {name} <= {LARGEST_DEVIATION:g}, the standard deviation of a logarithm:"
+            f" got {name}={found:g}; for workers that never answer write slow:workers=1,factor=inf"
         )
     return found
 
 
 @functools.lru_cache(1 << 16)
 def _drawn(seed: int, worker: int, block: int) -> tuple[float, ...]:
-    """Draw a worker's normal numbers for some steps, each of the stream of its own step."""
+    """Draw normal numbers for 16 steps of a worker, each from the random stream of the step."""
     steps = range(block * _AHEAD, (block + 1) * _AHEAD)
     streams = (generator(Stream.SPEED, seed, worker, step) for step in steps)
     return tuple(float(stream.standard_normal()) for stream in streams)
@@ -38,21 +38,27 @@ def _drawn(seed: int, worker: int, block: int) -> tuple[float, ...]:
 
 @functools.lru_cache(1 << 16)
 def _own(seed: int, worker: int) -> float:
-    """Draw a worker's normal number for all of its steps."""
+    """Draw the standard normal number z that determines the pace of a worker in all steps."""
     return float(generator(Stream.SPEED, seed, worker).standard_normal())
 
 
 class Speeds(Spec):
-    """The virtual seconds of each gradient; 1 is what an even worker takes in the middle."""
+    """The time of each gradient, in virtual seconds.
+
+    The unit is the median time of a worker with :class:`Even` speed.
+    """
 
     noise: float
 
     @abstractmethod
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
-        """Return how many times longer than an even one this worker takes; inf is forever."""
+        """Return the median time of a worker's gradients in virtual seconds.
+
+        The pace is 1 for a worker with :class:`Even` speed, inf for a worker that never answers.
+        """
 
     def seconds(self, worker: int, num_workers: int, seed: int, step: int) -> float:
-        """Return how long a worker's gradient takes, its pace times exp(noise z)."""
+        """Return the time of a gradient: the pace of the worker times exp(noise z)."""
         pace = self.pace(worker, num_workers, seed)
         if not self.noise or math.isinf(pace):
             return pace
@@ -60,7 +66,7 @@ class Speeds(Spec):
         return pace * math.exp(self.noise * _drawn(seed, worker, block)[place])
 
     def check(self, num_workers: int) -> None:
-        """Raise if there cannot be so many workers."""
+        """Raise ValueError if the speeds do not fit the number of workers."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Even(Speeds):
     """All workers are equally fast.
 
     Args:
-        noise: the spread of the logarithm from gradient to gradient.
+        noise: the standard deviation, over the gradients of a worker, of the logarithm of the time.
 
     >>> Even(noise=0).seconds(3, 20, seed=0, step=0)
     1.0
@@ -79,21 +85,21 @@ class Even(Speeds):
     noise: float = 0.1
 
     def __post_init__(self) -> None:
-        normalise(self, noise=_spread("even", "noise", self.noise))
+        normalise(self, noise=_deviation("even", "noise", self.noise))
 
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
-        """Return 1."""
+        """Return 1, the pace of every worker."""
         del worker, num_workers, seed
         return 1.0
 
 
 @dataclass(frozen=True)
 class Lognormal(Speeds):
-    """Each worker has a pace of its own, exp(sigma z).
+    """Each worker has its own pace, exp(sigma z).
 
     Args:
-        sigma: the spread of the logarithm from worker to worker.
-        noise: that from gradient to gradient.
+        sigma: the standard deviation, over workers, of the logarithm of the pace.
+        noise: the standard deviation, over the gradients of a worker, of the logarithm of the time.
 
     >>> paces = [Lognormal(sigma=1).pace(worker, 20, seed=0) for worker in range(20)]
     >>> max(paces) > 5 * min(paces)
@@ -108,24 +114,24 @@ class Lognormal(Speeds):
     def __post_init__(self) -> None:
         normalise(
             self,
-            sigma=_spread("lognormal", "sigma", self.sigma),
-            noise=_spread("lognormal", "noise", self.noise),
+            sigma=_deviation("lognormal", "sigma", self.sigma),
+            noise=_deviation("lognormal", "noise", self.noise),
         )
 
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
-        """Return exp(sigma z), with the worker's own z."""
+        """Return exp(sigma z), with a standard normal z that is fixed for each worker."""
         del num_workers
         return math.exp(self.sigma * _own(seed, worker))
 
 
 @dataclass(frozen=True)
 class Slow(Speeds):
-    """The last workers are so many times slower than the others; a factor of inf is for ever.
+    """The last workers are slower than the others by a factor; with inf they never answer.
 
     Args:
-        workers: how many are slow.
-        factor: how many times slower.
-        noise: the spread of the logarithm from gradient to gradient.
+        workers: the number of slow workers.
+        factor: the time of a slow worker relative to the others.
+        noise: the standard deviation, over the gradients of a worker, of the logarithm of the time.
 
     >>> slow = Slow(workers=4, factor=10, noise=0)
     >>> [slow.seconds(worker, 20, seed=0, step=0) for worker in (0, 15, 16, 19)]
@@ -146,7 +152,7 @@ class Slow(Speeds):
             self,
             workers=count("slow", "workers", self.workers),
             factor=factor,
-            noise=_spread("slow", "noise", self.noise),
+            noise=_deviation("slow", "noise", self.noise),
         )
 
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
@@ -155,10 +161,10 @@ class Slow(Speeds):
         return self.factor if worker >= num_workers - self.workers else 1.0
 
     def check(self, num_workers: int) -> None:
-        """Ask that somebody answers."""
+        """Raise ValueError unless some worker answers."""
         if self.workers > num_workers or (self.workers == num_workers and math.isinf(self.factor)):
             raise ValueError(
-                f"slow needs workers <= m, and somebody who answers: got workers={self.workers}"
+                f"slow needs workers <= m, and a worker that answers: got workers={self.workers}"
                 f" with m={num_workers}"
             )
 
@@ -167,9 +173,10 @@ SPEEDS: Table[Speeds] = Table("speed", [Even, Lognormal, Slow], base=Speeds)
 
 
 class VirtualRounds:
-    """The virtual clock of synchronous rounds: each takes as long as the slowest, or the deadline.
+    """The virtual clock of synchronous rounds.
 
-    Who is late is missing, and begins anew with the next round.
+    A round takes as long as its slowest worker, but not longer than the deadline. A late worker is
+    missing from the round, and starts again with the next one.
     """
 
     def __init__(
@@ -190,7 +197,7 @@ class VirtualRounds:
             )
 
     def play(self, round: int) -> tuple[int, ...]:
-        """Let a round pass, and return who was late."""
+        """Advance the clock by a round, and return the late workers."""
         m = self.num_workers
         taken = np.array(
             [self.steps * self.speeds.seconds(i, m, self.seed, round) for i in range(m)]

@@ -17,30 +17,31 @@ from phocas.specs import count, normalise
 
 @dataclass(frozen=True)
 class Zeno(Policy):
-    """Zeno++: accept a row if it goes down by the server's own gradient, at that one's length.
+    """Zeno++: accept a row if it agrees with a gradient of the server.
 
-    With v the gradient over ``validation`` samples that the server holds and g the row, the step is
-    along h, taken if the second line holds:
+    Let v be the gradient over ``validation`` samples of the server, g the row and gamma the
+    learning rate. The row is scaled to the norm of v, and accepted if the second line holds:
 
         h = g |v| / |g|
         gamma <v, h> - rho |h|^2 >= -gamma epsilon
 
-    with gamma the learning rate. With epsilon = 0 this asks for an angle: a cosine of at least
-    rho / gamma. Survives any number of liars, since nobody else is asked.
+    With epsilon = 0, the cosine of the angle between g and v must be at least rho / gamma. Zeno++
+    tolerates any number of Byzantine workers, because it compares no row with those of others.
 
-    rho = 0.001, epsilon = 0 and a gradient that is renewed every 10 rows are those of the authors'
-    program. It renews after rows that came, and each time over other samples, of a set that no
-    worker has; here v is computed anew after ``every`` accepted rows, without which nothing has
-    moved, over all of the server's samples, which are drawn once from the training samples.
+    The defaults rho = 0.001, epsilon = 0 and ``every`` = 10 are those of the authors' program. That
+    program computes v after 10 received rows, each time over other samples, from a set that no
+    worker has. Here, v is computed after ``every`` accepted rows, because the parameters change
+    only then. It is the gradient over all validation samples, which are drawn once from the
+    training samples.
 
-    rho is weighed against gamma, so a smaller step asks for a better angle. The rows of stale
-    parameters want a small one: see docs/asynchronous.md.
+    The limit of the angle is rho / gamma: a smaller learning rate needs a better angle. Stale rows
+    need a small learning rate: see docs/asynchronous.md.
 
     Args:
-        validation: how many samples the server holds.
-        rho: how much is asked of the angle.
-        epsilon: how far uphill a row may lead.
-        every: after how many accepted rows the server's gradient is computed anew.
+        validation: the number of samples of the server.
+        rho: the weight of the norm; rho / gamma is the smallest accepted cosine.
+        epsilon: the slack of the condition.
+        every: the number of accepted rows after which v is computed again.
 
     >>> from phocas.engines.asynchronous import parse_policy
     >>> parse_policy("zeno++:validation=64")
@@ -71,30 +72,30 @@ class Zeno(Policy):
 
 
 class ZenoState(State):
-    """The server's own gradient, which an engine computes when it is :attr:`due`."""
+    """The server's validation gradient; an engine computes it again when :attr:`due` is True."""
 
     def __init__(self, policy: Zeno, own: torch.Tensor, lr: float) -> None:
         self.policy = policy
         self.own = own
         self.lr = lr
-        # Of a shorter row so many squares may vanish that its length cannot be known: a liar would
-        # be stretched to many times the length of the server's gradient.
+        # The squares of shorter rows underflow, so that their norm is wrong: a Byzantine row would
+        # be scaled to many times the norm of the server's gradient.
         self.shortest = 1e3 * math.sqrt(len(own) * torch.finfo(own.dtype).tiny)
         self.accepted = torch.zeros((), dtype=torch.int64)
         self.computed = torch.full((), -1, dtype=torch.int64)
 
     @property
     def due(self) -> bool:
-        """Whether ``own`` must be computed anew before the next row is judged."""
+        """Whether ``own`` must be computed again before the next row."""
         stale = int(self.accepted - self.computed)
         return int(self.computed) < 0 or stale >= self.policy.every
 
     def renewed(self) -> None:
-        """Say that ``own`` is that of the current parameters."""
+        """Record that ``own`` is the gradient at the current parameters."""
         self.computed.copy_(self.accepted)
 
     def receive(self, arrival: Arrival) -> Verdict:
-        """Judge a row by its angle to the server's own gradient."""
+        """Accept or reject a row by its angle to the server's gradient."""
         who = (arrival.worker,)
         length = float(torch.linalg.vector_norm(arrival.row))
         own = float(torch.linalg.vector_norm(self.own))
@@ -108,5 +109,5 @@ class ZenoState(State):
         return Verdict(arrival.row * scale, who)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the gradient and how old it is."""
+        """Return the gradient and its age."""
         return {"own": self.own, "accepted": self.accepted, "computed": self.computed}

@@ -1,7 +1,7 @@
-"""The ray engine: workers and servers as actors, on a cluster or on this machine.
+"""The Ray engine: workers and servers as actors, on a cluster or on this machine.
 
-The same trainer as the local engine's, and the same bits where the rows are the same: batches,
-dropout and lies depend on the seed, the round and the worker alone.
+Results have the same bits as with the local engine if no row is missing: batches, dropout and
+attacks depend only on the seed, the round and the worker.
 """
 
 from phocas.engines.ray.settings import RaySettings

@@ -1,16 +1,15 @@
-"""Workers and servers as actors on a Ray cluster: the rows of a round, and the step along them."""
+"""Synchronous rounds on a Ray cluster, with workers and servers as actors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
-from phocas.engines.faults import Fault, FaultScript, Stale
-from phocas.engines.ray.hosts import Harvest, Host, Hosts
+from phocas.engines.ray.hosts import Host, Hosts, RoundResults
 from phocas.engines.ray.servers import Result, Servers
 from phocas.engines.ray.session import Session
 from phocas.engines.ray.shard import (
@@ -33,16 +32,16 @@ from phocas.engines.ray.start import (
     start_hosts,
 )
 from phocas.engines.ray.values import array_of, tensor_of
-from phocas.engines.ray.worker import Source, WorkerJob, cut
+from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut
 from phocas.machine import available_cores
 from phocas.training.cluster import Clock, Gathered
 from phocas.training.gradients import Looped
-from phocas.training.lanes import Lanes
+from phocas.training.pool import DeterministicPool
 from phocas.training.server import Action, Aggregate, ParameterServer
 
 if TYPE_CHECKING:
+    from phocas.detection.sampling import Sample
     from phocas.engines.ray.settings import RaySettings
-    from phocas.rules.sampling import Sample
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.task import Task
 
@@ -50,21 +49,23 @@ if TYPE_CHECKING:
 class RayCluster:
     """The workers and servers of a task, on Ray."""
 
+    kind = "RayCluster"
+    shard_class: ClassVar[type[Shard]] = Shard
+    process_class: ClassVar[type[WorkerProcess]] = WorkerProcess
+
     def __init__(self, task: Task, settings: RaySettings) -> None:
         self.task = task
-        self.kind = type(self).__name__
         self.same_rows = task.clients is None
         self.server = task.serve(task.model)
-        self.gradients = task.differentiate(self.server.parameters, Lanes(task.threads))
+        self.gradients = task.differentiate(self.server.parameters, DeterministicPool(task.threads))
         self.allowed = _check(task, self.server, settings)
-        self.script = FaultScript.of(settings.faults)
         self.compute_seconds = 0.0
-        """What the slowest process spent on its gradients in the last round."""
+        """The time that the slowest process took for its gradients in the last round."""
         self._previous: list[Source] | None = None
         self._values: list[Any] = []
         self._states: list[dict[str, np.ndarray]] = [{} for _ in self.server.bounds]
         self._buffers = self._copies() if _changes_buffers(self.gradients) else None
-        # A round reads slices twice, of now and of before: half of the deadline is left to reduce.
+        # A round may read current and previous slices: half of the deadline is left to aggregate.
         self._patience = settings.server_deadline / 4
         matrix = 8 * self.server.rows.numel()
         self.session = Session(
@@ -82,12 +83,11 @@ class RayCluster:
 
     def _start(self, settings: RaySettings) -> None:
         self._ray = self.session.ray
-        self._shard_class = self._ray.remote(**OPTIONS)(Shard)
+        self._shard_actor = self._ray.remote(**OPTIONS)(self.shard_class)
         self._shard_jobs = self._make_shard_jobs()
         self.servers = Servers(
             [self._make_shard(number) for number in range(self.task.num_servers)],
             self._make_shard,
-            lambda round_, number: self.script.take(round_, server=number),
             deadline=settings.server_deadline,
         )
         self._parameters: list[Any] = []
@@ -95,7 +95,6 @@ class RayCluster:
         self.hosts = Hosts(
             self._make_hosts(settings.processes),
             self._ask,
-            lambda round_, workers: self.script.take(round_, workers=workers),
             allowed=self.allowed,
             deadline=settings.deadline,
             on_missing=settings.on_missing,
@@ -119,65 +118,60 @@ class RayCluster:
         ]
 
     def _make_shard(self, number: int) -> Any:
-        """Start a server from its checkpoint: its columns as they are here, and its state."""
+        """Start a server with the trainer's copy of its columns and of its optimizer state."""
         columns = array_of(self.server.vector)[self.server.bounds[number]]
-        return self._shard_class.remote(self._shard_jobs[number], columns, self._states[number])
+        return self._shard_actor.remote(self._shard_jobs[number], columns, self._states[number])
 
     def _make_hosts(self, processes: int | None) -> list[Host]:
         m = self.task.num_workers
-        self.job = self._ray.put(  # kept: a worker that is started again reads it once more
-            WorkerJob(
-                self.task.for_worker(path_of(self.gradients)),
-                bounds=self.server.bounds,
-                keeps_rows=any(isinstance(fault, Stale) for fault in self.script.faults),
-            )
+        self.job = self._ray.put(  # keep the reference: a restarted worker reads it again
+            WorkerJob(self.task.for_worker(path_of(self.gradients)), bounds=self.server.bounds)
         )
         cores = self.session.cores
         enough = math.ceil(m / self.allowed) if self.allowed else 1
-        return start_hosts(m, processes or cores * math.ceil(enough / cores))
+        return start_hosts(m, processes or cores * math.ceil(enough / cores), self.process_class)
 
     # -- a round -----------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Put the trainer's copy of the parameters where workers can pull it."""
+        """Put the trainer's copy of the parameters into the object store."""
         vector = array_of(self.server.vector)
         self._parameters = [self._ray.put(vector[part]) for part in self.server.bounds]
 
-    def _ask(self, host: Host, round: int, faults: list[Fault]) -> list[Any]:
+    def _ask(self, host: Host, round: int) -> list[Any]:
+        """Request the rows of a process."""
         call = host.actor.gradients.options(num_returns=len(self.servers.actors) + 1)
         job = [] if host.ready else [self.job]
         factor = float(self.task.schedule(round))
-        # References as arguments of their own: in a list, a worker would ask the trainer for each.
-        references: list[Any] = call.remote(
-            job, round, factor, self._buffers, faults, *self._parameters
-        )
+        # References are separate arguments: in a list, a worker would ask the trainer for each.
+        references: list[Any] = call.remote(job, round, factor, self._buffers, *self._parameters)
         return references
 
     def gather(
         self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
     ) -> Gathered:
-        """Ask the workers, wait for them until the deadline, and have the servers reduce."""
-        del by_server  # every server counts what it drops, whether or not it is asked for
+        """Request the rows, wait for them until the deadline, and let the servers aggregate."""
+        del by_server  # the shares of each server are always known
         clock = Clock()
-        harvest = self.hosts.begin(round)
-        missing, results = self._reduce(harvest, clock, honest, samples)
+        gathered = self.hosts.begin(round)
+        missing, results = self._reduce(gathered, clock, honest, samples)
         aggregate = self._aggregate(results)
         answers: list[Answer] = [result.values[1] for result in results]
         repeated = set.intersection(*(answer.repeated for answer in answers))
-        harvest.news += [f"worker {i} sent its last row once more" for i in sorted(repeated)]
-        harvest.news += self.servers.news
+        gathered.news += [f"worker {i} sent its last row once more" for i in sorted(repeated)]
+        gathered.news += self.servers.news
         self.servers.news.clear()
         if self.task.attack is not None and self.task.attack.needs_previous:
-            self._previous = list(harvest.sources.values())
+            self._previous = list(gathered.sources.values())
         clock.stop("aggregate")
         distance = None
         means = [answer.honest for answer in answers]
         if honest and all(mean is not None for mean in means):
             mean = tensor_of(np.concatenate(means))  # type: ignore[arg-type]
             distance = float(torch.dist(aggregate.value, mean))
-        losses = self._losses(harvest, missing)
-        self.compute_seconds = max(report.seconds for report in harvest.reports.values())
-        self._take_buffers(harvest)
+        losses = self._losses(gathered, missing)
+        self.compute_seconds = max(report.seconds for report in gathered.reports.values())
+        self._take_buffers(gathered)
         clock.stop("metrics")
         return Gathered(
             aggregate,
@@ -186,7 +180,7 @@ class RayCluster:
             sum(answer.touched for answer in answers),
             clock.seconds,
             tuple(sorted(missing)),
-            tuple(harvest.news),
+            tuple(gathered.news),
             tuple(
                 sample.joined([answer.sampled[number] for answer in answers])
                 for number, sample in enumerate(samples)
@@ -195,25 +189,25 @@ class RayCluster:
         )
 
     def _reduce(
-        self, harvest: Harvest, clock: Clock, honest: bool, samples: Sequence[Sample]
+        self, gathered: RoundResults, clock: Clock, honest: bool, samples: Sequence[Sample]
     ) -> tuple[set[int], list[Result]]:
-        """Collect rows and reduce them, until no column lacks more of them than is allowed."""
+        """Collect rows and aggregate them, until no column lacks more rows than allowed."""
         while True:
-            self.hosts.collect(harvest)
+            self.hosts.collect(gathered)
             clock.stop("gradients")
-            absent = harvest.missing(self.hosts.hosts)
+            absent = gathered.missing(self.hosts.hosts)
             self.servers.begin()
             arguments = [
                 (
-                    harvest.round,
-                    _parts(harvest.sources.values(), number),
+                    gathered.round,
+                    _parts(gathered.sources.values(), number),
                     None if self._previous is None else _parts(self._previous, number),
                     honest,
                     samples,
                 )
                 for number in range(len(self.servers.actors))
             ]
-            results = self.servers.call("aggregate", arguments, harvest.round)
+            results = self.servers.call("aggregate", arguments)
             while True:
                 answers: list[Answer] = [result.values[1] for result in results]
                 if answers[0].partial is None:
@@ -224,15 +218,15 @@ class RayCluster:
             for answer in answers:
                 for worker, problem in answer.problems.items():
                     bad.setdefault(worker, problem)
-            harvest.news += [f"worker {worker} {text}" for worker, text in sorted(bad.items())]
+            gathered.news += [f"worker {worker} {text}" for worker, text in sorted(bad.items())]
             missing = absent | set(bad)
             if max(len(absent | set(answer.problems)) for answer in answers) <= self.allowed:
-                self.servers.begin()  # lets go of the rows, whose memory the next ones can have
+                self.servers.begin()  # releases the rows: the next ones can use their memory
                 return missing, results
-            harvest.problems.update(bad)
-            self.hosts.lack(harvest, missing)
-            self.hosts.discard(harvest, missing)
-            self._publish()  # in case it was these values that were lost
+            gathered.problems.update(bad)
+            self.hosts.check_missing(gathered, missing)
+            self.hosts.discard(gathered, missing)
+            self._publish()  # the parameters may be what was lost
 
     def _aggregate(self, results: Sequence[Result]) -> Aggregate:
         self._values = [result.references[0] for result in results]
@@ -247,26 +241,26 @@ class RayCluster:
             shares,
         )
 
-    def _losses(self, harvest: Harvest, missing: set[int]) -> np.ndarray:
-        """Return the losses of the workers whose rows came, in their order."""
+    def _losses(self, gathered: RoundResults, missing: set[int]) -> np.ndarray:
+        """Return the losses of the workers whose rows arrived, in the order of the workers."""
         found = [
-            harvest.reports[host].losses[worker - host.first]
+            gathered.reports[host].losses[worker - host.first]
             for host in self.hosts.hosts
-            if host in harvest.reports
+            if host in gathered.reports
             for worker in host.workers
             if worker not in missing
         ]
         return np.asarray(found)
 
-    def _take_buffers(self, harvest: Harvest) -> None:
-        """Take the median of what the workers made of the model's buffers, as local workers do."""
+    def _take_buffers(self, gathered: RoundResults) -> None:
+        """Set the model's buffers to the median over the workers, as the local engine does."""
         if self._buffers is None:
             return
         sent = [
             buffers
             for host in self.hosts.hosts
-            if host in harvest.reports
-            for buffers in harvest.reports[host].buffers
+            if host in gathered.reports
+            for buffers in gathered.reports[host].buffers
         ]
         for name, buffer in self.task.model.named_buffers():
             values = [tensor_of(np.array(buffers[name])).view(buffer.dtype) for buffers in sent]
@@ -277,7 +271,7 @@ class RayCluster:
         return {name: array_of(buffer).copy() for name, buffer in self.task.model.named_buffers()}
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
-        """Have every server step along its part of the last aggregate, and keep what comes out."""
+        """Let every server step along its part of the aggregate, and copy the new parameters."""
         action = self.server.verdict(aggregate)
         if action != "applied":
             return action
@@ -298,9 +292,9 @@ class RayCluster:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the servers' optimisers, the workers' momentum and, for some attacks, their rows.
+        """Return the servers' optimizers, the workers' momentum and, for some attacks, their rows.
 
-        The momentum of a worker that does not answer now is lost, as if it had been started again.
+        The momentum of a worker that does not answer is saved as zero, as after a restart.
         """
         state = {
             f"server.{number}.{name}": tensor_of(np.array(values))
@@ -321,7 +315,7 @@ class RayCluster:
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a checkpoint, whose parameters the trainer has already."""
+        """Restore a checkpoint; the trainer has restored the parameters already."""
         bounds = self.server.bounds
         self._states = [{} for _ in bounds]
         for name, tensor in state.items():
@@ -345,18 +339,17 @@ class RayCluster:
             self._previous = [(0, len(rows), parts)]
 
     def close(self) -> None:
-        """End the actors, and Ray itself if it was begun for us."""
+        """Kill the actors, and shut Ray down if this cluster started it."""
         if self._ray.is_initialized():
             for actor in (*self.servers.actors, *(host.actor for host in self.hosts.hosts)):
                 self._ray.kill(actor)
         self.session.close()
-        self.gradients.lanes.close()
+        self.gradients.pool.close()
 
 
 def _check(task: Task, server: ParameterServer, settings: RaySettings) -> int:
-    """Refuse what cannot be before any process is started; return how many rows may be missing."""
+    """Check the settings before any process starts; return how many rows may be missing."""
     m, s = task.num_workers, task.num_servers
-    FaultScript.of(settings.faults).check(m, s)
     if s > 1 and task.attack is not None and not task.attack.sharded:
         raise ValueError(
             f"{task.attack} looks at all columns, and a server holds only its own: run it on"
@@ -368,14 +361,14 @@ def _check(task: Task, server: ParameterServer, settings: RaySettings) -> int:
         return most
     if settings.missing > most:
         raise ValueError(
-            f"{task.rule} with m={m} workers survives at most {most} missing rows:"
+            f"{task.rule} with m={m} workers tolerates at most {most} missing rows:"
             f" got missing={settings.missing}"
         )
     return settings.missing
 
 
 def _parts(sources: Iterable[Source], number: int) -> list[Part]:
-    """Return what one server is to read: a reference to another's would only cost its keeping."""
+    """Return the references that one server reads."""
     return [(first, last, references[number]) for first, last, references in sources]
 
 

@@ -1,4 +1,4 @@
-"""Getting hold of Ray: a cluster at an address, or one of our own on this machine's loopback."""
+"""Connect to a Ray cluster, or start one on the loopback interface of this machine."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from phocas.engines import EngineError
 CONNECT_SECONDS = 5.0
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a worker's exception is news of the round, told once
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the coming default; without it Ray warns
-    # Ray prints on stdout what its nodes say of processes, even with log_to_driver=False, unless it
-    # is a line to skip: every line is. Who died is news of the round, and stdout may be JSON.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # the engine reports exceptions of workers itself
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the future default; Ray warns without it
+    # Even with log_to_driver=False, Ray prints messages of its nodes on stdout, which may be JSON.
+    # This skips every line. The engine reports deaths of processes itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
 }
-# Ray binds to all interfaces, and turns 127.0.0.1 into the machine's outer address, unless it is
-# told that there are no clusters here. The name of the setting speaks of other systems; it works
-# on all (found out with `ss -tlnp`, Ray 2.55.1).
+# Ray binds to all interfaces, and replaces 127.0.0.1 by the outer address of the machine, unless
+# clusters are disabled. The setting has the names of other systems, but works on all of them
+# (checked with `ss -tlnp`, Ray 2.55.1).
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
-# Ray frees what nobody needs once a second, or when so many objects wait for it. The rows of a
-# round would go to fresh memory, whose page faults cost 60 ms where the copy costs 20 (96 MB).
+# Ray frees unused objects once a second, or when this many of them wait. Otherwise the rows of a
+# round go to fresh memory: for 96 MB, page faults take 60 ms and the copy 20 ms.
 _PROMPT = {"RAY_free_objects_batch_size": "1"}
 
 
 class RayUnreachableError(EngineError, ConnectionError):
-    """There is no Ray where we looked, or it did not start; the text says where, and why."""
+    """No Ray cluster was found at the address, or Ray did not start."""
 
 
 class RayNotInstalledError(EngineError, ImportError):
-    """Ray is an extra."""
+    """Ray, an optional dependency, is not installed."""
 
 
 def the_ray() -> Any:
-    """Return the module, or say how to get it."""
+    """Return the module ``ray``; raise RayNotInstalledError if it is missing."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -53,7 +53,7 @@ def the_ray() -> Any:
 
 
 class Session:
-    """A connection to Ray; one that we began ourselves ends with :meth:`close`."""
+    """A connection to Ray. :meth:`close` shuts Ray down if this session started it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Session:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address is None:
             options |= {
-                "address": "local",  # not one that somebody else has running on this machine
+                "address": "local",  # not another one that runs on this machine
                 "num_cpus": cores,
                 "object_store_memory": store_bytes,
                 "include_dashboard": False,
@@ -82,30 +82,30 @@ class Session:
         with _own_signals():
             try:
                 self.ray.init(**options)
-            except Exception as error:  # Ray raises Exception itself if a node is slow to start
+            except Exception as error:  # Ray raises Exception itself if a node starts too slowly
                 why = str(error).strip().partition("\n")[0] or type(error).__name__
                 raise RayUnreachableError(
                     f"Ray did not start on this machine: {why.rstrip('.')}; try again, use fewer"
                     " servers or processes, or use --engine local"
                     if address is None
-                    else f"Ray at {address} did not take us: {why}"
+                    else f"Ray at {address} rejected the connection: {why}"
                 ) from error
 
     @property
     def cores(self) -> int:
-        """The cores of all nodes."""
+        """The number of cores of all nodes."""
         return max(1, int(self.ray.cluster_resources().get("CPU", 1)))
 
     def close(self) -> None:
-        """Leave, and end what we began."""
+        """Disconnect, and shut Ray down if this session started it."""
         if self.ours and self.ray.is_initialized():
             self.ray.shutdown()
 
 
 def reachable(address: str) -> str:
-    """Return the host:port of a Ray head node that answers, within seconds, or raise.
+    """Return the host:port of a Ray head node; raise RayUnreachableError if it does not answer.
 
-    ``auto`` looks where Ray itself would: in RAY_ADDRESS, and for a node on this machine.
+    ``auto`` is the address in RAY_ADDRESS, or that of a node on this machine.
     """
     if address.startswith("ray://"):
         raise RayUnreachableError(
@@ -149,7 +149,7 @@ def _look_up() -> str:
 
 
 def _answers(address: str) -> bool:
-    """Ask the head node for its name, so that a port of something else is told in seconds."""
+    """Return True if a Ray head node answers within seconds, and not another program."""
     raylet = importlib.import_module("ray._raylet")
     answer: list[bool] = []
 
@@ -158,7 +158,7 @@ def _answers(address: str) -> bool:
             client = raylet.GcsClient(address=address)
             client.internal_kv_get(b"CLUSTER_METADATA", b"cluster", timeout=CONNECT_SECONDS)
             answer.append(True)
-        except Exception:  # noqa: BLE001  # whatever it is, it is no answer
+        except Exception:  # noqa: BLE001 - any error means that no head node answers
             answer.append(False)
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -169,7 +169,7 @@ def _answers(address: str) -> bool:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep the caller's handlers: Ray would end the process where we end the round."""
+    """Restore the caller's signal handlers after a block: those of Ray end the process at once."""
     if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
         yield
         return

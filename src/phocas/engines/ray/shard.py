@@ -1,4 +1,4 @@
-"""What runs in a server process of a Ray cluster: some columns, their optimiser, their rows."""
+"""The server processes of a Ray cluster, each with a range of columns and their optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from phocas.engines.faults import Fault, strike
+from phocas.detection.sampling import Sample
 from phocas.engines.ray.session import the_ray
 from phocas.engines.ray.values import (
     Values,
@@ -31,53 +31,58 @@ from phocas.engines.ray.worker import join
 from phocas.kernels import set_num_threads
 from phocas.rules import Mean
 from phocas.rules.measures import Partial
-from phocas.rules.sampling import Sample
-from phocas.rules.sharded import Evaluation
+from phocas.rules.sharded import ShardedAggregation
 from phocas.training.server import Aggregate, ParameterServer
 from phocas.training.task import ServerTask
 
-_MARKS = 16  # values of a slice that are remembered to know it again
+_MARKS = 16  # values of a slice by which a repeated row is recognised
 
 Part = tuple[int, int, Any]
-"""The workers first to last - 1, and a reference to the list of their slices for this server."""
+"""The first worker, the last worker + 1, and a reference to their slices for this server."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardJob:
-    """What one server needs to know."""
+    """The job of one server."""
 
     task: ServerTask
+    """The part of the task that servers need."""
     start: int
-    """The first of its columns, of d in all."""
+    """The first of its columns."""
     d: int
+    """The number of columns of all servers together."""
     shapes: list[tuple[int, ...]]
-    """The shapes of the parameters here; one that another server shares is a flat piece."""
+    """The shapes of its parameters; a parameter that is cut between servers is flat."""
     threads: int
+    """The number of its threads."""
     patience: float
     """Seconds to wait for slices: less than the trainer waits for this server."""
 
 
 @dataclass(eq=False)
 class Answer:
-    """What a server says of the rows of a round, besides the aggregate of its columns."""
+    """The answer of a server in a round, besides the aggregate of its columns."""
 
     partial: Partial | None = None
-    """What it measured, if the rule wants to know more before it decides."""
+    """A measurement that the rule needs from all servers before it can continue."""
     dropped: npt.NDArray[np.float64] | None = None
+    """For each worker, the share of its values that the rule dropped."""
     expected: float = 0.0
+    """The share of its values that an honest worker loses by chance."""
     touched: int = 0
+    """The number of cells that the attack changed."""
     honest: Values | None = None
-    """The mean of the rows that came, before the attack."""
+    """The mean of the received rows, before the attack."""
     problems: dict[int, str] = field(default_factory=dict)
     """Workers whose slice could not be used, and why."""
     repeated: set[int] = field(default_factory=set)
-    """Workers who sent what they had sent the round before."""
+    """Workers that sent the same values as in an earlier round."""
     sampled: list[Values] = field(default_factory=list)
-    """The columns here of each sample, as they were reduced."""
+    """The values of each sample's columns, after the attack."""
 
 
 class Shard:
-    """A server: a range of columns of the parameters, their optimiser, and the rows of a round."""
+    """The actor of a server: a range of columns, their optimizer, and the rows of a round."""
 
     def __init__(
         self, job: ShardJob, vector: Values, state: Mapping[str, npt.NDArray[Any]]
@@ -91,11 +96,11 @@ class Shard:
             piece = tensor_of(np.array(vector[offset : offset + size])).view(shape)
             pieces.append(nn.Parameter(piece))
             offset += size
-        # One server of its own columns, which does not know whether the others' are finite.
+        # It applies every aggregate that it is asked to: only the trainer sees all columns.
         alone = replace(job.task, num_servers=1, on_nonfinite="apply")
         self.server = alone.serve(nn.ParameterList(pieces))
         _load_optimizer(self.server, state)
-        self._evaluation: Evaluation | None = None
+        self._evaluation: ShardedAggregation | None = None
         self._rows: Any = None
         self._value: Values | None = None
         self._answer = Answer()
@@ -108,10 +113,8 @@ class Shard:
         previous: Sequence[Part] | None,
         honest: bool,
         samples: Sequence[Sample],
-        faults: Sequence[Fault],
     ) -> tuple[Values | None, Answer]:
-        """Take the slices of the columns here, and reduce them or say what was measured."""
-        strike(faults)
+        """Read the slices of this server's columns, and aggregate them or return a measurement."""
         self._answer = Answer()
         rows, self._answer.problems = self._gather(parts)
         self._recognise(rows, round)
@@ -139,26 +142,26 @@ class Shard:
             columns = sample.columns(self.job.start, self.job.start + len(like))
             self._answer.sampled.append(np.stack([numbers(row[columns]) for row in arrays]))
         self._rows = readable(arrays)
-        self._evaluation = Evaluation(task.rule, task.num_workers, task.rule_rng(round))
+        self._evaluation = ShardedAggregation(task.rule, task.num_workers, task.rule_rng(round))
         return self._advance()
 
     def answer(self, partials: Sequence[Partial]) -> tuple[Values | None, Answer]:
-        """Take what all servers measured, and go on."""
+        """Continue the aggregation with the measurements of all servers."""
         if self._evaluation is None:
-            raise RuntimeError("there is nothing to answer: no round was begun here")
+            raise RuntimeError("aggregate must be called before answer")
         self._evaluation.answer(partials)
         return self._advance()
 
     def _advance(self) -> tuple[Values | None, Answer]:
         evaluation = self._evaluation
         if evaluation is None:
-            raise RuntimeError("no round was begun here")
+            raise RuntimeError("aggregate must be called first")
         answer = self._answer
         if evaluation.request is not None:
             answer.partial = evaluation.partial(self._rows, self.job.start)
             return None, answer
         explained = evaluation.explain(self._rows, self.job.start)
-        self._evaluation = self._rows = None  # lets go of the object store's memory
+        self._evaluation = self._rows = None  # releases memory of the object store
         answer.partial = None
         answer.dropped, answer.expected = explained.dropped, float(explained.expected)
         self._value = sent(explained.value)
@@ -167,24 +170,26 @@ class Shard:
     def step(
         self, value: Sequence[Any], factor: float
     ) -> tuple[Values, dict[str, npt.NDArray[Any]]]:
-        """Step along the aggregate, and return the parameters and the optimiser's state.
+        """Take an optimizer step along the aggregate; return the parameters and the state.
 
-        The aggregate is the last one made here; a server that did not live then is given it.
+        Args:
+            value: a reference to the aggregate, for a restored server that has none; else empty.
+            factor: the factor of the learning rate.
         """
         known = np.array(the_ray().get(value[0])) if value else self._value
         if known is None:
-            raise RuntimeError("there is nothing to step along: no round was reduced here")
+            raise RuntimeError("aggregate must be called before step")
         gradient = tensor_of(known)
         nobody = np.zeros(self.job.task.num_workers)
         self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None]), factor)
         return array_of(self.server.vector), _optimizer_state(self.server)
 
     def pid(self) -> int:
-        """Return the number of the process."""
+        """Return the process id."""
         return os.getpid()
 
     def restore(self, vector: Values, state: Mapping[str, npt.NDArray[Any]]) -> tuple[None, None]:
-        """Go on from a checkpoint."""
+        """Restore the parameters and the optimizer of a checkpoint."""
         array_of(self.server.vector)[:] = vector
         _load_optimizer(self.server, state)
         self._value = None
@@ -196,7 +201,7 @@ class Shard:
         return read_rows(parts, like, self.job.task.num_workers, self.job.patience)
 
     def _recognise(self, rows: list[Values | None], round: int) -> None:
-        """Note who sent the same as in a round before, by a few values of the slice."""
+        """Note workers that sent the same slice as in an earlier round, by a few of its values."""
         places = np.linspace(0, self.server.vector.numel() - 1, _MARKS).astype(np.int64)
         for worker, row in enumerate(rows):
             if row is not None:
@@ -210,15 +215,15 @@ class Shard:
 def read_rows(
     parts: Sequence[Part], like: Values, num_workers: int, patience: float
 ) -> tuple[list[Values | None], dict[int, str]]:
-    """Read slices where they are; who sent none that is ``like`` what is due is told, with why."""
+    """Read slices without a copy; return a row or None for each worker, and the errors."""
     rows: list[Values | None] = [None] * num_workers
     problems: dict[int, str] = {}
     fetched = _fetch([at for *_, at in parts], patience)
     for (first, last, _), part in zip(parts, fetched, strict=True):
         if isinstance(part, Exception):
-            lost = f"its values were lost on the way ({type(part).__name__})"
+            lost = f"lost its values on the way ({type(part).__name__})"
             if isinstance(part, TimeoutError):
-                lost = f"its values did not come within {patience:g} s"
+                lost = f"did not deliver its values within {patience:g} s"
             problems |= dict.fromkeys(range(first, last), lost)
             continue
         whole = isinstance(part, list) and len(part) == last - first
@@ -232,13 +237,13 @@ def read_rows(
 
 
 def fill(rows: Sequence[Values | None], like: Values) -> list[Values]:
-    """Put a row of NaN where there is none."""
+    """Return the rows, with a row of NaN in place of each missing row."""
     nothing = absent(like)
     return [nothing if row is None else row for row in rows]
 
 
 def _row(pieces: Any, like: Values) -> Values | str:
-    """Return the slice of a worker, or what is wrong with it."""
+    """Return the slice of a worker, or a text that says what is wrong with the slice."""
     if not isinstance(pieces, list) or not pieces:
         return f"sent {type(pieces).__name__} where a list of arrays was due"
     for piece in pieces:
@@ -253,16 +258,16 @@ def _row(pieces: Any, like: Values) -> Values | str:
 
 
 def _fetch(references: Sequence[Any], patience: float) -> list[Any]:
-    """Get all that come in time; for each of the others, an exception stands in its place."""
+    """Get the values of references until a deadline; return an exception for each late value."""
     ray = the_ray()
     until = time.monotonic() + patience
     try:
         return list(ray.get(list(references), timeout=patience))
-    except ray.exceptions.RayError:  # at the first that is lost, or when time is over
+    except ray.exceptions.RayError:  # one is lost, or the time is over
         left = max(0.0, until - time.monotonic())
     ready, _ = ray.wait(list(references), num_returns=len(references), timeout=left)
     there = set(ready)
-    until = time.monotonic() + patience / 2  # what is ready is here, unless it was lost since
+    until = time.monotonic() + patience / 2  # ready values are local, unless they were lost since
     found: list[Any] = []
     for reference in references:
         if reference not in there:
@@ -276,7 +281,7 @@ def _fetch(references: Sequence[Any], patience: float) -> list[Any]:
 
 
 def _optimizer_state(server: ParameterServer) -> dict[str, npt.NDArray[Any]]:
-    """Return what an optimiser keeps, as arrays by ``index.key``; plain numbers as float64."""
+    """Return an optimizer's state as arrays by ``index.key``; plain numbers as float64."""
     return {
         f"{index}.{key}": array_of(value)
         if isinstance(value, torch.Tensor)
@@ -316,7 +321,7 @@ def piece_shapes(shapes: Sequence[torch.Size], bounds: slice) -> list[tuple[int,
 
 
 def check_optimizer(server: ParameterServer) -> None:
-    """Refuse an optimiser that looks beside a value, where servers would cut its parameters."""
+    """Raise ValueError if an optimizer would step differently on parameters that are cut."""
     optimizer = server.optimizer
     if server.num_servers == 1 or optimizer is None:
         return

@@ -1,10 +1,11 @@
-"""Memory that processes of one machine share, so that vectors need not travel between them.
+"""Shared memory for parameters and rows, for processes of one machine.
 
-Ray's store takes a copy of every vector, tells several processes of it, and frees it again: half of
-what a step of 2.4 million parameters costs besides its gradient. Here the trainer offers memory
-with parameters that workers read where they are, and a row for each worker, who computes it there.
-It has no name and goes with the processes that hold it. Where the system gives none, and in
-processes of other machines or without leave to see the trainer's, Ray's way is taken.
+Ray copies every vector into its object store, notifies several processes, and frees the copy. This
+is half of the cost of a step of 2.4 million parameters, besides the gradient. Here, the trainer
+provides memory from which workers read the parameters, and into which each worker writes its row.
+The memory has no name in the file system and disappears with the processes that use it. Processes
+that cannot open the memory use Ray: processes on other machines, or without permission to open
+files of the trainer's process.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _MARK = 16  # bytes
 
 
 @dataclass(frozen=True, eq=False)
-class Memory:
-    """What a process sees: some vectors of parameters, and the rows of its workers."""
+class SharedMemory:
+    """The mapped memory of a process: slots of parameters, and the rows of its workers."""
 
     parameters: Values
     rows: Values
@@ -34,12 +35,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the memory is and how it is divided: all that a process needs to find it."""
+    """The location and the layout of shared memory: what a process needs to map it."""
 
     process: int
     file: int
     mark: bytes
-    """What the memory begins with: the same numbers elsewhere mean another file, or none."""
+    """The first bytes of the memory, by which a process recognises it."""
     dtype: str
     d: int
     slots: int
@@ -47,22 +48,22 @@ class Place:
 
     @property
     def stride(self) -> int:
-        """The bytes from one vector to the next: whole pages, which can be mapped alone."""
+        """The bytes from one vector to the next: whole pages, so that each can be mapped alone."""
         return -(-self.d * np.dtype(self.dtype).itemsize // _PAGE) * _PAGE
 
     @property
     def size(self) -> int:
-        """The bytes in all."""
+        """The total number of bytes."""
         return _PAGE + (self.slots + self.num_workers) * self.stride
 
-    def find(self, first: int, last: int) -> Memory | None:
-        """Return the memory with the rows of these workers, if it is on this machine.
+    def find(self, first: int, last: int) -> SharedMemory | None:
+        """Map the memory with the rows of these workers; return None if it is not accessible.
 
-        Parameters can be read only.
+        The parameters are read-only.
         """
         path = Path(f"/proc/{self.process}/fd/{self.file}")
         try:
-            if path.stat().st_size != self.size:  # before it is opened: it may be anything
+            if path.stat().st_size != self.size:  # checked before it is opened: it may be any file
                 return None
             file = os.open(path, os.O_RDWR)
             try:
@@ -73,12 +74,19 @@ class Place:
         except OSError:
             return None
 
-    def map(self, file: int, first: int, last: int, access: int) -> Memory:
-        """Return a file's memory; ``access`` is that to the parameters."""
+    def map(self, file: int, first: int, last: int, access: int) -> SharedMemory:
+        """Map the parameters and the rows of workers ``first`` to ``last`` - 1 into memory.
+
+        Args:
+            file: descriptor of the file that contains the parameters and all rows.
+            first: the first worker.
+            last: the last worker + 1.
+            access: mode of ``mmap`` for the parameters; the rows are always writable.
+        """
         given = mmap.mmap(file, _PAGE + self.slots * self.stride, access=access)
         begin = _PAGE + (self.slots + first) * self.stride
         rows = mmap.mmap(file, (last - first) * self.stride, offset=begin)
-        return Memory(self._vectors(given, _PAGE), self._vectors(rows, 0))
+        return SharedMemory(self._vectors(given, _PAGE), self._vectors(rows, 0))
 
     def _vectors(self, memory: mmap.mmap, offset: int) -> Values:
         values = np.frombuffer(memory, self.dtype, offset=offset)
@@ -86,12 +94,12 @@ class Place:
 
 
 class Offer:
-    """Memory that this process offers to others, as long as it is not closed."""
+    """Shared memory that this process provides to others until :attr:`close` is called."""
 
     def __init__(self, like: Values, slots: int, num_workers: int) -> None:
         file = os.memfd_create("phocas")
         self.close = weakref.finalize(self, os.close, file)
-        """Let nobody find it any more; who has it keeps it."""
+        """Close the file: no further process can map it, and existing mappings stay."""
         mark = secrets.token_bytes(_MARK)
         self.place = Place(os.getpid(), file, mark, like.dtype.str, len(like), slots, num_workers)
         os.ftruncate(file, self.place.size)
@@ -100,8 +108,8 @@ class Offer:
 
     @classmethod
     def if_possible(cls, like: Values, slots: int, num_workers: int) -> Offer | None:
-        """Offer memory for vectors like this one, where the system gives it."""
+        """Return shared memory for vectors like this one, or None if the system has none."""
         try:
             return cls(like, slots, num_workers)
-        except (AttributeError, OSError):  # no files without a name, or not so large
+        except (AttributeError, OSError):  # not supported, or too large
             return None

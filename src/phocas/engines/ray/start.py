@@ -1,4 +1,4 @@
-"""Starting worker processes, and asking them for what only they know."""
+"""Start the worker processes of a Ray cluster, and read and restore their momentum."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from phocas.engines.ray.worker import WorkerProcess
 from phocas.sharding import shard_bounds
 from phocas.training.gradients import Looped, Vectorised
 from phocas.training.gradients.base import WorkerGradients
-from phocas.training.gradients.merged import Merged
+from phocas.training.gradients.merged import MergedBatchGradients
 
 OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 LEAST_STORE = 256 << 20
 _START_SECONDS = 300.0
 
 
-def start_hosts(num_workers: int, processes: int) -> list[Host]:
+def start_hosts(num_workers: int, processes: int, process_class: type[WorkerProcess]) -> list[Host]:
     """Start worker processes that share the workers evenly."""
-    # Ray starts dead workers again by itself; a call that died is not made again by it.
-    worker_class = the_ray().remote(**OPTIONS, max_restarts=-1)(WorkerProcess)
+    # Ray restarts dead workers by itself; it does not repeat the calls that died with them.
+    actor = the_ray().remote(**OPTIONS, max_restarts=-1)(process_class)
     return [
-        Host(worker_class.remote(first, last), first, last)
+        Host(actor.remote(first, last), first, last)
         for first, last in shard_bounds(num_workers, min(num_workers, processes))
     ]
 
 
 def await_start(hosts: Sequence[Host], job: Any, others: Mapping[str, Any] | None = None) -> None:
-    """Let every process come up before the first deadline runs; errors in them come out.
+    """Wait until every process has started; raise EngineError if one fails.
 
-    ``others`` are references to wait for besides, by name.
+    Args:
+        hosts: the worker processes.
+        job: a reference to their job.
+        others: further references to wait for, by name.
     """
     ray = the_ray()
     begun = {str(host): host.actor.prepare.remote([job]) for host in hosts} | dict(others or {})
@@ -52,7 +55,7 @@ def await_start(hosts: Sequence[Host], job: Any, others: Mapping[str, Any] | Non
 
 
 def _failures(begun: Mapping[str, Any]) -> dict[str, str]:
-    """Say of each process that did not start why, in one line."""
+    """Return why each process did not start, in one line."""
     ray = the_ray()
     failures = {}
     for name, reference in begun.items():
@@ -64,17 +67,17 @@ def _failures(begun: Mapping[str, Any]) -> dict[str, str]:
 
 
 def path_of(gradients: WorkerGradients) -> str:
-    """Name the way gradients are computed here, so that workers do not choose another."""
-    names = {Merged: "merged", Vectorised: "vectorised", Looped: "looped"}
+    """Return the name of the trainer's gradient path, so that all workers use the same path."""
+    names = {MergedBatchGradients: "merged", Vectorised: "vectorised", Looped: "looped"}
     return names[type(gradients)]
 
 
 def get_momentum(
     hosts: Sequence[Host], job: Any, like: torch.Tensor, seconds: float
 ) -> torch.Tensor:
-    """Return the velocities of all workers, ``like`` their rows.
+    """Return the momentum of all workers, in the shape of their rows.
 
-    That of a worker which does not answer now is lost, as if it had been started again.
+    The momentum of a worker that does not answer is zero, as after a restart.
     """
     ray = the_ray()
     velocity = torch.zeros_like(like)
@@ -90,7 +93,7 @@ def get_momentum(
 
 
 def set_momentum(hosts: Sequence[Host], job: Any, velocity: torch.Tensor) -> None:
-    """Give the workers their velocities of a checkpoint."""
+    """Restore the momentum of all workers."""
     values = array_of(velocity)
     the_ray().get(
         [host.actor.set_momentum.remote([job], values[host.first : host.last]) for host in hosts]

@@ -1,7 +1,7 @@
-"""What travels between processes: NumPy arrays, and the 16-bit words of what NumPy has not got.
+"""Conversions between tensors and the NumPy arrays that travel between processes.
 
-NumPy has no bfloat16. Such values are sent as their bits, and an array of unsigned 16-bit words
-among values stands for nothing else.
+NumPy has no bfloat16. Such values travel as arrays of unsigned 16-bit words, which have no other
+meaning here.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ def tensor_of(array: Values) -> torch.Tensor:
 
 
 def readable(rows: list[Values] | Values) -> Any:
-    """Return rows as rules and attacks take them: words as one tensor, and in a copy if apart."""
+    """Return rows as rules and attacks accept them: words as one tensor, copied if necessary."""
     if rows[0].dtype != _WORDS:
         return rows
     return tensor_of(np.stack(rows) if isinstance(rows, list) else rows)
 
 
 def sent(answer: Any) -> Values:
-    """Return what a rule made of readable rows as it travels."""
+    """Return the result of a rule as an array to send."""
     return array_of(answer) if isinstance(answer, torch.Tensor) else np.asarray(answer)
 
 
 def numbers(array: Values) -> npt.NDArray[np.floating]:
-    """Return values to compute with."""
+    """Return the values as floating-point numbers."""
     return from_bfloat16(array) if array.dtype == _WORDS else array
 
 
 def stored(values: npt.NDArray[np.floating], like: Values) -> Values:
-    """Return computed values as they travel beside others."""
+    """Return computed values as an array to send, in the type of another array."""
     return to_bfloat16(values) if like.dtype == _WORDS else values.astype(like.dtype, copy=False)
 
 
@@ -63,5 +63,5 @@ def absent(like: Values) -> Values:
 
 
 def kind(array: Values) -> str:
-    """Name the type of the values, for people."""
+    """Return the name of the type of the values."""
     return "bfloat16" if array.dtype == _WORDS else str(array.dtype)

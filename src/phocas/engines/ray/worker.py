@@ -1,7 +1,7 @@
-"""What runs in a worker process of a Ray cluster.
+"""The worker processes of a Ray cluster.
 
-Rows travel as slices: a process returns one list for each server, of views of its own matrix that
-Ray copies into the object store once; a server reads them where they are.
+Rows travel as slices. A process returns one list of slices for each server. The slices are views of
+the process's matrix: Ray copies them into its object store once, and a server reads them there.
 """
 
 from __future__ import annotations
@@ -10,115 +10,65 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from phocas.engines.faults import Fault, RowFault, strike
 from phocas.engines.ray.session import the_ray
 from phocas.engines.ray.shared import Place
-from phocas.engines.ray.values import Values, array_of, numbers, stored, tensor_of
-from phocas.training.lanes import Lanes
+from phocas.engines.ray.values import Values, array_of, tensor_of
 from phocas.training.local_steps import local_steps
 from phocas.training.parameters import FlatParameters
+from phocas.training.pool import DeterministicPool
 from phocas.training.task import Task
 
 Source = tuple[int, int, list[Any]]
-"""The workers first to last - 1, and a reference for each server to the list of their slices."""
+"""The first worker, the last worker + 1, and for each server a reference to their slices."""
 
-_PIECE = 1 << 20  # bytes; Ray copies what is larger with six new threads: 34 ms of CPU, not 22
+_PIECE = 1 << 20  # bytes; Ray copies larger arrays with six new threads: 34 ms of CPU instead of 22
 
 
 class NoJobError(LookupError):
-    """A process that was started again is asked for a row, and has not been told its job."""
+    """A restarted process was asked for a row before it was given its job."""
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerJob:
-    """All that workers need to know, the same for each of them."""
+    """The job of the workers, the same for all of them."""
 
     task: Task
+    """The task, without what only the trainer needs."""
     bounds: list[slice]
     """The columns of each server."""
-    keeps_rows: bool
-    """Whether a script will want what was sent the round before."""
     place: Place | None = None
-    """Where rows may be left, and parameters found, without Ray."""
+    """Shared memory for rows and parameters, if there is any."""
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
-    """What comes with the rows of a process."""
+class WorkerReply:
+    """The metrics that a process sends with its rows."""
 
     losses: Values
+    """The loss of each worker's batch."""
     buffers: list[dict[str, npt.NDArray[Any]]]
     """For each worker, the buffers that its model changed; empty if there are none."""
     seconds: float
+    """The time that the process took to compute the rows."""
     in_place: bool = False
-    """Whether the row lies in shared memory."""
-
-
-class WorkerProcess:
-    """The actor: it learns its job from :meth:`prepare`, or with the first question it is asked.
-
-    The job is not an argument of the constructor. It is an object that the trainer owns, and Ray
-    warns about actors that can be started again but depend on an object which may be lost by then.
-    """
-
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
-        self._workers: Workers | None = None
-
-    def _at_work(self, job: Sequence[Any]) -> Workers:
-        if self._workers is None:
-            if not job:
-                raise NoJobError(f"workers {self.first} to {self.last - 1} were started again")
-            self._workers = Workers(the_ray().get(job[0]), self.first, self.last)
-        return self._workers
-
-    def prepare(self, job: Sequence[Any]) -> None:
-        """Get ready. The job is a reference within a list: Ray would replace a bare one itself."""
-        self._at_work(job)
-
-    def gradients(self, job: Sequence[Any], *question: Any) -> tuple[Any, ...]:
-        """Answer as :meth:`Workers.gradients` does.
-
-        A process that knows its job is asked with an empty list, since every reference that is sent
-        along costs a message to its owner, in every round.
-        """
-        return self._at_work(job).gradients(*question)
-
-    def row(self, job: Sequence[Any], *question: Any) -> tuple[Any, Report]:
-        """Answer as :meth:`Workers.row` does."""
-        return self._at_work(job).row(*question)
-
-    def momentum(self, job: Sequence[Any]) -> Values | None:
-        """Return the velocities, for a checkpoint."""
-        velocity = self._at_work(job).velocity
-        return None if velocity is None else array_of(velocity)
-
-    def set_momentum(self, job: Sequence[Any], values: Values) -> None:
-        """Go on from a checkpoint."""
-        velocity = self._at_work(job).velocity
-        if velocity is not None:
-            velocity.copy_(tensor_of(np.array(values)))
-
-    def pid(self) -> int:
-        """Return the number of the process."""
-        return os.getpid()
+    """Whether the row is in shared memory."""
 
 
 class Workers:
-    """The workers first to last - 1, in one process."""
+    """The workers ``first`` to ``last`` - 1, in one process."""
 
     def __init__(self, job: WorkerJob, first: int, last: int) -> None:
         self.job = job
         self.first, self.last = first, last
         torch.set_num_threads(1)
         self.flat = FlatParameters(job.task.model)
-        self.compute = job.task.differentiate(self.flat, Lanes(1))
+        self.compute = job.task.differentiate(self.flat, DeterministicPool(1))
         local = job.task.local
         self.steps = None if local is None else local_steps(self.compute, local)
         self.memory = None if job.place is None else job.place.find(first, last)
@@ -128,24 +78,20 @@ class Workers:
             else tensor_of(self.memory.rows)
         )
         self.velocity = torch.zeros_like(self.rows) if job.task.worker_momentum else None
-        self._sent: dict[int, list[Values]] = {}
-        """What each worker sent last, if a script will want it: others write to shared rows."""
-        self._last: tuple[int, Report] | None = None
-        self._serial = -1  # of the parameters that are here
+        self._last: tuple[int, WorkerReply] | None = None
+        self._serial = -1  # the serial number of the parameters that are loaded
 
     def gradients(
         self,
         round: int,
         factor: float,
         buffers: Mapping[str, npt.NDArray[Any]] | None,
-        faults: Sequence[Fault],
         *parameters: Values,
     ) -> tuple[Any, ...]:
-        """Take the model and return the slices of the rows for each server, then a report."""
-        strike(faults)
+        """Compute all rows of a round; return the slices for each server, then a report."""
         if self.velocity is not None and self._last is not None and self._last[0] == round:
-            # Asked again for the same round: to add the gradient to the momentum twice is wrong.
-            return *self._slices(faults), self._last[1]
+            # Asked again for the same round: the gradient must not enter the momentum twice.
+            return *self._slices(), self._last[1]
         start = time.perf_counter()
         vector = array_of(self.flat.vector)
         for bounds, values in zip(self.job.bounds, parameters, strict=True):
@@ -155,24 +101,24 @@ class Workers:
             beta = self.job.task.worker_momentum
             self.velocity.mul_(beta).add_(self.rows, alpha=1 - beta)
             self.rows.copy_(self.velocity)
-        report = Report(losses, changed, time.perf_counter() - start)
+        report = WorkerReply(losses, changed, time.perf_counter() - start)
         self._last = round, report
-        return *self._slices(faults), report
+        return *self._slices(), report
 
     def row(
-        self,
-        worker: int,
-        step: int,
-        serial: int,
-        faults: Sequence[Fault],
-        parameters: Sequence[Values] | int,
-    ) -> tuple[list[list[Values]], Report]:
-        """Return one worker's row number ``step``, alone in a list as others are, and a report.
+        self, worker: int, step: int, serial: int, parameters: Sequence[Values] | int
+    ) -> tuple[list[list[Values]], WorkerReply]:
+        """Compute one row of one worker; return its slices and a report.
 
-        The parameters are cut, or the number of those in shared memory, and told apart by their
-        serial number. The list is empty if the row is in shared memory.
+        Args:
+            worker: the worker.
+            step: the number of the worker's row.
+            serial: the serial number of the parameters.
+            parameters: the parameters in pieces, or their slot in shared memory.
+
+        Returns:
+            The slices are empty if the row is in shared memory.
         """
-        strike(faults)
         start = time.perf_counter()
         if serial != self._serial:
             array_of(self.flat.vector)[:] = self._given(parameters)
@@ -185,23 +131,21 @@ class Workers:
         if self.velocity is not None:
             velocity, beta = self.velocity[i], task.worker_momentum
             row.copy_(velocity.mul_(beta).add_(row, alpha=1 - beta))
-        (sent,) = self._send(worker, faults)
-        changed = any(isinstance(fault, RowFault) for fault in faults)
-        in_place = self.memory is not None and not changed
-        report = Report(losses.numpy(), [], time.perf_counter() - start, in_place)
-        return [] if in_place else [cut(sent)], report
+        in_place = self.memory is not None
+        report = WorkerReply(losses.numpy(), [], time.perf_counter() - start, in_place)
+        return [] if in_place else [cut(values) for values in self._send(worker)], report
 
     def _given(self, parameters: Sequence[Values] | int) -> Values:
         if not isinstance(parameters, int):
             return join(parameters)
-        assert self.memory is not None  # who never left a row there is sent parameters
+        assert self.memory is not None  # only processes that use it are sent a slot
         found: Values = self.memory.parameters[parameters]
         return found
 
     def compute_rows(
         self, round: int, factor: float, buffers: Mapping[str, npt.NDArray[Any]] | None
     ) -> tuple[Values, list[dict[str, npt.NDArray[Any]]]]:
-        """Write gradients into ``rows``, or how far local steps came; return losses and buffers."""
+        """Write gradients, or updates of local steps, into ``rows``; return losses and buffers."""
         task, first, last = self.job.task, self.first, self.last
         own = dict(task.model.named_buffers())
         for name, values in (buffers or {}).items():
@@ -222,33 +166,74 @@ class Workers:
             {name: array_of(buffer) for name, buffer in each.items()} for each in left
         ]
 
-    def _slices(self, faults: Sequence[Fault]) -> list[list[Any]]:
-        sent = [self._send(worker, faults) for worker in range(self.first, self.last)]
+    def _slices(self) -> list[list[Any]]:
+        sent = [self._send(worker) for worker in range(self.first, self.last)]
         return [[cut(values) for values in part] for part in zip(*sent, strict=True)]
 
-    def _send(self, worker: int, faults: Sequence[Fault]) -> list[Values]:
-        """Return what a worker sends to each server in the place of the row that it computed."""
+    def _send(self, worker: int) -> list[Values]:
+        """Return the slice of a worker's row for each server."""
         row = array_of(self.rows[worker - self.first])
-        sent = [row[bounds] for bounds in self.job.bounds]
-        for fault in faults:
-            if isinstance(fault, RowFault) and fault.worker == worker:
-                for k, bounds in enumerate(self.job.bounds):
-                    past = self._sent[worker][k] if worker in self._sent else None
-                    sent[k] = _changed(fault, sent[k], past, bounds.start)
-        if self.job.keeps_rows:
-            self._sent[worker] = [values.copy() for values in sent]
-        return sent
+        return [row[bounds] for bounds in self.job.bounds]
 
 
-def _changed(fault: RowFault, own: Values, past: Values | None, start: int) -> Values:
-    """Return what a fault makes of values that begin at a column."""
-    given = numbers(own)
-    sent: Values = fault.change(given, None if past is None else numbers(past), start)
-    return stored(sent, own) if sent.dtype == given.dtype else sent
+class WorkerProcess:
+    """The actor of some workers. It gets its job by :meth:`prepare`, or with the first request.
+
+    The job is not an argument of the constructor: the trainer owns it, and Ray warns about
+    restartable actors that depend on an object which may be lost by the time of a restart.
+    """
+
+    workers_class: ClassVar[type[Workers]] = Workers
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._workers: Workers | None = None
+
+    def _at_work(self, job: Sequence[Any]) -> Workers:
+        if self._workers is None:
+            if not job:
+                raise NoJobError(f"workers {self.first} to {self.last - 1} were started again")
+            self._workers = self.workers_class(the_ray().get(job[0]), self.first, self.last)
+        return self._workers
+
+    def prepare(self, job: Sequence[Any]) -> None:
+        """Load the job.
+
+        ``job`` is a list with a reference to the job, because Ray would replace a bare reference by
+        its value.
+        """
+        self._at_work(job)
+
+    def gradients(self, job: Sequence[Any], *question: Any) -> tuple[Any, ...]:
+        """Return the result of :meth:`Workers.gradients`.
+
+        If the process already has its job, ``job`` is an empty list: every reference in a call
+        costs a message to the owner of the reference.
+        """
+        return self._at_work(job).gradients(*question)
+
+    def row(self, job: Sequence[Any], *question: Any) -> tuple[Any, WorkerReply]:
+        """Return the result of :meth:`Workers.row`."""
+        return self._at_work(job).row(*question)
+
+    def momentum(self, job: Sequence[Any]) -> Values | None:
+        """Return the momentum of the workers, for a checkpoint."""
+        velocity = self._at_work(job).velocity
+        return None if velocity is None else array_of(velocity)
+
+    def set_momentum(self, job: Sequence[Any], values: Values) -> None:
+        """Restore the momentum of a checkpoint."""
+        velocity = self._at_work(job).velocity
+        if velocity is not None:
+            velocity.copy_(tensor_of(np.array(values)))
+
+    def pid(self) -> int:
+        """Return the process id."""
+        return os.getpid()
 
 
 def cut(row: Values) -> list[Values]:
-    """Cut a vector into pieces that Ray copies in the thread it is called from.
+    """Cut a vector into pieces that are small enough for Ray to copy in the calling thread.
 
     >>> [len(piece) for piece in cut(np.zeros(300_000, np.float32))]
     [262144, 37856]
@@ -258,7 +243,7 @@ def cut(row: Values) -> list[Values]:
 
 
 def join(pieces: Sequence[Values]) -> Values:
-    """Return a vector that was cut, in place where its pieces lie side by side, as Ray puts them.
+    """Join the pieces of a vector, without a copy if they are adjacent in memory, as with Ray.
 
     >>> row = np.arange(300_000, dtype=np.float32)
     >>> np.shares_memory(join(cut(row)), row), np.array_equal(join(cut(row)), row)

@@ -1,1 +1,1 @@
-"""The paper as data: its tasks and figures, its claims, and what became of them."""
+"""The paper's experiments as data: tasks, figures, claims and verdicts."""

@@ -1,10 +1,11 @@
-"""The kinds of predicates that the claims are made of.
+"""The kinds of checks that claims consist of.
 
-The paper says "like", "tiny", "slightly" and "bad" without numbers. Ours were fixed before the
-first repeat was looked at: "like" is within one point of accuracy, "small", "tiny" and "slightly"
-within two, and "bad" is ten points or more under the mean without failures. "Slower" compares the
-accuracy averaged over the rounds, levels compare the accuracy at the end. Differences are taken
-repeat by repeat: a repeat has the same initial weights and the same batches under every rule.
+The paper says "like", "tiny", "slightly" and "bad" without numbers. The numbers here were fixed
+before the first repeat was examined: "like" is within one point of accuracy; "small", "tiny" and
+"slightly" are within two points; "bad" is ten points or more below the mean without failures.
+"Slower" compares the accuracy averaged over the rounds; levels compare the accuracy at the end.
+Differences are computed repeat by repeat: a repeat has the same initial weights and the same
+batches under every rule.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _WORDS = {"final": "at the end", "average": "over the rounds", "best": "best"}
 def against_baseline(
     figure: str, label: str, low: float = -np.inf, high: float = np.inf, quantity: str = "final"
 ) -> Predicate:
-    """Want a rule within a range of the mean without failures."""
+    """Check that a rule is within a range of the mean without failures."""
 
     def checks(outcomes: Outcomes) -> list[Check]:
         found = difference(outcomes.get(figure, label), outcomes.baseline(figure), quantity)
@@ -44,7 +45,16 @@ def against_baseline(
 def against(
     figure: str, first: str, second: str, low: float, high: float, quantity: str
 ) -> Predicate:
-    """Want the difference of two rules in a range."""
+    """Return the check that a quantity of the first rule minus that of the second is in a range.
+
+    Args:
+        figure: the figure whose runs are compared.
+        first: label of the first rule.
+        second: label of the second rule.
+        low: the lowest accepted difference.
+        high: the highest accepted difference.
+        quantity: the compared result, such as the final accuracy.
+    """
 
     def checks(outcomes: Outcomes) -> list[Check]:
         found = difference(outcomes.get(figure, first), outcomes.get(figure, second), quantity)
@@ -55,28 +65,28 @@ def against(
 
 
 def every(parts: Iterable[Predicate]) -> Predicate:
-    """Want all of several things."""
+    """Combine several predicates: all of their checks must hold."""
     kept = tuple(parts)
     return lambda outcomes: [check for part in kept for check in part(outcomes)]
 
 
 def like_no_failures(figure: str, label: str) -> Predicate:
-    """Want a rule to end within a point of the mean without failures."""
+    """Check that a rule ends within one point of the mean without failures."""
     return against_baseline(figure, label, -LIKE, LIKE)
 
 
 def survives(figure: str, label: str) -> Predicate:
-    """Want a rule to end at most ten points under the mean without failures."""
+    """Check that a rule ends at most ten points below the mean without failures."""
     return against_baseline(figure, label, low=-BAD)
 
 
 def fails(figure: str, label: str) -> Predicate:
-    """Want a rule to end ten points or more under the mean without failures."""
+    """Check that a rule ends ten points or more below the mean without failures."""
     return against_baseline(figure, label, high=-BAD)
 
 
 def reaches(figure: str, label: str, least: float) -> Predicate:
-    """Want a rule to end at an accuracy or above it."""
+    """Check that a rule ends at this accuracy or above it."""
 
     def checks(outcomes: Outcomes) -> list[Check]:
         found = outcomes.get(figure, label).final
@@ -86,12 +96,12 @@ def reaches(figure: str, label: str, least: float) -> Predicate:
 
 
 def slower(figure: str, label: str, than: str, most: float = np.inf) -> Predicate:
-    """Want a rule behind another over the rounds, by so much at most."""
+    """Check that a rule is behind another over the rounds, by at most ``most``."""
     return against(figure, than, label, 0.0, most, "average")
 
 
 def gap_narrows(label: str) -> Predicate:
-    """Compare the gap to the mean at the smallest and at the largest batch."""
+    """Check that the gap to the mean is smaller at the largest than at the smallest batch."""
 
     def checks(outcomes: Outcomes) -> list[Check]:
         sizes = sorted({case.case.config.batch_size for case in outcomes.figure("batch-size")})
@@ -106,7 +116,7 @@ def gap_narrows(label: str) -> Predicate:
 
 
 def whatever_q(label: str) -> Predicate:
-    """Want a rule to fail under bit-flip for every q it was given."""
+    """Check that a rule fails under bit-flip for every q it was given."""
 
     def checks(outcomes: Outcomes) -> list[Check]:
         found = outcomes.series("krum-q", label)
@@ -124,7 +134,10 @@ def whatever_q(label: str) -> Predicate:
 
 
 def insensitive(label: str) -> Predicate:
-    """Compare each b's best accuracy with that of the b the other figures use."""
+    """Check that the best accuracy for each b is close to that for b = 8.
+
+    The other figures use b = 8.
+    """
 
     def checks(outcomes: Outcomes) -> list[Check]:
         reference = outcomes.get("gambler-b", label, b=8)
@@ -143,7 +156,7 @@ def insensitive(label: str) -> Predicate:
 
 
 def survival_is_likelier(outcomes: Outcomes) -> list[Check]:
-    """Want more repeats to survive the gambler with column-wise rules."""
+    """Check that more repeats survive the gambler with column-wise rules."""
     bar = outcomes.baseline("gambler").final.mean() - BAD
 
     def lead(ours: str, theirs: str) -> Interval:
@@ -164,7 +177,7 @@ def survival_is_likelier(outcomes: Outcomes) -> list[Check]:
 
 
 def farther(figure: str, first: str, second: str) -> Predicate:
-    """Want a rule farther from the honest mean than another."""
+    """Check that a rule is farther from the honest mean than another."""
 
     def checks(outcomes: Outcomes) -> list[Check]:
         one, two = outcomes.get(figure, first), outcomes.get(figure, second)
@@ -177,23 +190,24 @@ def farther(figure: str, first: str, second: str) -> Predicate:
 def drops(
     figure: str,
     label: str,
-    whose: Literal["liars", "honest"],
+    whose: Literal["byzantine", "honest"],
     *,
     at_least: float = -np.inf,
     at_most: float = np.inf,
 ) -> Predicate:
-    """Want the share of values dropped, of liars or of honest workers, in a range."""
+    """Check that the dropped share of Byzantine or honest workers is in a range."""
 
     def checks(outcomes: Outcomes) -> list[Check]:
         found = getattr(outcomes.get(figure, label), f"dropped_of_{whose}")
-        what = f"share dropped of the {whose}, {label} ({figure})"
+        name = "Byzantine" if whose == "byzantine" else whose
+        what = f"share dropped of {name} workers, {label} ({figure})"
         return [Check(what, interval(found), at_least, at_most)]
 
     return checks
 
 
 def cheaper(first: str, second: str) -> Predicate:
-    """Want an aggregation to take less time."""
+    """Check that an aggregation takes less time with the first rule."""
 
     def checks(outcomes: Outcomes) -> list[Check]:
         one, two = outcomes.get("none", first), outcomes.get("none", second)
@@ -206,7 +220,7 @@ def cheaper(first: str, second: str) -> Predicate:
 
 
 def best_of(figure: str) -> Predicate:
-    """Compare Phocas with the best of the other rules, at the end."""
+    """Check that Phocas ends at most one point below the best of the other rules."""
 
     def checks(outcomes: Outcomes) -> list[Check]:
         phocas = outcomes.get(figure, "Phocas")
@@ -221,7 +235,7 @@ def best_of(figure: str) -> Predicate:
 
 
 def reason_is_b(outcomes: Outcomes) -> list[Check]:
-    """Compare the lead of Trmean at b=8 with that at b=4, which both survive with."""
+    """Check that the lead of Trmean is larger at b = 8 than at b = 4; both survive with b = 4."""
     parts = []
     for sign, b in ((1, 8), (-1, 4)):
         parts.append((sign, outcomes.get("gambler-b", "Trmean", b=b)))

@@ -1,4 +1,4 @@
-"""What is claimed, by the paper in our words and by us of our rules, and of which results."""
+"""The claims: the paper's in our words, ours about our rules, and the results they refer to."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ATTACKS = {
 }
 SETTINGS = ("none", *ATTACKS)
 
-# What was found out about the claims that did not hold on MNIST (docs/reproduction.md has more).
+# Explanations of claims that do not hold on MNIST (docs/reproduction.md has more).
 BIASED = (
     "Columns are skewed, and leaving values out is then biased: after 200 rounds Phocas is off by"
     " 0.40 of the gradient's length (Trmean 0.29, Multi-Krum 0.24); in columns made symmetric the"
@@ -193,8 +193,8 @@ PAPER: tuple[Claim, ...] = (
             "Sensitivity",
             f"The best accuracy of {label} does not change much with b.",
             insensitive(label),
-            "The smallest b are fewer than the lies that meet in a column: two meet in every fourth"
-            " round, three in one of 1200 (phocas plan gives the chances).",
+            "The smallest b are exceeded by wrong values in one column: two occur in every fourth"
+            " round, three in one of 1200 (phocas theory plan gives the chances).",
         )
         for label in ("Phocas", "Trmean")
     ),
@@ -299,7 +299,7 @@ PAPER: tuple[Claim, ...] = (
     ),
 )
 
-# The numbers were asked for before the rule was written; its default reach was then chosen by them.
+# The numbers were set before the rule was written; its default cutoff was then chosen by them.
 HERACLIUS: tuple[Claim, ...] = (
     Claim(
         "none-heraclius",
@@ -334,13 +334,13 @@ HERACLIUS: tuple[Claim, ...] = (
     Claim(
         "dropped-liars",
         "Blame",
-        "Gaussian liars lose at least 95% of theirs.",
-        drops("gaussian", "Heraclius", "liars", at_least=0.95),
+        "Under the Gaussian attack Byzantine workers lose at least 95% of theirs.",
+        drops("gaussian", "Heraclius", "byzantine", at_least=0.95),
     ),
 )
 
-# The numbers were asked for before the rule was written; its default reach met them at once.
-CLEANED = "Cleaning + NNM + Trmean"
+# The numbers were required before the rule was written; its first default cutoff met them.
+CLEANED = "CellFilter + NNM + Trmean"
 ADAPTED = {
     "little": "a little is enough",
     "inner-product": "the inner-product attack",
@@ -366,13 +366,13 @@ CHOOSING: tuple[Claim, ...] = (
     ),
     Claim(
         "cells-nnm",
-        "Why cleaning",
+        "Why cell-filter",
         "Without cleaning, NNM + Trmean survives neither the bit-flip attack nor the gambler.",
         every(fails(figure, "NNM + Trmean") for figure in ("bit-flip", "gambler")),
     ),
 )
 
-# Written down before any run of them; no number was asked for on this task.
+# Written down before any of their runs; no number was required for this task.
 CHOOSING_CIFAR10: tuple[Claim, ...] = (
     Claim(
         "none-cleaning",
@@ -392,7 +392,7 @@ CHOOSING_CIFAR10: tuple[Claim, ...] = (
     ),
     Claim(
         "cells-nnm",
-        "Why cleaning",
+        "Why cell-filter",
         "Without cleaning, NNM + Trmean does not survive the gambler.",
         fails("gambler", "NNM + Trmean"),
     ),
@@ -404,4 +404,4 @@ CLAIMS: dict[ClaimsOf, tuple[Claim, ...]] = {
     "choosing": CHOOSING,
     "choosing-cifar10": CHOOSING_CIFAR10,
 }
-"""By what a task file has as its ``claims``."""
+"""Claims by the value of ``claims`` in a task file."""

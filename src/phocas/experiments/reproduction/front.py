@@ -1,4 +1,4 @@
-"""How far off a rule's result can be made by who knows it, on the gradients of a real run."""
+"""The largest error that an attacker who knows the rule causes, on gradients of a real run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from phocas.experiments.config import RunConfig
     from phocas.experiments.reproduction.tasks import Reproduction
 
-LIARS = 6
-# For a window of each column the first has the optimum, but not where a reach lets more in: there
-# the second goes farther. For other rules the first is a search that includes the second.
+BYZANTINE = 6
+# For a window on each column the first attack finds the optimum, except where a cutoff admits more
+# values: there the second goes farther. For other rules the first is a search that includes the
+# second.
 ATTACKS = (
     "worst-case:rule=({rule}),q={q},budget=100",
     "a-little-is-enough:q={q},against=({rule})",
@@ -36,19 +37,26 @@ ATTACKS = (
 
 @dataclass(frozen=True)
 class Errors:
-    """Distances of a rule's result from the honest mean, in lengths of it, over some rounds."""
+    """The errors of one rule, without and with Byzantine workers.
+
+    The error is the distance of the rule's result from the honest mean, divided by the norm of the
+    honest mean.
+
+    Attributes:
+        rule: spec of the rule.
+        quiet: mean error without Byzantine workers.
+        worst: mean, over rounds, of the largest error under any attack; None if not below 1e6.
+    """
 
     rule: str
     quiet: float
-    """The mean when nobody lies."""
     worst: float | None
-    """The mean of the worst that was found; None if there is no bound."""
 
 
-def worst_errors(reproduction: Reproduction, path: Path, q: int = LIARS) -> dict[str, Errors]:
-    """Measure all rules of a reproduction on gradients of a run by the mean, by label.
+def worst_errors(reproduction: Reproduction, path: Path, q: int = BYZANTINE) -> dict[str, Errors]:
+    """Measure all rules of a reproduction on gradients of a run with the mean, by label.
 
-    What is in the file at ``path`` is not measured again; the file then has all.
+    Rules that are in the file at ``path`` are not measured again. The file then contains all rules.
     """
     known = _read(path)
     config = reproduction.figures[0].cases[0].config
@@ -74,7 +82,7 @@ def _read(path: Path) -> Mapping[str, Errors]:
 
 
 def gradients(config: RunConfig, rounds: Sequence[int]) -> list[NDArray[np.float32]]:
-    """Return the workers' gradients in some rounds of a run by the mean, in which nobody lies."""
+    """Return the workers' gradients in some rounds of a run with the mean and no attack."""
     quiet = config.model_copy(update={"rule": "mean", "attack": None})
     with build_trainer(quiet) as trainer:
         return [
@@ -84,8 +92,8 @@ def gradients(config: RunConfig, rounds: Sequence[int]) -> list[NDArray[np.float
         ]
 
 
-def measure(rule: str, rounds: Sequence[NDArray[np.float32]], q: int = LIARS) -> Errors:
-    """Measure a rule on the gradients of some rounds, without liars and with the worst of q.
+def measure(rule: str, rounds: Sequence[NDArray[np.float32]], q: int = BYZANTINE) -> Errors:
+    """Measure a rule on gradients of some rounds, without attack and with q Byzantine workers.
 
     >>> rng = np.random.default_rng(0)
     >>> rows = rng.normal(size=(9, 50)).astype(np.float32) + 3

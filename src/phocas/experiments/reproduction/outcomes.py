@@ -1,4 +1,4 @@
-"""What came out of a reproduction: the repeats of every case, read from the results file."""
+"""The outcomes of a reproduction: the repeats of every case, read from the results file."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Repeats:
-    """The repeats of a case that came to their end."""
+    """The finished repeats of a case."""
 
     case: Case
     wanted: int
     seeds: tuple[int, ...]
     rounds: tuple[int, ...]
     accuracy: npt.NDArray[np.float64]
-    """By repeat and evaluation."""
+    """Accuracy by repeat and evaluation."""
     distance: npt.NDArray[np.float64]
-    """For each repeat, the mean distance from the aggregate to the honest gradients' mean."""
+    """Mean distance from the aggregate to the mean of the honest gradients, by repeat."""
     aggregate_ms: npt.NDArray[np.float64]
-    """For each repeat, the least time of an aggregation: other work on the machine adds to it."""
+    """Shortest time of an aggregation by repeat; other load on the machine only adds to it."""
     dropped: npt.NDArray[np.float64]
-    """By repeat and worker, the mean share of its values that did not enter."""
+    """Mean share of a worker's values that was dropped, by repeat and worker."""
     nonfinite: npt.NDArray[np.int64]
-    """For each repeat, the rounds whose aggregate was not finite."""
+    """Number of rounds whose aggregate was not finite, by repeat."""
 
     @property
     def final(self) -> npt.NDArray[np.float64]:
-        """The accuracy at the end."""
+        """Return the accuracy at the end."""
         return np.asarray(self.accuracy[:, -1])
 
     @property
     def best(self) -> npt.NDArray[np.float64]:
-        """The greatest accuracy on the way."""
+        """Return the highest accuracy of all evaluations."""
         return np.asarray(self.accuracy.max(axis=1))
 
     @property
-    def dropped_of_liars(self) -> npt.NDArray[np.float64]:
-        """The mean share dropped of the workers that lie in every round."""
-        return np.asarray(self.dropped[:, self.case.liars].mean(axis=1))
+    def dropped_of_byzantine(self) -> npt.NDArray[np.float64]:
+        """Return the mean share dropped of the workers that are Byzantine in every round."""
+        return np.asarray(self.dropped[:, self.case.byzantine].mean(axis=1))
 
     @property
     def dropped_of_honest(self) -> npt.NDArray[np.float64]:
-        """The mean share dropped of the other workers."""
-        return np.asarray(np.delete(self.dropped, self.case.liars, axis=1).mean(axis=1))
+        """Return the mean share dropped of the other workers."""
+        return np.asarray(np.delete(self.dropped, self.case.byzantine, axis=1).mean(axis=1))
 
     @property
     def average(self) -> npt.NDArray[np.float64]:
-        """The accuracy averaged over the rounds: the greater, the sooner it was reached."""
+        """Return the accuracy averaged over the rounds; it is higher if accuracy rises sooner."""
         return np.asarray(self.accuracy[:, 1:].mean(axis=1))
 
 
 class MissingError(LookupError):
-    """A case that a claim is about has no complete run."""
+    """A case that a claim refers to has no complete run."""
 
 
 class Outcomes:
@@ -96,7 +96,7 @@ class Outcomes:
         raise MissingError(f"no complete run of {label!r} in figure {figure!r}")
 
     def series(self, figure: str, label: str) -> list[Repeats]:
-        """Return all cases of a label in a figure; a case without a complete run is missed."""
+        """Return all cases of a label in a figure; raise MissingError if one is incomplete."""
         cases = self.figure(figure)
         planned = next(f for f in self.reproduction.figures if f.name == figure).cases
         wanted = [case for case in planned if case.label == label]
@@ -108,17 +108,17 @@ class Outcomes:
         return found
 
     def baseline(self, figure: str) -> Repeats:
-        """Return the mean without failures that a figure is compared with."""
+        """Return the mean without failures, with which a figure is compared."""
         return self.get(figure, "Mean" if figure == "none" else BASELINE)
 
 
 def collect(reproduction: Reproduction, results: Path) -> Outcomes:
-    """Read the runs that came to their end; those that did not are left out."""
+    """Read the finished runs of a reproduction; other runs are omitted."""
     with Results(results, read=True) as file:
         records: dict[str, RunRecord] = {
             record.identity: record for record in file.runs() if record.status in ENDED
         }
-        read: dict[str, _Run] = {}
+        read: dict[str, _RunOutcome] = {}
         figures: dict[str, list[Repeats]] = {}
         for figure in reproduction.figures:
             figures[figure.name] = []
@@ -137,7 +137,7 @@ def collect(reproduction: Reproduction, results: Path) -> Outcomes:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunOutcome:
     rounds: tuple[int, ...]
     accuracy: tuple[float, ...]
     distance: float
@@ -146,12 +146,12 @@ class _Run:
     nonfinite: int
 
 
-def _read(file: Results, record: RunRecord, metric: str) -> _Run:
+def _read(file: Results, record: RunRecord, metric: str) -> _RunOutcome:
     points = file.table("evaluations", record.id)
     rounds = file.table("rounds", record.id)
     shares = [row["share"] for row in file.table("dropped", record.id)]  # by round, then worker
     distances = [row["honest_distance"] for row in rounds if row["honest_distance"] is not None]
-    return _Run(
+    return _RunOutcome(
         tuple(point["round"] for point in points),
         tuple(point[metric] for point in points),
         math.fsum(distances) / len(distances) if distances else math.nan,
@@ -161,7 +161,7 @@ def _read(file: Results, record: RunRecord, metric: str) -> _Run:
     )
 
 
-def _repeats(case: Case, wanted: int, runs: dict[int, _Run]) -> Repeats:
+def _repeats(case: Case, wanted: int, runs: dict[int, _RunOutcome]) -> Repeats:
     last, step = case.config.rounds, case.config.evaluate_every
     rounds = tuple(sorted({*range(0, last + 1, step), last}))
     return Repeats(
@@ -179,6 +179,6 @@ def _repeats(case: Case, wanted: int, runs: dict[int, _Run]) -> Repeats:
     )
 
 
-def _accuracy_at(run: _Run, round_: int) -> float:
-    """Return the last accuracy up to a round: that of a run which was stopped stands."""
+def _accuracy_at(run: _RunOutcome, round_: int) -> float:
+    """Return the last accuracy up to a round; a stopped run keeps its last one."""
     return run.accuracy[bisect.bisect_right(run.rounds, round_) - 1]

@@ -1,8 +1,8 @@
-"""Experiments as data, the paper's and ours: a task and its figures, from TOML to a sweep's runs.
+"""Experiments as data, the paper's and ours: tasks and figures in TOML, expanded to runs.
 
-A task file has the settings that its figures share (the paper's Table 1) and its scales, or the
-task that it is ``like`` but for what it says itself; a figure file has a title, what its axes are,
-and a grid of runs. Both are kept in ``reproduction/`` here, where each says what was chosen where
+A task file contains the settings that its figures share (the paper's Table 1) and its scales. With
+``like`` it names another task whose values it takes for all missing keys. A figure file contains a
+title, the axes, and a grid of runs. The files are in this folder. Each says what was chosen where
 the paper is silent.
 """
 
@@ -37,15 +37,15 @@ LABELS = {
     "median": "Median",
     "meamed": "MeaMed",
     "nnm": "NNM",
-    "cleaning": "Cleaning",
+    "cell-filter": "CellFilter",
 }
-REPEATS = 10  # the paper's
+REPEATS = 10  # as in the paper
 BASELINE = "Mean without Byzantine"
 _File = TypeVar("_File", bound=BaseModel)
 
 
 class _Scale(BaseModel):
-    """What a scale changes: settings, repeats, and which figures, b and batch sizes are left."""
+    """The changes of a scale: settings, repeats, and which figures, b and batch sizes remain."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -63,9 +63,9 @@ class _TaskFile(BaseModel):
     claims: ClaimsOf = "paper"
     figures: list[str]
     front: list[int] = Field(default_factory=list)
-    """The rounds whose gradients the front of worst errors is about, if there is one."""
+    """Rounds whose gradients are used for the front of worst errors; empty for no front."""
     rules: list[str] | None = None
-    """What stands in the figures for each list of rules, unless it is one of a figure over b."""
+    """Rules that replace each list of rules in the figures, except in figures over b."""
     settings: dict[str, Any]
     zoom: dict[str, list[float]] = Field(default_factory=dict)
     scale: dict[str, _Scale] = Field(default_factory=lambda: {"paper": _Scale()})
@@ -83,31 +83,41 @@ class _FigureFile(BaseModel):
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a figure, or one point of a figure of sensitivity: a run to be repeated."""
+    """One line of a figure, or one point of a sensitivity figure: a run to be repeated."""
 
     label: str
     config: RunConfig
-    """With the seed of the first repeat."""
+    """The configuration, with the seed of the first repeat."""
 
     @property
     def b(self) -> int | None:
-        """What the rule was told to survive."""
+        """Return the b of the rule, or None if it has none."""
         return getattr(parse_rule(self.config.rule), "b", None)
 
     @property
-    def liars(self) -> range:
-        """The workers that lie in every round."""
+    def byzantine(self) -> range:
+        """Return the workers that are Byzantine in every round."""
         attack = parse_attack(self.config.attack) if self.config.attack else None
         return range(attack.q if isinstance(attack, RowAttack) and attack.who == "fixed" else 0)
 
     def repeat(self, number: int) -> RunConfig:
-        """Return the run of a repeat, from 0."""
+        """Return the configuration of a repeat, from 0."""
         return self.config.model_copy(update={"seed": self.config.seed + number})
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the paper and the cases in it."""
+    """A figure of the paper and its cases.
+
+    Attributes:
+        name: name of the figure's file.
+        title: title of the figure.
+        axis: horizontal axis.
+        value: accuracy that is shown against b: at the end, or the best.
+        panel: setting that has a panel for each value, if any.
+        zoom: range of accuracies of the zoomed panel, if any.
+        cases: the runs to be repeated.
+    """
 
     name: str
     title: str
@@ -120,7 +130,18 @@ class Figure:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A task at a scale."""
+    """A task at a scale: all figures with their runs.
+
+    Attributes:
+        task: name of the task.
+        title: title of the task.
+        scale: name of the scale.
+        metric: accuracy that figures and claims use.
+        claims: name of the set of claims.
+        figures: the figures.
+        repeats: number of repeats of each case.
+        front: rounds whose gradients the front of worst errors uses.
+    """
 
     task: str
     title: str
@@ -132,7 +153,7 @@ class Reproduction:
     front: tuple[int, ...] = ()
 
     def runs(self) -> list[RunConfig]:
-        """Return all runs without repetition: all first repeats come before the second ones."""
+        """Return all distinct runs; all first repeats come before the second ones."""
         found: dict[str, RunConfig] = {}
         for number in range(self.repeats):
             for figure in self.figures:
@@ -143,7 +164,7 @@ class Reproduction:
 
 
 def tasks() -> list[str]:
-    """Return the tasks that come with the package.
+    """Return the names of the tasks that ship with the package.
 
     >>> tasks()
     ['choosing', 'choosing-cifar10', 'cifar10', 'heraclius', 'mnist']
@@ -160,17 +181,21 @@ def plan(
     only: Sequence[str] = (),
     places: Mapping[str, Any] | None = None,
 ) -> Reproduction:
-    """Read a task, the name of one of ours or the path of a TOML file, and its figures.
+    """Read a task and its figures.
 
-    ``repeats`` is by default what the scale says; ``only`` picks some of the figures; ``places``
-    are settings that change no result, such as ``results`` and ``data_dir``.
+    Args:
+        task: the name of a task of the package, or the path of a TOML file.
+        scale: the scale of the task file to use.
+        repeats: number of repeats; by default that of the scale.
+        only: names of the figures to include; by default all.
+        places: settings that change no result, such as ``results`` and ``data_dir``.
 
     >>> mnist = plan("mnist", repeats=1)
     >>> len(mnist.runs()), [figure.name for figure in mnist.figures][:3]
     (100, ['none', 'batch-size', 'gaussian'])
     """
     path = _task_path(task)
-    file = _read(path, _TaskFile, _with_what_it_is_like(path))
+    file = _read(path, _TaskFile, _read_with_base(path))
     if scale not in file.scale:
         raise ConfigError(unknown("scale", scale, file.scale))
     chosen = file.scale[scale]
@@ -197,21 +222,21 @@ def plan(
 
 
 def label_of(config: RunConfig) -> str:
-    """Return the name of a rule in figures and claims, or the rule itself where it has none.
+    """Return a rule's name in figures and claims, or its spec if it has no name.
 
-    What it is told beside b is part of the name.
+    Parameters other than b are part of the name.
 
-    >>> label_of(RunConfig(rule="nnm:b=6|heraclius:b=6,reach=2"))
-    'NNM + Heraclius reach 2'
+    >>> label_of(RunConfig(rule="nnm:b=6|heraclius:b=6,cutoff=2"))
+    'NNM + Heraclius cutoff 2'
     """
     steps = [step.partition(":") for step in config.rule.split("|")]
     if not all(name in LABELS for name, _, _ in steps):
-        return config.rule
-    return " + ".join(" ".join([LABELS[name], *_told(text)]) for name, _, text in steps)
+        return str(config.rule)
+    return " + ".join(" ".join([LABELS[name], *_other_parameters(text)]) for name, _, text in steps)
 
 
-def _told(text: str) -> list[str]:
-    """Return what a step is told beside b, for people to read."""
+def _other_parameters(text: str) -> list[str]:
+    """Return the parameters of a step other than b, in readable form."""
     parts = text.split(",") if text else []
     return [
         part.removesuffix(".0").replace("=", " ") for part in parts if not part.startswith("b=")
@@ -230,15 +255,15 @@ def _task_path(task: str) -> Path:
     return _folder() / f"{task}.toml"
 
 
-def _with_what_it_is_like(path: Path) -> dict[str, Any]:
-    """Read a task; what it does not say is taken from the task that it is like, if any."""
+def _read_with_base(path: Path) -> dict[str, Any]:
+    """Read a task; take missing keys from the task named by ``like``, if there is one."""
     own = read_toml(path)
     like = own.pop("like", None)
     return own if like is None else {**read_toml(_task_path(str(like))), **own}
 
 
 def _figure_path(name: str, task: Path) -> Path:
-    """Look beside the task first, then among the figures that come with the package."""
+    """Return the figure's file beside the task, or else that of the package."""
     beside = task.parent / f"{name}.toml"
     return beside if beside.exists() else _folder() / f"{name}.toml"
 
@@ -287,15 +312,15 @@ def _figure(path: Path, task: _TaskFile, settings: Mapping[str, Any], scale: _Sc
 def _blocks(
     block: dict[str, Any], file: _FigureFile, scale: _Scale, model: str, rules: list[str] | None
 ) -> Iterator[dict[str, Any]]:
-    """Write the task's rules and a list of b into a block; leave out what the scale leaves out.
+    """Yield the block with the task's rules and its list of b; omit what the scale omits.
 
-    Initial weights, ``init``, are written into the task's model, if it is one that has them.
+    Initial weights, ``init``, are written into the task's model if it has such a parameter.
     """
     block = dict(block)
     if "init" in block:
         name, colon, options = model.partition(":")
         if name not in MODELS or "init=" in options:
-            return  # a model of the user's own, or one whose task has chosen
+            return  # a user-defined model, or one for which the task sets init
         block["model"] = f"{name}:{options}{',' if colon else ''}init={block.pop('init')}"
     if file.panel and scale.batch_sizes and block.get("batch_size") not in scale.batch_sizes:
         return

@@ -1,4 +1,4 @@
-"""Claims as predicates: a number over the repeats, its interval, and where it should lie."""
+"""Verdicts on claims: a number over the repeats, its interval, and the claimed range."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Verdict = Literal["holds", "does not hold", "not decided"]
 
 ROUNDING = 1e-9
-REASONS_OF = "mnist"  # the task whose claims were looked into; for others it is only a hint
+REASONS_OF = "mnist"  # the reasons were investigated on this task; for others they are hints
 
 # The 97.5% points of Student's t for 1 to 30 degrees of freedom.
 _STUDENT = (
@@ -40,7 +40,7 @@ class Interval:
 
 
 def interval(values: npt.ArrayLike) -> Interval:
-    """Return the mean of the repeats and its interval; one repeat knows no bounds.
+    """Return the mean of the repeats and its interval, which is infinite for one repeat.
 
     >>> interval([1.0, 2.0, 3.0])
     Interval(mean=2.0, low=-0.484..., high=4.484..., repeats=3)
@@ -61,7 +61,15 @@ def interval(values: npt.ArrayLike) -> Interval:
 
 @dataclass(frozen=True)
 class Check:
-    """A number that a claim says something about, and the range the claim wants it in."""
+    """A number that a claim is about, and the claimed range.
+
+    Attributes:
+        what: description of the number.
+        found: its mean and interval over the repeats.
+        at_least: lower end of the claimed range.
+        at_most: upper end of the claimed range.
+        unit: unit of the number, if it has one.
+    """
 
     what: str
     found: Interval
@@ -71,7 +79,7 @@ class Check:
 
     @property
     def verdict(self) -> Verdict:
-        """Holds if the whole interval is in the range, does not if all of it is outside."""
+        """Return the verdict: the whole interval is in the range, all outside, or neither."""
         if self.at_least <= self.found.low and self.found.high <= self.at_most:
             return "holds"
         if self.found.high < self.at_least or self.found.low > self.at_most:
@@ -80,7 +88,7 @@ class Check:
 
     @property
     def mean_says(self) -> bool:
-        """Whether the mean over the repeats is in the range; a rounding outside does not count."""
+        """Return whether the mean over the repeats is in the range, up to rounding."""
         return self.at_least - ROUNDING <= self.found.mean <= self.at_most + ROUNDING
 
 
@@ -90,7 +98,7 @@ def difference(first: Repeats, second: Repeats, quantity: str) -> npt.NDArray[np
 
 
 def contrast(parts: Sequence[tuple[int, Repeats]], quantity: str) -> npt.NDArray[np.float64]:
-    """Return a sum with signs over the repeats that all the cases have."""
+    """Return a signed sum over the repeats that all cases have."""
     seeds = sorted(set.intersection(*(set(repeats.seeds) for _, repeats in parts)))
     total = np.zeros(len(seeds))
     for sign, repeats in parts:
@@ -101,19 +109,33 @@ def contrast(parts: Sequence[tuple[int, Repeats]], quantity: str) -> npt.NDArray
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence, the paper's in our words or ours, and what must be true of the results."""
+    """One claim, the paper's in our words or ours.
+
+    Attributes:
+        name: short name of the claim.
+        section: section of the paper.
+        text: the claim in a sentence.
+        checks: function that returns the checks of the claim on results.
+        reason: why the claim does not hold, if it does not and the reason is known.
+    """
 
     name: str
     section: str
     text: str
     checks: Callable[[Outcomes], Sequence[Check]]
     reason: str = ""
-    """Why it does not hold, where it does not, as far as it was found out."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What the results say of a claim."""
+class ClaimResult:
+    """The verdict on a claim.
+
+    Attributes:
+        claim: the claim.
+        checks: its checks.
+        verdict: whether it holds, does not hold, or is not decided.
+        note: an explanation of the verdict.
+    """
 
     claim: Claim
     checks: tuple[Check, ...]
@@ -122,26 +144,26 @@ class Finding:
 
     @property
     def repeats(self) -> int:
-        """The least number of repeats behind any of the numbers."""
+        """Return the smallest number of repeats behind any of the numbers."""
         return min((check.found.repeats for check in self.checks), default=0)
 
 
-def judge(claim: Claim, outcomes: Outcomes) -> Finding:
-    """Decide a claim: it holds if all its checks do, and does not if one of them does not."""
+def judge(claim: Claim, outcomes: Outcomes) -> ClaimResult:
+    """Decide a claim: it holds if all its checks hold, and does not if one of them does not."""
     try:
         checks = tuple(claim.checks(outcomes))
     except MissingError as error:
-        return Finding(claim, (), "not decided", str(error))
+        return ClaimResult(claim, (), "not decided", str(error))
     reason = claim.reason
     if reason and outcomes.reproduction.task != REASONS_OF:
         reason = f"On MNIST: {reason}"
     verdicts = {check.verdict for check in checks}
     if "does not hold" in verdicts:
-        return Finding(claim, checks, "does not hold", reason)
+        return ClaimResult(claim, checks, "does not hold", reason)
     if verdicts == {"holds"}:
-        return Finding(claim, checks, "holds")
+        return ClaimResult(claim, checks, "holds")
     few = "one repeat has no interval; " if min(c.found.repeats for c in checks) == 1 else ""
     if all(check.mean_says for check in checks):
-        return Finding(claim, checks, "not decided", f"{few}the means agree with it")
+        return ClaimResult(claim, checks, "not decided", f"{few}the means agree with it")
     note = f"{few}the means speak against it" + (f". {reason}" if reason else "")
-    return Finding(claim, checks, "not decided", note)
+    return ClaimResult(claim, checks, "not decided", note)

@@ -1,20 +1,24 @@
-"""Make a script with DistributedDataParallel Byzantine-resilient: one line, same bytes on the wire.
+"""Byzantine-resilient DistributedDataParallel: one added line, the same traffic.
 
 ::
 
     ddp = DistributedDataParallel(model)
     guard = phocas.integrations.ddp.protect(ddp, phocas.Phocas(b=2))
-    guard = phocas.integrations.ddp.watch(ddp, b=2)  # or: the mean as before, and who is wrong
+    guard = phocas.integrations.ddp.watch(ddp, b=2)  # or: average as before, detect faulty ranks
     ...  # train as before
-    guard.suspects()
+    guard.flagged()
 
-Instead of being averaged by all-reduce, each bucket of gradients is cut into one shard for each
-rank. Rank s gets everyone's shard s, aggregates these m rows by the rule, and gives the result to
-all. ``docs/ddp.md`` says what this protects against, and what not.
+Each bucket of gradients is split into one shard for each rank, instead of an all-reduce. Rank s
+receives shard s of all ranks, aggregates these m rows by the rule, and sends the result to all
+ranks. ``docs/ddp.md`` describes what this protects against, and what not.
 """
 
+from phocas.deprecation import former_names
 from phocas.integrations.ddp.hook import protect, watch
 from phocas.integrations.ddp.verify import AggregatorError
-from phocas.integrations.guard import Guard, Suspect
+from phocas.integrations.guard import Guard
+from phocas.integrations.reports import FlaggedRank
 
-__all__ = ["AggregatorError", "Guard", "Suspect", "protect", "watch"]
+__all__ = ["AggregatorError", "FlaggedRank", "Guard", "protect", "watch"]
+
+__getattr__ = former_names(__name__, {"Suspect": "FlaggedRank"})

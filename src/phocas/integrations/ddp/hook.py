@@ -1,4 +1,4 @@
-"""The hook that DDP calls, and the thread that aggregates while backward goes on."""
+"""The hook that DDP calls, and the thread that aggregates during backward."""
 
 # No postponed annotations here: torch compares those of a hook with its own types.
 
@@ -17,11 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from phocas.integrations.ddp.step import Aggregator
-from phocas.integrations.guard import Guard, Ledger, Options, options_of, watching
+from phocas.detection.observer import Segment
+from phocas.integrations.ddp.step import DDPAggregator
+from phocas.integrations.detection_state import DetectionState
+from phocas.integrations.guard import Guard, Options, options_of, watching
 from phocas.integrations.job import join_job, ranks_of_job
 from phocas.integrations.joining import check_dtypes, check_rule, join, uncompiled
-from phocas.integrations.witness import Segment
 from phocas.rules import Rule, parse_rule
 
 _Result: TypeAlias = torch.futures.Future[torch.Tensor]
@@ -37,21 +38,21 @@ class _Job:
 
 
 class _Worker:
-    """What does the jobs of all steps, one at a time and in the same order on all ranks."""
+    """The thread that runs the jobs of all steps, one at a time, in the same order on all ranks."""
 
-    def __init__(self, aggregator: Aggregator, ledger: Ledger) -> None:
+    def __init__(self, aggregator: DDPAggregator, detection: DetectionState) -> None:
         self.jobs: queue.Queue[_Job | None] = queue.Queue()
-        self.aggregator, self.ledger = aggregator, ledger
+        self.aggregator, self.detection = aggregator, detection
         self.waiting: list[torch.futures.Future[Any]] = []
         self.thread = threading.Thread(target=self._work, name="phocas-ddp", daemon=True)
         self.thread.start()
 
     def later(self, job: _Job) -> None:
-        """Leave a job to the thread."""
+        """Queue a job for the thread."""
         self.jobs.put(job)
 
     def now(self, job: _Job) -> None:
-        """Do a job once all that were left to the thread are done."""
+        """Run a job in this thread, after all queued jobs."""
         self.jobs.join()
         self._do(job)
 
@@ -65,40 +66,46 @@ class _Worker:
     def _do(self, job: _Job) -> None:
         self.waiting.append(job.future)
         try:
-            if self.ledger.failure is not None:
-                raise RuntimeError(f"aggregation ended in an earlier step: {self.ledger.failure}")  # noqa: TRY301
+            if self.detection.failure is not None:
+                raise RuntimeError(  # noqa: TRY301
+                    f"aggregation ended in an earlier step: {self.detection.failure}"
+                )
             if job.ready is not None:
                 torch.cuda.current_stream(job.flat.device).wait_event(job.ready)
             done: list[Any] = self.aggregator.take(job.flat, job.segments, last=job.last)
-        except Exception as error:  # noqa: BLE001 - it is raised where backward waits
-            self.ledger.failure = self.ledger.failure or error
+        except Exception as error:  # noqa: BLE001 - the future raises it in the backward pass
+            self.detection.failure = self.detection.failure or error
             done = [error] * len(self.waiting)
         completed, self.waiting = self.waiting[: len(done)], self.waiting[len(done) :]
         for future, result in zip(completed, done, strict=True):
             future.set_result(result)
 
     def stop(self) -> None:
-        """End the thread; at exit it must be gone before the interpreter, or torch aborts."""
+        """End the thread; torch aborts if the thread is alive when the interpreter exits."""
         self.jobs.put(None)
         if self.thread is not threading.current_thread():
-            self.thread.join(timeout=1)  # a thread that waits for a hung rank is left behind
+            self.thread.join(timeout=1)  # a thread blocked by a hung rank is abandoned
 
 
 class _State:
-    """What the hook is given: a worker, the guard (which lives as long), and the parameters."""
+    """The state of the hook: a worker thread, the guard, and the numbers of the parameters."""
 
     def __init__(
-        self, ledger: Ledger, worker: _Worker, group: dist.ProcessGroup, numbers: dict[int, int]
+        self,
+        detection: DetectionState,
+        worker: _Worker,
+        group: dist.ProcessGroup,
+        numbers: dict[int, int],
     ) -> None:
         self.worker, self.group, self.numbers = worker, group, numbers
-        witness = worker.aggregator.witness
-        self.guard = Guard(ledger, witness, catch_up=ledger.receive, close=ledger.finish)
-        # The worker knows nothing of the guard, and ends with it.
+        observer = worker.aggregator.observer
+        self.guard = Guard(detection, observer, catch_up=detection.receive, close=detection.finish)
+        # The worker has no reference to the guard, so it ends when the guard is collected.
         weakref.finalize(self.guard, worker.stop)
 
 
 class _Slot:
-    """The state of the one hook that torch takes for a model: after a close, that of the next."""
+    """A replaceable hook state: torch accepts one hook per model, and a guard may be replaced."""
 
     def __init__(self, state: _State) -> None:
         self.state = state
@@ -110,16 +117,17 @@ def protect(
     verify: bool = False,
     **options: Unpack[Options],
 ) -> Guard:
-    """Aggregate a model's gradients by a rule from now on; to be called on all its ranks.
+    """Aggregate the gradients of a model by a rule; call it on all ranks of the model.
 
-    Use :func:`watch` for language models and mixtures of experts: rules that go by coordinates drop
-    rare tokens of honest ranks. After a guard is closed, its model can be protected again.
+    Use :func:`watch` for language models and mixtures of experts: column rules drop the gradients
+    of rare tokens of honest ranks. After its guard is closed, a model can be protected again.
 
     Args:
         model: The wrapped model, before its first backward pass.
         rule: ``phocas.Phocas(b=2)`` or ``"nnm:b=2|phocas:b=2"``; row i is rank i.
-        verify: Have every shard aggregated by two ranks; if they differ, raise on all ranks and
-            name who is wrong. Costs a second all-to-all and a second aggregation.
+        verify: Whether two ranks aggregate every shard. If their results differ, all ranks raise
+            an error that names the faulty rank. This costs a second all-to-all and a second
+            aggregation.
         **options: :class:`phocas.integrations.guard.Options`.
     """
     model = uncompiled(model)
@@ -151,13 +159,13 @@ def protect(
         timeout,
     )
     mesh = getattr(model, "device_mesh", None)
-    # Without a mesh nothing tells whether other ranks of the world train at all.
+    # Without a mesh it is not known whether the other ranks of the world train.
     ranks = ranks_of_job(mesh, group if job_group is None and mesh is None else job_group)
-    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions, wire)
-    ledger.job = join_job(wire, ranks, ledger.suspicion.b, timeout)
-    aggregator = Aggregator(wire, ledger, verify=verify, seed=seed)
+    detection = DetectionState(rule, list(named), hosts, wire.rank, reactions, wire)
+    detection.job = join_job(wire, ranks, detection.detector.b, timeout)
+    aggregator = DDPAggregator(wire, detection, verify=verify, seed=seed)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    state = _State(ledger, _Worker(aggregator, ledger), group, numbers)
+    state = _State(detection, _Worker(aggregator, detection), group, numbers)
     if slot is None:
         model.register_comm_hook(_Slot(state), _hook)
     else:
@@ -168,11 +176,11 @@ def protect(
 
 
 def watch(model: DistributedDataParallel, b: int, **options: Unpack[Options]) -> Guard:
-    """Average a model's gradients as before, and know whom Heraclius would have thrown away.
+    """Average a model's gradients as before, and detect faulty ranks as with Heraclius.
 
     Args:
         model: The wrapped model, before its first backward pass.
-        b: How many ranks may be wrong, 2b < m.
+        b: The largest number of faulty ranks, 2b < m.
         **options: As for :func:`protect`.
     """
     return protect(model, watching(b), **options)
@@ -182,7 +190,7 @@ def _hook(
     slot: _Slot,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Leave a bucket to the worker, which completes the future."""
+    """Queue a bucket for the worker, which completes the future."""
     state = slot.state
     if state.guard.closed:
         return allreduce_hook(state.group, bucket)
@@ -194,14 +202,14 @@ def _hook(
     segments = partial(_segments, bucket.parameters(), state.numbers)
     job = _Job(flat, segments, bucket.is_last(), ready, future)
     if job.last and ready is None:
-        state.worker.now(job)  # nothing is left of backward that the thread would not hold up
+        state.worker.now(job)  # the backward pass has no other work to overlap with
     else:
         state.worker.later(job)
     return result
 
 
 def _segments(parameters: list[torch.Tensor], numbers: dict[int, int]) -> list[Segment]:
-    """Return where in a bucket its parameters lie, one after the other."""
+    """Return the ranges of the parameters of a bucket, one after the other."""
     segments = []
     begin = 0
     for parameter in parameters:
@@ -212,7 +220,7 @@ def _segments(parameters: list[torch.Tensor], numbers: dict[int, int]) -> list[S
 
 
 def _outcome(future: torch.futures.Future[Any]) -> torch.Tensor:
-    # Torch reads the result in C++, where Future.set_exception is not understood.
+    # Torch reads the result in C++, which does not support Future.set_exception.
     result = future.value()
     if isinstance(result, Exception):
         raise result
@@ -220,8 +228,8 @@ def _outcome(future: torch.futures.Future[Any]) -> torch.Tensor:
 
 
 def _slot(model: DistributedDataParallel) -> _Slot | None:
-    """Return where the state of a closed guard is; raise if there is another hook or guard."""
-    for hook, slot in model._comm_hooks:  # noqa: SLF001 - torch tells it nowhere else
+    """Return the slot of a closed guard, or None; raise if there is another hook or guard."""
+    for hook, slot in model._comm_hooks:  # noqa: SLF001 - torch has no public way
         if not isinstance(slot, _Slot):
             raise ValueError(  # noqa: TRY004 - the type is right, the state is not
                 "the model has a communication hook already, and DDP takes one only: got"
@@ -234,8 +242,8 @@ def _slot(model: DistributedDataParallel) -> _Slot | None:
 
 
 def _warn_of_buffers(model: DistributedDataParallel) -> None:
-    """Warn if rank 0 gives statistics of batches to all ranks, which no rule sees."""
-    if not model.will_sync_module_buffers():  # type: ignore[no-untyped-call]  # torch has it so
+    """Warn if DDP copies the batch statistics of rank 0 to all ranks, which no rule checks."""
+    if not model.will_sync_module_buffers():  # type: ignore[no-untyped-call]  # untyped in torch
         return
     for name, module in model.module.named_modules():
         if isinstance(module, _NormBase) and module.running_mean is not None:

@@ -1,4 +1,4 @@
-"""One step of training, bucket by bucket: columns in, the same aggregate out on every rank."""
+"""The aggregation of one training step under DDP, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -9,42 +9,43 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phocas.detection.observer import Segment, report_bytes, within
 from phocas.integrations.ddp.verify import agree
-from phocas.integrations.guard import Ledger
+from phocas.integrations.detection_state import DetectionState
 from phocas.integrations.wire import Bucket, Wire, as_bytes, pack, read
-from phocas.integrations.witness import Segment, testimony_bytes, within
-from phocas.rules import Evaluation, Explanation
+from phocas.rules import Explanation, ShardedAggregation
 from phocas.rules.measures import Partial
 from phocas.seeds import Stream, generator
 
 
-class Aggregator:
-    """The rule over the buckets of each step, and what it says of each rank.
+class DDPAggregator:
+    """Aggregation of the buckets of each step, and detection in the columns of this rank.
 
-    Every rank bets on who is far from whom in the columns that it aggregates, and looks where wrong
-    values lie. It tells the others what these bets have won and what it has found, before the
-    result of the last bucket. Up to b of them may lie about it.
+    Every rank tests which ranks deviate from the others in the columns that it aggregates, and
+    locates their outliers. It sends its report to all ranks before the result of the last bucket.
+    Detection tolerates up to b wrong reports.
 
-    A column rule finishes each bucket when it comes. A rule that measures whole rows measures each
-    bucket when it comes, and finishes them all when the last one is in: a step's gradient is its
-    buckets one after the other.
+    A column rule finishes each bucket when it arrives. A rule that measures whole rows measures
+    each bucket when it arrives, and finishes all buckets after the last one. The gradient of a step
+    is the concatenation of its buckets.
     """
 
-    def __init__(self, wire: Wire, ledger: Ledger, *, verify: bool, seed: int) -> None:
+    def __init__(self, wire: Wire, state: DetectionState, *, verify: bool, seed: int) -> None:
         self.wire = wire
-        self.rule = ledger.rule
-        self.ledger = ledger
-        self.witness = ledger.witness(seed)
+        self.rule = state.rule
+        self.state, self.detector = state, state.detector
+        self.observer = state.observer(seed)
         self.shifts = (0, 1) if verify else (0,)
         self.seed = seed
         self.forms: dict[tuple[int, torch.dtype, int], _Form] = {}
         self.evaluation = self._evaluation()
         self._begin()
 
-    def _evaluation(self) -> Evaluation:
-        rng = generator(Stream.RULE, self.seed, self.witness.step)
-        # Blocks of columns are those of a shard, unless rows are cleaned: nothing is exchanged.
-        return Evaluation(self.rule, self.wire.m, rng, whole_blocks=False)
+    def _evaluation(self) -> ShardedAggregation:
+        rng = generator(Stream.RULE, self.seed, self.observer.step)
+        # Blocks of columns start at each shard, so that nothing is exchanged for them (except by
+        # a rule that filters cells).
+        return ShardedAggregation(self.rule, self.wire.m, rng, whole_blocks=False)
 
     def _begin(self) -> None:
         self.waiting: list[Bucket] = []
@@ -55,16 +56,18 @@ class Aggregator:
     def take(
         self, flat: torch.Tensor, segments: Callable[[], Sequence[Segment]], *, last: bool
     ) -> list[torch.Tensor]:
-        """Take a bucket; return the buckets that now hold the aggregate, in the order taken."""
+        """Process a bucket; return the buckets that now hold the aggregate, in their order."""
         if not self.columns:
-            self.ledger.receive()
-            self.ledger.react()
-        if not self.columns and not self.rule.columnwise:  # which ask nothing and draw nothing
+            if self.state.job is not None:
+                self.state.receive()
+            if self.state.changed:
+                self.state.react()
+        if not self.columns and not self.rule.columnwise:  # column rules need no new state
             self.evaluation = self._evaluation()
         bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
         self._see(bucket, segments)
         if last:
-            self.witness.bet()
+            self.observer.bet()
         self.columns += flat.numel()
         if self.evaluation.request is None:
             self._finish(bucket, last=last)
@@ -79,27 +82,30 @@ class Aggregator:
         return done
 
     def _see(self, bucket: Bucket, segments: Callable[[], Sequence[Segment]]) -> None:
-        """Let the witness look at the shards that are held here; only the own one is bet on."""
+        """Pass the shards that this rank aggregates to its observer, for detection.
+
+        With verification, this rank also holds a second shard, which the test does not use.
+        """
         for shard, rows in bucket.columns.items():
             begin, end = bucket.bounds[shard]
             if shard == self.wire.rank:
                 here = partial(_within, segments, begin, end)
-                self.witness.see(rows, here, bucket.start + begin)
-            elif self.witness.awake and end > begin:
-                self.witness.look(rows, within(segments(), begin, end))
+                self.observer.see(rows, here, bucket.start + begin)
+            elif self.observer.awake and end > begin:
+                self.observer.look(rows, within(segments(), begin, end))
 
     def _measure(self, shard: int, bucket: Bucket, columns: torch.Tensor) -> Partial:
         return self.evaluation.partial(self._held(columns), bucket.start + bucket.bounds[shard][0])
 
     def _held(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return columns where the rule can work on a shard of them."""
-        return columns.cpu() if self.evaluation.cleans else columns
+        """Return the columns of a shard, moved to a device on which the rule can process them."""
+        return columns.cpu() if self.evaluation.filters else columns
 
     def _decide(self) -> list[torch.Tensor]:
-        """Answer what the rule asks about whole rows, then finish all buckets."""
+        """Answer the requests of the rule about whole rows, then finish all buckets."""
 
         def compute(shard: int, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            # What was measured while the buckets came is not measured again.
+            # Reuse the measurements that were made when the buckets arrived.
             known = self.measured.pop(shard, None)
             if known is None:
                 known = [
@@ -117,31 +123,44 @@ class Aggregator:
         return [bucket.flat for bucket in self.waiting]
 
     def _finish(self, bucket: Bucket, *, last: bool) -> None:
-        """Aggregate the own shard of a bucket, and put everyone's in the place of its values."""
+        """Aggregate the shard of this rank, and write the results of all ranks to the bucket."""
         m = self.wire.m
-        before = testimony_bytes(m) if last else 0
+        before = report_bytes(m) if last else 0
         form = self._form(bucket, before + 8 * m)
-
-        def compute(shard: int, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            start = bucket.start + bucket.bounds[shard][0]
-            if self.rule.columnwise:
-                result = form.explain(self.evaluation, shard, columns[0])
-            else:
-                result = self.evaluation.explain(self._held(columns[0]), start)
-            lost = torch.from_numpy(result.dropped * bucket.width(shard))
-            return [as_bytes(lost), as_bytes(result.value)]
-
-        aside = [self.witness.testimony()] if last else []
-        form.read(agree(self.wire, [bucket], compute, form.sizes, aside), bucket.flat.dtype)
+        aside = [self.observer.report()] if last else []
+        if len(self.shifts) == 1:
+            own = self.wire.rank
+            result = self._result(bucket, form, own, [bucket.columns[own]])
+            messages = self.wire.gather([*aside, *result], form.sizes)
+        else:
+            compute = partial(self._result, bucket, form)
+            messages = agree(self.wire, [bucket], compute, form.sizes, aside)
+        form.read(messages, bucket.flat.dtype)
         numbers = form.numbers()
         torch.cat(form.values, out=bucket.flat)
         self.lost += numbers[:, before // 8 :]
         if last:
-            self.ledger.hear(numbers[:, : before // 8], self.lost, self.columns)
-            self.witness.end()
-            self.ledger.instruct(self.witness)
-            self.ledger.send()
-            self.ledger.react()
+            reports = numbers[:, : before // 8]
+            if self.detector.hear(reports, self.lost, self.columns):
+                self.state.note(reports)
+            self.observer.end()
+            self.observer.follow(self.detector)
+            if self.state.job is not None:
+                self.state.send()
+            if self.state.changed:
+                self.state.react()
+
+    def _result(
+        self, bucket: Bucket, form: _Form, shard: int, columns: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Aggregate a shard; return as bytes the dropped values of each rank, and the aggregate."""
+        if self.rule.columnwise:
+            result = form.explain(self.evaluation, shard, columns[0])
+        else:
+            start = bucket.start + bucket.bounds[shard][0]
+            result = self.evaluation.explain(self._held(columns[0]), start)
+        lost = torch.from_numpy(result.dropped * bucket.width(shard))
+        return [as_bytes(lost), as_bytes(result.value)]
 
     def _form(self, bucket: Bucket, head: int) -> _Form:
         key = (bucket.flat.numel(), bucket.flat.dtype, head)
@@ -157,9 +176,10 @@ def _within(segments: Callable[[], Sequence[Segment]], begin: int, end: int) -> 
 
 
 class _Form:
-    """Where in the messages of all ranks the numbers and the values of their shards are.
+    """The layout of the messages of all ranks: the numbers, then the values of the shard.
 
-    It is worked out once for buckets of one size: as long as messages come in the same tensors.
+    The layout is computed once for all buckets of one size, because their messages reuse the same
+    tensors.
     """
 
     def __init__(self, head: int, sizes: Sequence[int]) -> None:
@@ -169,10 +189,12 @@ class _Form:
         self.heads: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    def explain(self, evaluation: Evaluation, shard: int, columns: torch.Tensor) -> Explanation:
-        """Aggregate a shard by a column rule; the rows of a shard come in the same memory."""
+    def explain(
+        self, evaluation: ShardedAggregation, shard: int, columns: torch.Tensor
+    ) -> Explanation:
+        """Aggregate a shard by a column rule; rows in the same memory reuse the preparation."""
         if shard not in self.standing or self.standing[shard][0] is not columns:
-            self.standing[shard] = (columns, evaluation.standing(columns, 0))
+            self.standing[shard] = (columns, evaluation.prepare(columns, 0))
         return self.standing[shard][1]()
 
     def read(self, messages: Sequence[torch.Tensor], dtype: torch.dtype) -> None:

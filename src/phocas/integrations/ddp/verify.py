@@ -1,4 +1,4 @@
-"""Results that two ranks have worked out, and who is wrong when they differ."""
+"""Verification: two ranks compute each result, and a difference identifies the faulty rank."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from phocas.integrations.wire import Bucket, Wire, as_bytes
 DIGEST_BYTES = 16
 
 Compute: TypeAlias = Callable[[int, Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Works out the bytes of a shard from its columns, one tensor of m rows for each bucket."""
+"""A function that computes the bytes of a shard from its columns, one (m, n) tensor per bucket."""
 
 
 class AggregatorError(RuntimeError):
-    """Two ranks made different results of one shard; ``ranks`` are those that may be to blame.
+    """Two ranks computed different results of one shard; ``ranks`` are the possibly faulty ones.
 
     Args:
-        message: what happened.
-        ranks: those that may be to blame.
+        message: the description of the difference.
+        ranks: the ranks that may be faulty.
 
     >>> AggregatorError("shard 2 differs", (2, 3)).ranks
     (2, 3)
@@ -33,7 +33,7 @@ class AggregatorError(RuntimeError):
 
 
 def checker(shard: int, m: int) -> int:
-    """Return the rank that works a shard out again: the one after its own."""
+    """Return the rank that computes a shard a second time: the next rank."""
     return (shard + 1) % m
 
 
@@ -44,13 +44,14 @@ def agree(
     sizes: Sequence[int] | None = None,
     aside: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Work out the bytes of the own shard, and return those of all shards.
+    """Compute the bytes of this rank's shard, and return the bytes of the shards of all ranks.
 
-    ``aside`` comes before them, and is not checked: it is for what cannot be worked out again.
+    The bytes of ``aside`` are sent before those of the shard. ``aside`` is not checked, because no
+    other rank can compute it.
 
-    A rank that holds the shard before its own works that out as well and adds the digest. Everyone
-    compares what came of each shard with the digest from the rank that checks it, and so sees the
-    same verdict.
+    With verification, each rank also holds the previous shard, computes it as well, and sends the
+    digest. Every rank compares the bytes of each shard with the digest of the rank that checks the
+    shard, so all ranks reach the same decision.
     """
     body = compute(wire.rank, [bucket.columns[wire.rank] for bucket in buckets])
     if len(buckets[0].columns) == 1:
@@ -78,7 +79,10 @@ def _settled(
     shard: int,
     claims: dict[int, torch.Tensor],
 ) -> AggregatorError:
-    """Find who is wrong about a shard: both holders show its columns, and everyone computes."""
+    """Return the error that names the faulty rank of a shard with two different results.
+
+    The two ranks that hold the shard broadcast its columns, and all ranks compute the result.
+    """
     shown: list[list[torch.Tensor]] = []
     for holder in claims:
         columns = [
@@ -112,7 +116,7 @@ def _settled(
 
 
 def digest(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a digest of bytes that lie one after the other, as bytes."""
+    """Return the digest of the concatenation of tensors of bytes."""
     value = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         value.update(part.cpu().numpy().data)

@@ -1,6 +1,9 @@
-"""Robust federated learning with Flower: a strategy on its message API."""
+"""Robust federated learning with Flower: a strategy for its message API."""
 
-from phocas.integrations.flower.optimisers import Adam, Momentum, ServerOptimiser
+from phocas.deprecation import former_names
+from phocas.integrations.flower.optimizers import Adam, Momentum, UpdateOptimizer
 from phocas.integrations.flower.strategy import RobustStrategy
 
-__all__ = ["Adam", "Momentum", "RobustStrategy", "ServerOptimiser"]
+__all__ = ["Adam", "Momentum", "RobustStrategy", "UpdateOptimizer"]
+
+__getattr__ = former_names(__name__, {"ServerOptimiser": "UpdateOptimizer"})

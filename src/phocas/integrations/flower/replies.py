@@ -1,13 +1,9 @@
-"""What clients send, and whether it can stand beside what the others send."""
+"""Decode the replies of Flower's clients, and reject those that do not fit the model."""
 
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,66 +12,28 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from phocas.integrations.clients import check_like, claimed, middle
-from phocas.integrations.merging.formats import Tensor, TensorFile, storage
-
-_HEADER = 10  # bytes before the text of an array's header
+from phocas.integrations.merging.tensors import Tensor, decode_array, in_memory
 
 
-def tensors_of(arrays: ArrayRecord, owner: str) -> TensorFile:
-    """Return the arrays of a record as they are in the message: nothing is copied."""
-    found = {str(name): _tensor(str(name), array) for name, array in arrays.items()}
-    return TensorFile(Path(owner), "npz", found, {})
+def tensors_of(arrays: ArrayRecord) -> dict[str, Tensor]:
+    """Return the arrays of a record by name, as views of the received bytes."""
+    return {str(name): _decode(str(name), array) for name, array in arrays.items()}
 
 
-def _tensor(name: str, array: Array) -> Tensor:
+def _decode(name: str, array: Array) -> Tensor:
+    """Decode one array; Flower's own ``Array.numpy`` would copy its values."""
+    owner = f"key {name!r}"
     if array.stype != "numpy.ndarray":
-        raise ValueError(f"key {name!r} must be serialised as numpy.ndarray: it is {array.stype}")
-    data = array.data
+        raise ValueError(f"{owner} must be serialised as numpy.ndarray: it is {array.stype}")
     try:
-        layout = _layout(bytes(data[: _header_size(data)]))
+        values = decode_array(array.data)
     except ValueError as error:
-        raise ValueError(f"key {name!r}: {error}") from None
-    if len(data) != layout.end:
-        raise ValueError(f"key {name!r} is cut short: it has {len(data)} bytes")
-    return Tensor(name, layout.element, layout.shape, layout.kind, partial(layout.values, data))
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What the header of a serialised array says."""
-
-    element: str
-    shape: tuple[int, ...]
-    kind: np.dtype[Any]
-    start: int
-    end: int
-    fortran: bool
-
-    def values(self, data: bytes) -> NDArray[Any]:
-        """Return the values where they are, in a row."""
-        stored = np.frombuffer(data, self.kind, offset=self.start)
-        return stored.reshape(self.shape, order="F").reshape(-1) if self.fortran else stored
-
-
-def _header_size(data: bytes) -> int:
-    return _HEADER + int.from_bytes(data[8:10], "little")
-
-
-@lru_cache(maxsize=4096)  # the same for all clients, and reading it takes longer than the values
-def _layout(header: bytes) -> _Layout:
-    """Read the header of a serialised array."""
-    file = io.BytesIO(header)
-    if npy.read_magic(file) != (1, 0):
-        raise ValueError("it must be serialised as numpy.save does")
-    shape, fortran, dtype = npy.read_array_header_1_0(file)
-    element, start = dtype.name, file.tell()
-    kind = storage(element, "its values") if dtype.isnative else dtype
-    end = start + math.prod(shape) * kind.itemsize
-    return _Layout(element, shape, kind, start, end, fortran and len(shape) > 1)
+        raise ValueError(f"{owner} is cut short or damaged: {error}") from None
+    return in_memory(name, values, owner)
 
 
 def serialised(tensor: Tensor, parts: Sequence[NDArray[Any]]) -> Array:
-    """Return a tensor's new values as Flower sends arrays."""
+    """Return the new values of a tensor as Flower sends arrays."""
     dtype = np.dtype(bool) if tensor.element == "bool" else tensor.dtype.newbyteorder("=")
     buffer = io.BytesIO()
     described = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
@@ -85,20 +43,20 @@ def serialised(tensor: Tensor, parts: Sequence[NDArray[Any]]) -> Array:
     return Array(str(dtype), tensor.shape, "numpy.ndarray", buffer.getvalue())
 
 
-def open_reply(message: Message, example: TensorFile) -> TensorFile:
-    """Return the tensors of a reply; raise ValueError with the reason why it cannot be used."""
+def open_reply(message: Message, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a reply; raise ValueError if they cannot be aggregated."""
     if message.has_error():
         raise ValueError(f"it failed: {message.error.reason}")
     records = list(message.content.array_records.values())
     if len(records) != 1:
         raise ValueError(f"it must send one ArrayRecord: got {len(records)}")
-    found = tensors_of(records[0], f"node-{message.metadata.src_node_id}")
-    check_like(found.tensors, example.tensors)
+    found = tensors_of(records[0])
+    check_like(found, model)
     return found
 
 
 def examples(content: RecordDict, key: str) -> float:
-    """Return how many examples a client says that it has; raise ValueError if that is no number."""
+    """Return the number of examples that a client claims; raise ValueError if it is no number."""
     values = [record[key] for record in content.metric_records.values() if key in record]
     if len(values) != 1:
         raise ValueError(f"it must send one number {key!r}: got {values}")
@@ -106,7 +64,7 @@ def examples(content: RecordDict, key: str) -> float:
 
 
 def middle_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> dict[str, float]:
-    """Return the median of every number that clients send but how many examples they have."""
+    """Return the median over the clients of every metric except the number of examples."""
     return middle(
         [
             {

@@ -1,8 +1,8 @@
-"""A Flower strategy that stands where FedAvg stood, and survives wrong clients."""
+"""A Flower strategy that replaces FedAvg and tolerates Byzantine clients."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from logging import INFO, WARNING
 from typing import Any, Literal
 
@@ -14,8 +14,9 @@ from flwr.serverapp.exception import AggregationError
 from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
+from phocas.deprecation import former_parameters
 from phocas.integrations.clients import Client, Terms, usable
-from phocas.integrations.flower.optimisers import ServerOptimiser, check_optimiser
+from phocas.integrations.flower.optimizers import UpdateOptimizer, check_optimizer
 from phocas.integrations.flower.replies import (
     examples,
     middle_metrics,
@@ -23,7 +24,7 @@ from phocas.integrations.flower.replies import (
     serialised,
     tensors_of,
 )
-from phocas.integrations.merging.formats import Tensor, TensorFile
+from phocas.integrations.merging.tensors import Tensor
 from phocas.rules import Rule
 from phocas.rules.table import RULES
 from phocas.specs import OnNonfinite
@@ -32,29 +33,31 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of torch's buffers of batch and instance normalisation."""
 
 
+@former_parameters(optimiser="optimizer")
 class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed, or is untyped
-    """Aggregate the clients' updates by a rule; sample and evaluate as FedAvg does.
+    """A FedAvg strategy that aggregates the clients' updates by a robust rule.
 
     A client that fails, does not answer, or sends other keys, shapes or types than the model's
-    costs its own row and nothing else. What it claims about its examples is ignored, unless
-    ``max_share`` is given: then clients are weighted by it, and nobody has more than that share.
-    Metrics of a round are medians over the clients, and who was thrown away: ``phocas/nodes`` with
-    the share ``phocas/dropped`` of each, and ``phocas/suspects``, who lost most of their values and
-    far more than others.
+    loses its own row of the round and affects nothing else. The number of examples that a client
+    claims is ignored, unless ``max_share`` is given: then it is the weight of the client, and no
+    client has more than that share of the total weight. The metrics of a round are medians over the
+    clients. Further metrics say whose values were dropped: ``phocas/nodes`` with the share
+    ``phocas/dropped`` of each node, and ``phocas/suspects``, the nodes that lost most of their
+    values and far more than the others.
 
     Args:
         rule: the rule, or its name
-        on_too_few: what to do in a round with fewer usable replies than the rule needs: ``skip`` it
-            and keep the model, or ``stop`` the run
-        max_share: weigh clients by their examples, with nobody above this share of all
-        optimiser: what the server makes of the update: :class:`Momentum`, :class:`Adam`, or None
+        on_too_few: what to do in a round with fewer usable replies than the rule needs: ``skip``
+            the round and keep the model, or ``stop`` the run
+        max_share: weight clients by their examples, each with at most this share of the total
+        optimizer: the server's optimizer: :class:`Momentum`, :class:`Adam`, or None
         seed: a seed for rules that draw at random
         on_nonfinite: what to do with an aggregate that is not finite: ``skip`` the round and keep
             the model, ``stop`` the run, or ``apply`` it
-        buffers: names of the arrays that are not trained, which the optimiser does not touch: whole
-            names, or the part after the last dot. Arrays of whole numbers always count as such. For
-            a model of torch's: ``[name for name, _ in model.named_buffers()]``
-        options: all that FedAvg takes, such as ``fraction_train``
+        buffers: names of the arrays that are not trained and bypass the optimizer: whole names, or
+            the part after the last dot. Arrays of integers always bypass it. For a torch model:
+            ``[name for name, _ in model.named_buffers()]``
+        options: arguments of FedAvg, such as ``fraction_train``
     """
 
     def __init__(
@@ -63,29 +66,29 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         *,
         on_too_few: Literal["skip", "stop"] = "skip",
         max_share: float | None = None,
-        optimiser: ServerOptimiser | None = None,
+        optimizer: UpdateOptimizer | None = None,
         seed: int = 0,
         on_nonfinite: OnNonfinite = "skip",
         buffers: Collection[str] = BUFFERS,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if optimiser is not None:
-            check_optimiser(optimiser)
+        if optimizer is not None:
+            check_optimizer(optimizer)
         if isinstance(buffers, str):
             raise TypeError(f"buffers must be a list of names: got {buffers!r}")
         self._own_metrics = options.get("train_metrics_aggr_fn")
         self._own_evaluation = options.get("evaluate_metrics_aggr_fn")
         found = RULES.of(rule, "RobustStrategy")
         self.terms = Terms(found, on_too_few, max_share, seed, on_nonfinite)
-        self.optimiser = optimiser
+        self.optimizer = optimizer
         self.buffers = frozenset(buffers)
-        self._model: TensorFile | None = None
+        self._model: Mapping[str, Tensor] | None = None
         self._state: dict[str, dict[str, NDArray[Any]]] = {}
         self._turn = 0
 
     def summary(self) -> None:
-        """Log the rule, and what FedAvg logs but that it weighs clients by their claims."""
+        """Log the rule and the settings, in the format of FedAvg."""
         terms, share = self.terms, self.terms.max_share
         claims = "ignored" if share is None else f"weights, at most {share:g} of all each"
         fractions = f"train ({self.fraction_train:.2f}) | evaluate ({self.fraction_evaluate:.2f})"
@@ -108,15 +111,15 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Remember the model that clients are sent, from which their updates are."""
-        self._model = tensors_of(arrays, "the model")
+        """Keep the model that is sent to the clients: their updates are relative to it."""
+        self._model = tensors_of(arrays)
         messages: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
         return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the usable replies; say which are not, and who was thrown away."""
+        """Aggregate the usable replies, and report the others and the shares that were dropped."""
         if self._model is None:
             raise AggregationError("configure_train must come before aggregate_train")
         clients, failed = self._usable(list(replies), self._model)
@@ -137,18 +140,18 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
             metrics = dict(self._own_metrics(contents, self.weighted_by_key))
         else:
             metrics = dict(middle_metrics(contents, self.weighted_by_key))
-        suspects = blame.suspects(nodes)
+        unusual = blame.unusual(nodes)
         metrics |= {
             "phocas/replies": len(clients),
             "phocas/failed": failed,
             "phocas/nodes": nodes,
             "phocas/dropped": blame.dropped.tolist(),
             "phocas/expected": blame.expected,
-            "phocas/suspects": suspects,
+            "phocas/suspects": unusual,
             "phocas/not-finite": blame.not_finite,
         }
-        if suspects:
-            log(WARNING, "aggregate_train: thrown away far more than others: nodes %s", suspects)
+        if unusual:
+            log(WARNING, "aggregate_train: far more values dropped than of others: %s", unusual)
         if blame.not_finite:
             metrics["phocas/not-finite-nodes"] = [nodes[index] for index in blame.sources]
             done = "skipped" if arrays is None else "applied"
@@ -161,7 +164,7 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Return the median of what clients measure; one that sends something else is left out."""
+        """Return the median over the clients of every metric; ignore values that are no numbers."""
         del server_round
         contents = [reply.content for reply in replies if not reply.has_error()]
         if not contents:
@@ -172,11 +175,11 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         return MetricRecord(dict(middle_metrics(contents, self.weighted_by_key)))
 
     def _usable(
-        self, replies: list[Message], model: TensorFile
+        self, replies: list[Message], model: Mapping[str, Tensor]
     ) -> tuple[list[Client[int, Message]], int]:
-        """Return the clients whose row can be used, and how many others there are."""
+        """Return the clients with a usable reply, and the number of the others."""
 
-        def opened(reply: Message) -> tuple[TensorFile, float]:
+        def opened(reply: Message) -> tuple[Mapping[str, Tensor], float]:
             tensors = open_reply(reply, model)
             if self.terms.max_share is None:
                 return tensors, 1.0
@@ -192,14 +195,14 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         return clients, failed
 
     def _stepped(self, tensor: Tensor, parts: list[NDArray[Any]]) -> Array:
-        """Let the optimiser take the step of a trained tensor; return others as they are."""
-        buffer = tensor.whole or not self.buffers.isdisjoint(
+        """Return the new values of a tensor: a step of the optimizer if the tensor is trained."""
+        buffer = tensor.is_integer or not self.buffers.isdisjoint(
             (tensor.name, tensor.name.rpartition(".")[2])
         )
-        if self.optimiser is None or buffer:
+        if self.optimizer is None or buffer:
             return serialised(tensor, parts)
         old = tensor.open()
         new = np.concatenate([np.empty(0, old.dtype), *parts])
         state = self._state.setdefault(tensor.name, {})
-        stepped = self.optimiser.step(old, new - old, state, self._turn + 1)
+        stepped = self.optimizer.step(old, new - old, state, self._turn + 1)
         return serialised(tensor, [stepped.astype(old.dtype, copy=False)])

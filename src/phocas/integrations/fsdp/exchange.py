@@ -1,4 +1,7 @@
-"""How the rows of a unit come to those who aggregate them, and results to those who keep them."""
+"""The exchange of a unit's rows before the aggregation, and of the results afterwards.
+
+A unit is a module whose parameters FSDP2 reduces together.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ from phocas.sharding import shard_bounds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """All m rows of some columns of a unit, in memory that the next unit uses again.
+    """All m rows of some columns of a unit.
 
-    ``own`` is which of the ``width`` columns of this rank's shard they are, and ``start`` where
-    they lie among all columns of the unit.
+    Attributes:
+        rows: the rows, in memory that the next unit reuses.
+        width: the number of columns of this rank's shard.
+        own: the range of the columns within the shard.
+        start: the first column, counted from the first column of the unit.
     """
 
     rows: torch.Tensor
@@ -27,14 +33,14 @@ class Arrived:
 
 
 class Sharded:
-    """One dimension of ranks: rank s keeps shard s, so it aggregates all of it."""
+    """The exchange on a mesh of one dimension: rank s stores and aggregates shard s."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.shards = wire.m
 
     def scatter(self, flat: torch.Tensor, group: dist.ProcessGroup) -> Arrived:
-        """Give shard s of every rank's gradient to rank s, on the group that torch would use."""
+        """Send shard s of every rank's gradient to rank s, on the process group of torch."""
         m = self.wire.m
         arrived = self.wire.memory("rows", flat.numel(), flat.dtype)
         dist.all_to_all_single(arrived, flat, group=group)
@@ -42,28 +48,29 @@ class Sharded:
         return Arrived(arrived.view(m, width), width, (0, width), self.wire.rank * width)
 
     def gather(self, value: torch.Tensor, out: torch.Tensor) -> None:
-        """Keep the result."""
+        """Copy the result to the output."""
         out.copy_(value)
 
 
 class Replicated:
-    """Two dimensions (HSDP): the ranks that keep the same shard aggregate a part of it each.
+    """The exchange on a mesh of two dimensions (HSDP).
 
-    So every column is aggregated once, over the rows of all ranks, and then shared. What torch does
-    next, an all-reduce over replicas, finds the same values everywhere.
+    The ranks that store the same shard aggregate a part of it each, over the rows of all ranks, and
+    then share the results. So every column is aggregated once. The all-reduce over replicas that
+    torch does next averages equal values.
     """
 
     def __init__(
         self, wire: Wire, replicas: dist.ProcessGroup, places: Sequence[tuple[int, int]]
     ) -> None:
-        """Take the (replica, shard) of every rank of the wire, in its order."""
+        """Store the (replica, shard) of every rank of the process group, in the group's order."""
         self.wire, self.replicas, self.places = wire, replicas, places
         self.copies = 1 + max(replica for replica, _ in places)
         self.shards = len(places) // self.copies
 
     def scatter(self, flat: torch.Tensor, group: dist.ProcessGroup) -> Arrived:
-        """Give part r of shard s of every rank's gradient to the rank at (r, s)."""
-        del group  # it has the ranks of one replica only
+        """Send part r of shard s of every rank's gradient to the rank at (r, s)."""
+        del group  # this process group has the ranks of one replica only
         m, width = self.wire.m, flat.numel() // self.shards
         bounds = shard_bounds(width, self.copies)
         shards = flat.view(self.shards, width)
@@ -77,7 +84,7 @@ class Replicated:
         return Arrived(rows, width, (begin, end), shard * width + begin)
 
     def gather(self, value: torch.Tensor, out: torch.Tensor) -> None:
-        """Share the result with the ranks that keep the same shard."""
+        """Share the result with the ranks that store the same shard."""
         bounds = shard_bounds(out.numel(), self.copies)
         longest = max(end - begin for begin, end in bounds)
         own = value.new_zeros(longest)

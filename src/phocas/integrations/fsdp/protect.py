@@ -1,4 +1,4 @@
-"""The reduce-scatter that FSDP2 calls for each unit, and how it gets there."""
+"""The reduce-scatter that FSDP2 calls for each unit, and the functions that install it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from phocas.detection.observer import Segment
+from phocas.integrations.detection_state import DetectionState
 from phocas.integrations.fsdp.exchange import Replicated, Sharded
-from phocas.integrations.fsdp.step import Aggregator, Unit
-from phocas.integrations.guard import Guard, Ledger, Options, options_of, watching
+from phocas.integrations.fsdp.step import FSDPAggregator, Unit
+from phocas.integrations.guard import Guard, Options, options_of, watching
 from phocas.integrations.job import join_job, ranks_of_job
 from phocas.integrations.joining import check_dtypes, check_rule, join, uncompiled
 from phocas.integrations.wire import Wire
-from phocas.integrations.witness import Segment
 from phocas.rules import Rule, parse_rule
 
 
 class RobustReduceScatter:
-    """What torch calls ``ReduceScatter``: rows exchanged as they are, and a rule where they are."""
+    """A ``ReduceScatter`` of torch that exchanges the rows and then applies a rule to them."""
 
     def __init__(
-        self, unit: Unit, group: Any, aggregator: Aggregator, exchange: Sharded | Replicated
+        self, unit: Unit, group: Any, aggregator: FSDPAggregator, exchange: Sharded | Replicated
     ) -> None:
         self.unit, self.group = unit, group
         self.aggregator, self.exchange = aggregator, exchange
@@ -34,7 +35,7 @@ class RobustReduceScatter:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return memory for what is sent and for what is kept."""
+        """Return an empty tensor for the input or the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -45,16 +46,16 @@ class RobustReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce a unit's gradients to the own shard of the aggregate."""
-        del async_op  # torch never asks for it
+        """Reduce the gradients of a unit to this rank's shard of the aggregate."""
+        del async_op  # torch never sets it
         aggregator = self.aggregator
         self._say_if_partial()
         self._say_if_reduced_twice()
         try:
             value = aggregator.reduce(self.unit, self.exchange.scatter(input_tensor, group))
             self.exchange.gather(value, output_tensor)
-        except RuntimeError as error:  # what every collective raises
-            aggregator.ledger.failure = aggregator.ledger.failure or error
+        except RuntimeError as error:  # raised by every collective that fails
+            aggregator.state.failure = aggregator.state.failure or error
             raise RuntimeError(
                 f"step {aggregator.step + 1}, gradients of {self.unit.name}: waited for all"
                 f" {aggregator.wire.m} ranks to exchange them: {error}"
@@ -66,7 +67,7 @@ class RobustReduceScatter:
     def _say_if_partial(self) -> None:
         """Warn once, on one rank, if the model has units that no guard protects.
 
-        Only the first forward pass tells which units belong together.
+        Torch knows all units of a model only after the first forward pass.
         """
         if self.aggregator.said_partial:
             return
@@ -112,18 +113,18 @@ def protect(
     per_unit: bool = False,
     **options: Unpack[Options],
 ) -> Guard:
-    """Reduce the gradients of a sharded model by a rule from now on; to be called on all ranks.
+    """Aggregate the gradients of a sharded model by a rule; call it on all ranks.
 
-    Use :func:`watch` for language models and mixtures of experts: rules that go by coordinates drop
-    rare tokens of honest ranks.
+    Use :func:`watch` for language models and mixtures of experts: column rules drop the gradients
+    of rare tokens of honest ranks.
 
     Args:
-        model: What ``fully_shard`` was called on, with all its parts.
+        model: The whole model, after ``fully_shard`` was called on its parts and on itself.
         rule: ``phocas.Heraclius(b=1)`` or ``"phocas:b=1"``; row i is rank i of the mesh.
-        per_unit: Let a rule that measures whole rows (Krum, NNM, ...) choose for each unit by
-            itself; without it such a rule is refused, since units are reduced one by one.
-        **options: :class:`phocas.integrations.guard.Options`. The ``timeout`` is for what ranks
-            tell one another about a step: gradients always wait for as long as the mesh's group.
+        per_unit: Whether a rule that measures whole rows (Krum, NNM, ...) is applied to each unit
+            separately. Without it such a rule is rejected, because units are reduced one by one.
+        **options: :class:`phocas.integrations.guard.Options`. The ``timeout`` applies to the
+            reports of a step. The exchange of gradients has the timeout of the mesh's group.
     """
     rule = parse_rule(rule) if isinstance(rule, str) else rule
     seed, timeout, job_group, reactions = options_of("per_unit", **options)
@@ -147,42 +148,42 @@ def protect(
         _ranks(info),
     )
     exchange = _exchange(info, wire)
-    ledger = Ledger(rule, list(named), hosts, wire.rank, reactions, wire)
+    detection = DetectionState(rule, list(named), hosts, wire.rank, reactions, wire)
     ranks = ranks_of_job(info.mesh, job_group)
-    ledger.job = join_job(wire, ranks, ledger.suspicion.b, timeout)
-    aggregator = Aggregator(wire, ledger, shards=exchange.shards, seed=seed)
+    detection.job = join_job(wire, ranks, detection.detector.b, timeout)
+    aggregator = FSDPAggregator(wire, detection, shards=exchange.shards, seed=seed)
     numbers = {id(parameter): number for number, parameter in enumerate(named.values())}
     before = []
     for number, (name, module, group) in enumerate(found):
         unit = _unit(name, number, group, numbers)
-        before.append((module, group._reduce_scatter_comm))  # noqa: SLF001 - to be put back
+        before.append((module, group._reduce_scatter_comm))  # noqa: SLF001 - restored by close
         module.set_custom_reduce_scatter(
             RobustReduceScatter(unit, group, aggregator, exchange)  # type: ignore[arg-type]  # its base class is private
         )
 
     def close() -> None:
         aggregator.catch_up()
-        ledger.react()
+        detection.react()
         for module, comm in before:
             module.set_custom_reduce_scatter(comm)
 
-    return Guard(ledger, aggregator.witness, catch_up=aggregator.catch_up, close=close)
+    return Guard(detection, aggregator.observer, catch_up=aggregator.catch_up, close=close)
 
 
 def watch(model: torch.nn.Module, b: int, **options: Unpack[Options]) -> Guard:
-    """Average gradients as before, and know whom Heraclius would have thrown away.
+    """Average gradients as before, and detect faulty ranks as with Heraclius.
 
     Args:
-        model: What ``fully_shard`` was called on, with all its parts.
-        b: How many ranks may be wrong, 2b < m.
+        model: The whole model, after ``fully_shard`` was called on its parts and on itself.
+        b: The largest number of faulty ranks, 2b < m.
         **options: As for :func:`protect`.
     """
     return protect(model, watching(b), **options)
 
 
 def _factor(op: Any, size: int) -> float:
-    """Return what a mean is multiplied by to be what torch asked for."""
-    # Torch gives a bare kind, or an operation whose factor can only be read from its pickle.
+    """Return the factor from the mean to the reduction that torch requests."""
+    # Torch passes a plain kind, or an operation whose factor only its pickled state has.
     bare = isinstance(op, dist.ReduceOp.RedOpType)
     state: Any = (op, None) if bare else op.__getstate__()
     kind, premultiplied = state
@@ -196,7 +197,7 @@ def _factor(op: Any, size: int) -> float:
 
 
 def _sharded(model: Any) -> Iterator[tuple[str, FSDPModule, Any]]:
-    """Find the units that are reduced, and their parameter groups."""
+    """Yield the name, the module and the parameter group of each unit that is reduced."""
     if isinstance(model, DistributedDataParallel):
         raise TypeError("model is a DistributedDataParallel: use phocas.integrations.ddp")
     if not isinstance(model, torch.nn.Module) or not any(
@@ -220,7 +221,7 @@ def _sharded(model: Any) -> Iterator[tuple[str, FSDPModule, Any]]:
             )
         for group in groups:
             if any(group is other for other in known):
-                continue  # modules that were sharded together, as one unit
+                continue  # several modules were sharded together, as one unit
             known.append(group)
             if isinstance(group._reduce_scatter_comm, RobustReduceScatter):  # noqa: SLF001
                 raise ValueError(  # noqa: TRY004 - the type is right, the state is not
@@ -236,7 +237,7 @@ def _sharded(model: Any) -> Iterator[tuple[str, FSDPModule, Any]]:
 
 
 def _common_mesh(found: Sequence[tuple[str, FSDPModule, Any]]) -> Any:
-    """Return the one mesh of all units, whose gradients must be of known types."""
+    """Return the mesh of all units; raise if there are several, or unsupported gradient types."""
     if not found:
         raise ValueError("there is nothing to protect: no unit of the model has parameters")
     first, info = found[0][0], found[0][2].mesh_info
@@ -262,7 +263,7 @@ def _common_mesh(found: Sequence[tuple[str, FSDPModule, Any]]) -> Any:
 
 
 def _ranks(info: Any) -> list[int]:
-    """Return all ranks that have gradients of the same parameters."""
+    """Return all ranks that compute gradients of the same parameters."""
     if info.replicate_mesh_dim is None:
         return dist.get_process_group_ranks(info.shard_process_group)
     ranks: list[int] = info.mesh.mesh.flatten().tolist()
@@ -293,7 +294,7 @@ def _check_rule(rule: Rule, *, per_unit: bool) -> None:
 
 
 def _unit(name: str, number: int, group: Any, numbers: dict[int, int]) -> Unit:
-    """Say where the parameters of a unit lie in the shard that this rank keeps."""
+    """Return a unit with the ranges of its parameters in the shard of this rank."""
     segments = []
     begin = 0
     rank, size = group.mesh_info.shard_mesh_rank, group.mesh_info.shard_mesh_size
@@ -301,7 +302,7 @@ def _unit(name: str, number: int, group: Any, numbers: dict[int, int]) -> Unit:
         if not each.sharded_param.requires_grad:
             continue
         padded = each.padded_sharded_param_size.numel()
-        shape, cut = each._orig_size, each.fsdp_placement.dim  # noqa: SLF001 - known nowhere else
+        shape, cut = each._orig_size, each.fsdp_placement.dim  # noqa: SLF001 - not public
         tail = math.prod(shape[cut:])
         segments.append(
             Segment(

@@ -1,4 +1,4 @@
-"""One step of training, unit by unit: rows in, the own shard of the aggregate out."""
+"""The aggregation of one training step under FSDP2, unit by unit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from phocas.detection.observer import Segment, report_bytes, within
+from phocas.integrations.detection_state import DetectionState
 from phocas.integrations.fsdp.exchange import Arrived
-from phocas.integrations.guard import Ledger
 from phocas.integrations.wire import Wire, as_bytes, pack, read
-from phocas.integrations.witness import Segment, testimony_bytes, within
-from phocas.rules import Evaluation, Explanation
+from phocas.rules import Explanation, ShardedAggregation
 from phocas.seeds import Stream, generator
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What FSDP2 reduces at once: its name, its number, and its parameters in the own shard."""
+    """Parameters that FSDP2 reduces together, with their columns in the shard of this rank."""
 
     name: str
     number: int
@@ -29,43 +29,43 @@ class Unit:
     width: int
 
 
-class Aggregator:
-    """The rule over the units of each step, and what it says of each rank.
+class FSDPAggregator:
+    """Aggregation of the units of each step, and detection in the columns of this rank.
 
-    Units are reduced one after the other in backward, each when its gradients are there. After the
-    last one every rank tells the others what it has seen, by one small exchange that nobody waits
-    for before the next step.
+    Units are reduced one after the other in the backward pass, each when its gradients are ready.
+    After the last unit, every rank sends its report to the others. This small exchange completes in
+    the next step.
     """
 
-    def __init__(self, wire: Wire, ledger: Ledger, *, shards: int, seed: int) -> None:
-        self.wire, self.ledger, self.shards, self.seed = wire, ledger, shards, seed
-        self.rule = ledger.rule
-        self.witness = ledger.witness(seed)
-        self.told: _Told | None = None
+    def __init__(self, wire: Wire, state: DetectionState, *, shards: int, seed: int) -> None:
+        self.wire, self.state, self.shards, self.seed = wire, state, shards, seed
+        self.rule = state.rule
+        self.observer = state.observer(seed)
+        self.pending: _PendingReports | None = None
         self.said_twice = self.said_partial = False
         self._begin()
 
     @property
     def step(self) -> int:
-        """Return how many steps were taken."""
-        return self.witness.step
+        """Return the number of steps taken."""
+        return self.observer.step
 
     def _begin(self) -> None:
         self.dropped = np.zeros(self.wire.m)
         self.columns = 0
 
     def reduce(self, unit: Unit, arrived: Arrived) -> Any:
-        """Aggregate the rows of the own columns of a unit."""
+        """Aggregate the rows of this rank's columns of a unit."""
         if self.columns == 0:
             self.catch_up()
-            self.ledger.react()
-        # Other units are to come, and nobody but the engine knows which one is the last.
+            self.state.react()
+        # Only the autograd engine knows which unit is the last one.
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
         engine.queue_callback(partial(self.end, self.step))
         rows = arrived.rows
         whole = arrived.width == unit.width
         segments = within(unit.segments, *arrived.own) if whole else ()
-        self.witness.see(rows, segments, unit.number)
+        self.observer.see(rows, segments, unit.number)
         result = self._explain(unit, arrived)
         self.dropped += result.dropped * rows.shape[1]
         self.columns += arrived.width
@@ -76,53 +76,53 @@ class Aggregator:
         if self.rule.columnwise:
             return self.rule.explain(rows)
         rng = generator(Stream.RULE, self.seed, self.step, unit.number)
-        evaluation = Evaluation(self.rule, self.wire.m, rng, whole_blocks=False)
+        aggregation = ShardedAggregation(self.rule, self.wire.m, rng, whole_blocks=False)
         host = rows.cpu()
-        while evaluation.request is not None:
-            measured = evaluation.partial(host, arrived.start)
+        while aggregation.request is not None:
+            measured = aggregation.partial(host, arrived.start)
             messages = self.wire.gather([pack([measured])])
             told = zip(self.wire.ranks, messages, strict=True)
-            evaluation.answer(read(rank, message) for rank, message in told)
-        return evaluation.explain(host)
+            aggregation.answer(read(rank, message) for rank, message in told)
+        return aggregation.explain(host, arrived.start)
 
     def end(self, step: int) -> None:
-        """Tell the others what was seen in a step, unless that has been done."""
+        """Send this rank's report of the step, unless the report has been sent."""
         if step != self.step:
             return
-        self.witness.bet()
-        told = [self.witness.testimony(), as_bytes(torch.from_numpy(self.dropped))]
-        self.told = _Told.send(self.wire, told, self.columns * self.shards)
-        self.ledger.send()
-        self.witness.end()
+        self.observer.bet()
+        parts = [self.observer.report(), as_bytes(torch.from_numpy(self.dropped))]
+        self.pending = _PendingReports.send(self.wire, parts, self.columns * self.shards)
+        self.state.send()
+        self.observer.end()
         self._begin()
 
     def catch_up(self) -> None:
-        """Hear what the others have seen in the last step."""
-        self.ledger.receive()
-        if self.told is None:
+        """Receive the reports of the last step."""
+        self.state.receive()
+        if self.pending is None:
             return
-        sent, self.told = self.told, None
+        sent, self.pending = self.pending, None
         messages = sent.wait(self.wire.m)
-        before = testimony_bytes(self.wire.m) // 8
-        self.ledger.hear(messages[:, :before], messages[:, before:], sent.columns)
-        self.ledger.instruct(self.witness)
+        before = report_bytes(self.wire.m) // 8
+        self.state.hear(messages[:, :before], messages[:, before:], sent.columns)
+        self.observer.follow(self.state.detector)
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """Testimonies that are under way, about a step of so many columns."""
+class _PendingReports:
+    """The reports of a step that have been sent, and the step's number of columns."""
 
     arrived: torch.Tensor
     work: dist.Work
     columns: int
 
     @classmethod
-    def send(cls, wire: Wire, parts: Sequence[torch.Tensor], columns: int) -> _Told:
+    def send(cls, wire: Wire, parts: Sequence[torch.Tensor], columns: int) -> _PendingReports:
         own = torch.cat([part.to(wire.device) for part in parts])
         arrived = own.new_empty(wire.m * own.numel())
         return cls(arrived, wire.gather_later(arrived, own), columns)
 
     def wait(self, m: int) -> np.ndarray:
-        """Return the numbers of every rank, (m, numbers)."""
+        """Return the reported numbers of all ranks, (m, numbers)."""
         self.work.wait()
         return np.asarray(self.arrived.view(torch.float64).cpu().numpy().reshape(m, -1))

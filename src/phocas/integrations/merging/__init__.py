@@ -1,4 +1,4 @@
-"""Robust merging of files of tensors, with no framework at all."""
+"""Robust merging of files of tensors, without a training framework."""
 
 from phocas.integrations.merging.formats import TensorFile, open_tensors
 from phocas.integrations.merging.merge import Merged, file_digest, merge_files

@@ -1,38 +1,41 @@
-"""Files of named tensors, read where they are: .safetensors, .npz, .npy and torch's .pt.
+"""Files of named tensors: .safetensors, .npz, .npy and .pt of torch, told apart by their content.
 
-What a file is, its content says and not its name. Nothing in it is ever run: arrays of objects are
-refused, and torch unpickles with ``weights_only=True``. Values stay in the file and are mapped into
-memory; only those that are compressed or not in their usual order are copied, a tensor at a time.
+Nothing in a file is ever executed: arrays of objects are rejected, and torch unpickles with
+``weights_only=True``. Files are mapped into memory, so that files larger than the memory can be
+merged. The safetensors library and ``np.load`` would copy whole tensors: here they (and
+``numpy.lib.format``) check the headers, and the values are views of the mapped file.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import mmap
-import pickle
 import stat
 import struct
 import warnings
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from phocas.floats import FORMATS
-from phocas.rules.inputs import element_of, on_host
+from phocas.integrations.merging.tensors import (
+    LONGEST_HEADER,
+    Tensor,
+    TensorError,
+    decode_array,
+    in_memory,
+    read_header,
+    storage,
+)
 
 ARRAY = "array"
 """The name of the one tensor of an .npy file."""
-WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 SAFETENSORS = {
     "F16": "float16",
     "BF16": "bfloat16",
@@ -55,74 +58,31 @@ ENDINGS = {
     ".pt": "pt",
     ".pth": "pt",
 }
-"""Formats by how their files are usually named."""
-_LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
-_DAMAGE = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    MemoryError,
-    EOFError,
-    struct.error,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-"""What readers raise for bytes that nobody wrote on purpose."""
-_LOCAL_HEADER = 30  # bytes before a zip member's name
-
-
-class FileError(ValueError):
-    """A file that cannot be read, or that must not be."""
+"""Formats by the usual endings of their files."""
+_LOCAL_HEADER = 30  # bytes before the name of a zip member
 
 
 @contextmanager
 def _reading(owner: str) -> Iterator[None]:
-    """Refuse what a reader stumbles over."""
+    """Raise TensorError, in one line, for whatever a reader raises for damaged bytes."""
     try:
         yield
-    except FileError:
+    except TensorError:
         raise
-    except _DAMAGE as error:
-        raise FileError(f"{owner} is cut short or damaged: {error}".splitlines()[0]) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A named tensor of a file: ``open`` returns its values as they are stored, in a row."""
-
-    name: str
-    element: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    """What is stored: 16-bit words for bfloat16, bytes for flags."""
-    open: Callable[[], NDArray[Any]]
-
-    @property
-    def columns(self) -> int:
-        """Return the number of values."""
-        return math.prod(self.shape)
-
-    @property
-    def whole(self) -> bool:
-        """Tell counters, indices and flags from floating-point values."""
-        return self.element in WHOLE
+    except Exception as error:
+        text = f"{owner} cannot be read: it is cut short, damaged, or holds objects ({error})"
+        raise TensorError(" ".join(text.split())) from error
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A file, what it is, its tensors by name in their order, and what is said about them.
+    """A file of tensors.
 
     Attributes:
         path: the file.
-        format: what it is.
-        tensors: its tensors by name, in their order.
-        metadata: what is said about them.
+        format: ``safetensors``, ``npz``, ``npy`` or ``pt``.
+        tensors: the tensors by name, in the order of the file.
+        metadata: the texts that a .safetensors file has besides its tensors.
     """
 
     path: Path
@@ -132,7 +92,7 @@ class TensorFile:
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """Find out what a file is, and which tensors it has; refuse what cannot be trusted or read.
+    """Open a file of tensors; raise TensorError if it cannot be read or must not be.
 
     Args:
         path: the file.
@@ -147,100 +107,61 @@ def open_tensors(path: Path) -> TensorFile:
     >>> folder.cleanup()
     """
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):  # opening a pipe waits for a writer, for ever if there is none
+    if not stat.S_ISREG(mode):  # opening a pipe blocks until there is a writer
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-        raise FileError(f"{path} must be a regular file: it is {kind}")
+        raise TensorError(f"{path} must be a regular file: it is {kind}")
     with path.open("rb") as file:
         head = file.read(9)
-        if head[:4] == b"PK\x03\x04":
-            return _open_zip(path)
-        if head[:6] == b"\x93NUMPY":
-            file.seek(0)
-            tensor = _described(path, ARRAY, file, file.tell, _size(file), _mapped(file))
-            return TensorFile(path, "npy", {ARRAY: tensor}, {})
-        if head[8:9] == b"{":
-            return _open_safetensors(path, file)
+    if head[:4] == b"PK\x03\x04":
+        return _open_zip(path)
+    if head[:6] == b"\x93NUMPY":
+        owner = f"{path}, key {ARRAY!r}"
+        with _reading(owner):
+            tensor = in_memory(ARRAY, decode_array(_map(path)), owner)
+        return TensorFile(path, "npy", {ARRAY: tensor}, {})
+    if head[8:9] == b"{":
+        return _open_safetensors(path)
     if head[:1] == b"\x80":
         return _open_torch(path, mapped=False)
-    raise FileError(f"{path} must be .safetensors, .npz, .npy or .pt by its content: it is none")
+    raise TensorError(f"{path} must be .safetensors, .npz, .npy or .pt by its content: it is none")
 
 
-def storage(element: str, owner: str) -> np.dtype[Any]:
-    """Return the words that an element is stored as, or refuse it."""
-    if element == "bool":
-        return np.dtype(np.uint8)
-    if element in FORMATS:
-        return FORMATS[element].word if element == "bfloat16" else np.dtype(element)
-    if element in WHOLE:
-        return np.dtype(element)
-    known = ", ".join((*FORMATS, *WHOLE))
-    raise FileError(f"{owner} must be one of {known}: it is {element}")
-
-
-def _size(file: BinaryIO) -> int:
-    place = file.tell()
-    size = file.seek(0, 2)
-    file.seek(place)
-    return size
-
-
-def _mapped(file: BinaryIO) -> mmap.mmap:
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _part(mapping: mmap.mmap, dtype: np.dtype[Any], start: int, columns: int) -> NDArray[Any]:
-    if not columns:
-        return np.empty(0, dtype)
-    return np.frombuffer(mapping, dtype, columns, start)
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 # -- safetensors -----------------------------------------------------------------------------------
 
 
-def _open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
-    """Read the header of a safetensors file as strictly as its library, and map the rest."""
-    size = _size(file)
-    file.seek(0)
-    (length,) = struct.unpack("<Q", file.read(8))
-    if length > min(_LONGEST_HEADER, size - 8):
-        raise FileError(f"{path} is cut short: its header would be {length} bytes of {size}")
-    try:
-        header = json.loads(file.read(length), object_pairs_hook=_unique)
-        metadata = header.pop("__metadata__", {})
-        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FileError(f"{path} is no whole .safetensors file: its header is damaged") from error
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise FileError(f"{path}: __metadata__ must be texts by name")
-    mapping = _mapped(file)
-    begin = 8 + length
-    place = 0
-    tensors = {}
-    for name, entry in entries:
-        owner = f"{path}, key {name!r}"
-        code, shape = entry.get("dtype"), entry.get("shape")
-        element = SAFETENSORS.get(code, code) if isinstance(code, str) else str(code)
-        kind = storage(element, owner)
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise FileError(f"{owner} must have a shape of counts: it has {shape}")
-        end = place + math.prod(shape) * kind.itemsize
-        if entry["data_offsets"] != [place, end]:
-            raise FileError(f"{owner} must lie at {[place, end]}: it says {entry['data_offsets']}")
-        if begin + end > size:
-            raise FileError(f"{owner} is cut short: it ends at byte {begin + end} of {size}")
-        columns = math.prod(shape)
-        read = partial(_part, mapping, kind, begin + place, columns)
-        tensors[name] = Tensor(name, element, tuple(shape), kind, read)
-        place = end
-    if begin + place != size:
-        raise FileError(f"{path} must end with its last tensor: {size - begin - place} bytes more")
+def _open_safetensors(path: Path) -> TensorFile:
+    """Let the library check the header against the file, and map the values.
+
+    The library copies the values that it returns, has no bfloat16 for NumPy, and takes the last of
+    two tensors of one name. So the header is read a second time, for the offsets and the names.
+    """
+    from safetensors import safe_open  # noqa: PLC0415 - for this format alone
+
+    with _reading(str(path)):
+        with safe_open(path, framework="numpy") as checked:
+            metadata = checked.metadata() or {}
+        mapping = _map(path)
+        begin = 8 + int.from_bytes(mapping[:8], "little")
+        header = json.loads(mapping[8:begin], object_pairs_hook=_unique)
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            element = SAFETENSORS.get(entry["dtype"], entry["dtype"])
+            dtype = storage(element, f"{path}, key {name!r}")
+            values = np.ndarray(entry["shape"], dtype, mapping, begin + entry["data_offsets"][0])
+            tensors[name] = Tensor(name, element, values.shape, dtype, partial(values.reshape, -1))
     return TensorFile(path, "safetensors", tensors, metadata)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise FileError("a name stands twice")
+        raise ValueError("two of its tensors have the same name")
     return found
 
 
@@ -248,7 +169,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _open_zip(path: Path) -> TensorFile:
-    """Open NumPy's archive of arrays, or else torch's of a pickle and its storages."""
+    """Open an archive of arrays of NumPy, or else one of torch."""
     with _reading(str(path)):
         archive = zipfile.ZipFile(path)
     members = archive.infolist()
@@ -257,129 +178,77 @@ def _open_zip(path: Path) -> TensorFile:
         archive.close()
         return _open_torch(path, mapped=True)
     if not names or not all(name.endswith(".npy") for name in names):
-        raise FileError(f"{path} must be .npz or .pt by its content: it is another zip file")
+        raise TensorError(f"{path} must be .npz or .pt by its content: it is another zip file")
+    mapping = _map(path)
     tensors = {}
-    with path.open("rb") as file:
-        mapping = _mapped(file)
-        for member in members:
-            name = member.filename.removesuffix(".npy")
-            if name in tensors:
-                raise FileError(f"{path}: the name {name!r} stands twice")
-            with _reading(f"{path}, key {name!r}"):
-                tensors[name] = _member(path, name, archive, member, mapping)
+    for member in members:
+        name = member.filename.removesuffix(".npy")
+        owner = f"{path}, key {name!r}"
+        if name in tensors:
+            raise TensorError(f"{path}: two of its arrays have the name {name!r}")
+        with _reading(owner):
+            if member.compress_type == zipfile.ZIP_STORED:
+                begin = _data_offset(member, mapping)
+                array = decode_array(mapping, begin, begin + member.file_size)
+                tensors[name] = in_memory(name, array, owner)
+            else:
+                tensors[name] = _compressed(name, archive, member, owner)
     return TensorFile(path, "npz", tensors, {})
 
 
-def _member(
-    path: Path, name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, mapping: mmap.mmap
-) -> Tensor:
-    owner = f"{path}, key {name!r}"
-    if member.flag_bits & 1:
-        raise FileError(f"{owner} must not be encrypted")
-    if member.compress_type == zipfile.ZIP_STORED:
-        head = mapping[member.header_offset : member.header_offset + _LOCAL_HEADER]
-        if len(head) < _LOCAL_HEADER or head[:4] != b"PK\x03\x04":
-            raise FileError(f"{owner} is damaged: it does not begin where it should")
-        begin = member.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", head[26:]))
-        with archive.open(member) as file:
-            return _described(
-                path, name, file, lambda: begin + file.tell(), begin + member.file_size, mapping
-            )
+def _data_offset(member: zipfile.ZipInfo, mapping: mmap.mmap) -> int:
+    """Return where the data of a member begin, which zipfile does not expose."""
+    head = mapping[member.header_offset : member.header_offset + _LOCAL_HEADER]
+    if len(head) < _LOCAL_HEADER or head[:4] != b"PK\x03\x04" or member.flag_bits & 1:
+        raise ValueError("it is encrypted, or does not begin where it should")
+    lengths: tuple[int, int] = struct.unpack("<HH", head[26:])  # of the name and of further fields
+    return member.header_offset + _LOCAL_HEADER + sum(lengths)
+
+
+def _compressed(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, owner: str) -> Tensor:
+    """Return a compressed array, which is decompressed each time that its values are read."""
     with archive.open(member) as file:
-        described = _described(path, name, file, file.tell, member.file_size, None)
+        header = read_header(file.read(LONGEST_HEADER))
+    if header.end != member.file_size:
+        raise ValueError(f"it must have {header.end} bytes: it has {member.file_size}")
 
     def read() -> NDArray[Any]:
-        with _reading(owner), archive.open(member) as again:
-            values = npy.read_array(again, allow_pickle=False)
-        return np.ascontiguousarray(values).reshape(-1).view(described.dtype)
+        with _reading(owner):
+            return in_memory(name, decode_array(archive.read(member)), owner).open()
 
-    return Tensor(name, described.element, described.shape, described.dtype, read)
-
-
-def _described(
-    path: Path,
-    name: str,
-    file: Any,
-    where: Callable[[], int],
-    size: int,
-    mapping: mmap.mmap | None,
-) -> Tensor:
-    """Read the header of an array, which ends at ``where()``; with a mapping, it ends by size."""
-    owner = f"{path}, key {name!r}"
-    with _reading(owner):
-        version = npy.read_magic(file)
-        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, fortran, dtype = read(file)
-    words = storage(dtype.name, owner)
-    kind = words if dtype.isnative else dtype
-    columns = math.prod(shape)
-    start = where()
-    if start + columns * kind.itemsize != size and (
-        mapping is not None or columns * kind.itemsize > size
-    ):
-        raise FileError(
-            f"{owner} is cut short or damaged: it must end at byte"
-            f" {start + columns * kind.itemsize} and does at {size}"
-        )
-
-    def values() -> NDArray[Any]:
-        if mapping is None:
-            raise FileError(f"{owner} cannot be mapped: it is compressed")
-        stored = _part(mapping, kind, start, columns)
-        return stored.reshape(shape, order="F").reshape(-1) if fortran else stored
-
-    return Tensor(name, dtype.name, shape, kind, values)
+    example = in_memory(name, np.empty(0, header.dtype), owner)
+    return replace(example, shape=header.shape, open=read)
 
 
 # -- torch -----------------------------------------------------------------------------------------
 
 
 def _open_torch(path: Path, *, mapped: bool) -> TensorFile:
-    """Load a state dict, its values still in the file if they can be mapped."""
+    """Load a state dict; with ``mapped``, its values stay in the file."""
     import torch  # noqa: PLC0415 - an extra, needed for this format alone
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles that others wrote
             options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-            if path.name.endswith(".safetensors"):  # by this name torch takes it for such a file
+            if path.name.endswith(".safetensors"):  # torch would choose the reader by this name
                 with path.open("rb") as file:
                     found = torch.load(file, **options)
             else:
                 found = torch.load(path, mmap=mapped, **options)
-    except _DAMAGE as error:
-        raise FileError(
+    except Exception as error:
+        raise TensorError(
             f"{path} cannot be read as tensors alone (weights_only=True): it is cut short,"
             " damaged, or holds objects, which are never unpickled"
         ) from error
     if not isinstance(found, Mapping):
-        raise FileError(f"{path} must be a mapping of names to tensors: got {type(found).__name__}")
+        raise TensorError(
+            f"{path} must be a mapping of names to tensors: got {type(found).__name__}"
+        )
     tensors = {}
     for name, tensor in found.items():
         owner = f"{path}, key {name!r}"
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            raise FileError(f"{owner} must be a dense tensor: got {type(tensor).__name__}")
+            raise TensorError(f"{owner} must be a dense tensor: got {type(tensor).__name__}")
         tensors[str(name)] = in_memory(str(name), tensor, owner)
     return TensorFile(path, "pt", tensors, {})
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-def in_memory(name: str, value: Any, owner: str) -> Tensor:
-    """Return an array, or a tensor of torch's on the CPU, as one of a file: nothing is copied.
-
-    Args:
-        name: its name.
-        value: the array or tensor.
-        owner: what an error calls it.
-
-    >>> tensor = in_memory("bias", np.ones((2, 3), np.float32), "key 'bias'")
-    >>> tensor.element, tensor.shape, tensor.open()
-    ('float32', (2, 3), array([1., 1., 1., 1., 1., 1.], dtype=float32))
-    """
-    element = element_of(value.dtype)
-    words = storage(element, owner)
-    array = on_host(value, owner)
-    kind = words if array.dtype.isnative else array.dtype
-    return Tensor(name, element, array.shape, kind, lambda: array.reshape(-1).view(kind))

@@ -1,11 +1,11 @@
-"""Merge m files of tensors to one by a rule, a part of a tensor at a time."""
+"""Merge m files of tensors into one by a rule, a part of a tensor at a time."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.files import check_writable, written_atomically
-from phocas.integrations.merging.formats import ENDINGS, Tensor, TensorFile, open_tensors
+from phocas.integrations.merging.formats import ENDINGS, TensorFile, open_tensors
+from phocas.integrations.merging.tensors import Tensor
 from phocas.integrations.merging.writers import write
-from phocas.rules import Evaluation, Relative, Rule
+from phocas.rules import Relative, Rule, ShardedAggregation
 from phocas.rules.base import Explanation
-from phocas.rules.host import HostMatrix, Piece
+from phocas.rules.execution import ColumnRange
+from phocas.rules.host import HostMatrix
 from phocas.rules.inputs import lower_median
 from phocas.rules.table import RULES
 
@@ -33,35 +35,33 @@ _EXPONENT = np.uint16(0x7F80)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """What came of a merge: who was thrown away, in all and by tensor, if that was asked for.
+    """The result of a merge.
 
     Attributes:
-        files: what was merged, in this order.
-        output: where the result is.
-        columns: how many values each file has.
-        expected: the share that chance would take of each file.
-        dropped: the share of each file's values that was thrown away.
-        by_tensor: the same for each tensor.
-        same: files that are copies of others.
-        digest: the SHA-256 of the output.
+        files: the merged files, in this order.
+        output: the file with the result.
+        columns: the number of floating-point values of each file.
+        not_finite: the number of values of the result that are NaN or infinite.
+        expected: the share of its values that an honest file loses by chance.
+        dropped: the share of each file's values that was dropped, if requested.
+        by_tensor: for each tensor, the share of each file's values that was dropped.
+        same: pairs of paths that are one file.
+        digest: the SHA-256 of the output, if requested.
     """
 
     files: tuple[Path, ...]
     output: Path
     columns: int
     not_finite: int
-    """How many values of the merge are NaN or infinite."""
     expected: float
     dropped: NDArray[np.float64] | None = None
     by_tensor: dict[str, NDArray[np.float64]] | None = None
     same: tuple[tuple[Path, Path], ...] = ()
-    """Files that were given twice."""
     digest: str | None = None
-    """The SHA-256 of the output, if it was asked for."""
 
     @property
     def names(self) -> list[str]:
-        """Return short names of the files by which they can be told apart."""
+        """Return short names of the files, each of them unique."""
         return short_names(self.files)
 
 
@@ -79,25 +79,25 @@ def merge_files(
     allow_nonfinite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Merged:
-    """Aggregate the tensors of m files by name, and write them like those of the first file.
+    """Aggregate the tensors of m files by name, and write them in the format of the first file.
 
-    Values are counted over all tensors, in the order of the first file, so the result has the bits
-    that the rule gives for the same state dicts in memory. Whole numbers become the lower median of
-    the files', which is what more than half of them say if so many agree. The output appears when
-    it is complete, or not at all. A merge with NaN or inf is rejected unless it is allowed.
+    Columns are counted over all tensors, in the order of the first file. So the result has the bits
+    that the rule gives for the same state dicts in memory. The result of an integer tensor is the
+    lower median of the files: the value of the majority, if there is one. The output file appears
+    when it is complete, or not at all. A result with NaN or inf is rejected unless it is allowed.
 
     Args:
         files: the files, .safetensors, .npz, .npy or .pt by their content
         rule: the rule, or its name
-        output: where the result goes, in the format of the first file
-        base: a file that all others began from; what is aggregated is the difference to it
-        weights: a number for each file, such as its examples
-        max_share: the share of all weight that nobody is above
+        output: the file to write, in the format of the first file
+        base: a file that all others started from; the rule aggregates the differences to it
+        weights: a number for each file, such as its number of examples
+        max_share: the largest share of the total weight that one file may have
         seed: a seed for rules that draw at random
-        explain: count what share of each file's values was dropped
-        digest: work out the SHA-256 of the output
-        allow_nonfinite: write the merge even if some of its values are NaN or infinite
-        progress: called with the bytes done and the bytes in all
+        explain: measure the share of each file's values that is dropped
+        digest: compute the SHA-256 of the output
+        allow_nonfinite: write the result even if some of its values are NaN or infinite
+        progress: called with the number of bytes done and of all bytes
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -127,25 +127,32 @@ def merge_files(
     for other in opened[1:]:
         _check_same(opened[0], other)
     _check_ending(output, opened[0].format)
-    merge = Merge(opened, len(files), rule if base is None else Relative(rule), seed, progress)
+    rows = [each.tensors for each in opened]
+    merge = Merge(rows, len(files), rule if base is None else Relative(rule), seed, progress)
     merge.plan()
     shares = Shares(len(files)) if explain else None
     with written_atomically(output) as file, closing(merge.stream(shares)) as stream:
-        write(file, opened[0], merge.metadata(), partial(_taken, stream), output.parent)
+        write(file, opened[0], _shared_metadata(opened), partial(_taken, stream), output.parent)
         if merge.not_finite and not allow_nonfinite:  # an error here leaves nothing behind
             raise ValueError(_spoilt(merge, rule, files))
         found = _digest(file) if digest else None
     return Merged(
-        files,
-        output,
-        merge.columns,
-        merge.not_finite,
-        rule.expected(len(files)),
-        None if shares is None else shares.total(),
-        None if shares is None else shares.by_tensor(),
-        _twice(files),
-        found,
+        files=files,
+        output=output,
+        columns=merge.columns,
+        not_finite=merge.not_finite,
+        expected=rule.expected(len(files)),
+        dropped=None if shares is None else shares.total(),
+        by_tensor=None if shares is None else shares.by_tensor(),
+        same=_same_files(files),
+        digest=found,
     )
+
+
+def _shared_metadata(files: Sequence[TensorFile]) -> dict[str, str]:
+    """Return the metadata that all files have in common."""
+    first, *others = (each.metadata for each in files)
+    return {k: v for k, v in first.items() if all(each.get(k) == v for each in others)}
 
 
 def file_digest(path: Path) -> str:
@@ -168,8 +175,8 @@ def _digest(file: BufferedIOBase) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _twice(files: Sequence[Path]) -> tuple[tuple[Path, Path], ...]:
-    """Return pairs of names of one file."""
+def _same_files(files: Sequence[Path]) -> tuple[tuple[Path, Path], ...]:
+    """Return pairs of paths that are one file."""
     first: dict[tuple[int, int], Path] = {}
     pairs = []
     for path in files:
@@ -199,7 +206,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _check_ending(output: Path, kind: str) -> None:
-    """Reject an output that is named like another format than it will have."""
+    """Raise ValueError if the output is named like a file of another format."""
     if ENDINGS.get(output.suffix.lower(), kind) != kind:
         ending = next(ending for ending, each in ENDINGS.items() if each == kind)
         raise ValueError(
@@ -208,9 +215,9 @@ def _check_ending(output: Path, kind: str) -> None:
 
 
 def _spoilt(merge: Merge, rule: Rule, files: Sequence[Path]) -> str:
-    """Describe in one line a merge that is not finite, and the files that caused it."""
+    """Describe, in one line, why a merge is not finite and which files caused it."""
     names = short_names(files)
-    bad = [names[index] for index in rows_not_finite(merge.files[: merge.m])]
+    bad = [names[index] for index in rows_not_finite(merge.rows[: merge.m])]
     why = f"more files are wrong than {rule} tolerates; NaN or inf are in {', '.join(bad)}"
     if not bad:
         why = "no file has NaN or inf; values overflow, or the base is not finite"
@@ -221,7 +228,7 @@ def _spoilt(merge: Merge, rule: Rule, files: Sequence[Path]) -> str:
 
 
 def _check_same(first: TensorFile, other: TensorFile) -> None:
-    """Refuse a file whose keys, shapes or types are not those of the first."""
+    """Raise ValueError if the keys, shapes or types of a file differ from those of the first."""
     missing = [name for name in first.tensors if name not in other.tensors]
     extra = [name for name in other.tensors if name not in first.tensors]
     if missing or extra:
@@ -242,7 +249,7 @@ def _check_same(first: TensorFile, other: TensorFile) -> None:
 
 
 class Shares:
-    """What share of each file's values was dropped."""
+    """The share of each row's values that was dropped, by tensor and in total."""
 
     def __init__(self, m: int) -> None:
         self.m = m
@@ -250,7 +257,7 @@ class Shares:
         self._columns: dict[str, int] = {}
 
     def add(self, name: str, why: Explanation, columns: int) -> None:
-        """Take what was dropped of some columns of a tensor."""
+        """Add the shares of some columns of a tensor."""
         before = self._lost.get(name, np.zeros(self.m))
         self._lost[name] = before + why.dropped[: self.m] * columns
         self._columns[name] = self._columns.get(name, 0) + columns
@@ -266,38 +273,41 @@ class Shares:
 
 
 class Merge:
-    """The planning and the parts of one merge; with a base, it is the last of the files."""
+    """The aggregation of m rows of named tensors, a part of a tensor at a time.
+
+    Args:
+        rows: the tensors of each row, by name; a base that all rows started from comes last.
+        m: the number of rows without the base.
+        rule: the rule; with a base, a :class:`Relative`.
+        seed: a seed for rules that draw at random.
+        progress: called with the number of bytes done and of all bytes.
+    """
 
     def __init__(
         self,
-        files: list[TensorFile],
+        rows: Sequence[Mapping[str, Tensor]],
         m: int,
         rule: Rule,
         seed: int | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self.files = files
+        self.rows = rows
         self.m = m
         self.starts: dict[str, int] = {}
+        """The first column of each tensor that is not of integers."""
         self.columns = 0
         self.not_finite = 0
-        for tensor in files[0].tensors.values():
-            if not tensor.whole:
+        for tensor in rows[0].values():
+            if not tensor.is_integer:
                 self.starts[tensor.name] = self.columns
                 self.columns += tensor.columns
-        self.evaluation = Evaluation(rule, len(files), seed, d=self.columns)
+        self.evaluation = ShardedAggregation(rule, len(rows), seed, d=self.columns)
         self._progress = progress
         self._done = 0
-        size = sum(each.columns * each.dtype.itemsize for each in files[0].tensors.values())
-        self._size = size * len(files)
-
-    def metadata(self) -> dict[str, str]:
-        """Return what all files say about themselves."""
-        first, *others = (each.metadata for each in self.files)
-        return {k: v for k, v in first.items() if all(each.get(k) == v for each in others)}
+        self._size = len(rows) * sum(each.nbytes for each in rows[0].values())
 
     def plan(self) -> None:
-        """Answer the rule's questions about whole files."""
+        """Measure the whole rows as the rule requires, such as their distances."""
         while self.evaluation.request is not None:
             self._done = 0
             self.evaluation.answer(
@@ -305,12 +315,12 @@ class Merge:
             )
 
     def parts(self, tensor: Tensor, shares: Shares | None) -> Iterator[NDArray[Any]]:
-        """Make the values of a tensor of the output."""
-        if tensor.whole:
-            arrays = [each.tensors[tensor.name].open() for each in self.files[: self.m]]
+        """Yield the aggregated values of a tensor, part by part."""
+        if tensor.is_integer:
+            arrays = [row[tensor.name].open() for row in self.rows[: self.m]]
             for begin in range(0, tensor.columns, PART_COLUMNS):
                 part = [array[begin : begin + PART_COLUMNS] for array in arrays]
-                self._tell(len(self.files) * part[0].nbytes)
+                self._report(len(self.rows) * part[0].nbytes)
                 yield lower_median(part)
             return
         if self.evaluation.rule.whole:
@@ -327,9 +337,9 @@ class Merge:
             yield values
 
     def stream(self, shares: Shares | None) -> Generator[NDArray[Any], None, None]:
-        """Make the values of all tensors, the next part while the last one is used."""
+        """Yield the values of all tensors in parts; compute a part ahead of the caller."""
         everything = (
-            part for tensor in self.files[0].tensors.values() for part in self.parts(tensor, shares)
+            part for tensor in self.rows[0].values() for part in self.parts(tensor, shares)
         )
         with ThreadPoolExecutor(1) as pool:
             coming = pool.submit(next, everything, None)
@@ -338,22 +348,23 @@ class Merge:
                 yield part
 
     def _measured(self) -> Iterator[tuple[int, HostMatrix]]:
-        """Yield what is measured at a time: parts of tensors, or all if a rule needs all."""
+        """Yield (first column, matrix) to measure: parts of tensors, or all values at once."""
         if self.evaluation.rule.whole:
             yield 0, self._whole
             return
-        for tensor in self.files[0].tensors.values():
-            if not tensor.whole:
+        for tensor in self.rows[0].values():
+            if not tensor.is_integer:
                 yield from self._matrices(tensor)
 
     @cached_property
     def _whole(self) -> HostMatrix:
-        """All values of all files, for a rule that needs all columns in one place."""
+        """All values of all rows, for a rule that needs all columns at once."""
         pieces = [
-            Piece(start, tensor.columns, [each.tensors[name].open() for each in self.files], kind)
+            ColumnRange(
+                start, tensor.columns, [row[name].open() for row in self.rows], tensor.element
+            )
             for name, start in self.starts.items()
-            for tensor in [self.files[0].tensors[name]]
-            for kind in [tensor.element]
+            for tensor in [self.rows[0][name]]
         ]
         return HostMatrix(pieces, lambda answers: dict(zip(self.starts, answers, strict=True)))
 
@@ -362,7 +373,7 @@ class Merge:
         return self.evaluation.explain(self._whole, 0)
 
     def _at_once(self, tensor: Tensor, shares: Shares | None) -> NDArray[Any]:
-        """Return a tensor of the output of a rule that needs all columns in one place."""
+        """Return a tensor of the result of a rule that needs all columns at once."""
         values: NDArray[Any] = self._explained.value[tensor.name]
         if shares is not None:
             shares.add(tensor.name, self._explained, tensor.columns)
@@ -370,25 +381,31 @@ class Merge:
         return values
 
     def _matrices(self, tensor: Tensor) -> Iterator[tuple[int, HostMatrix]]:
-        """Yield parts of a tensor of all files, with the columns at which they begin."""
-        arrays = [each.tensors[tensor.name].open() for each in self.files]
+        """Yield the values that all rows have in one tensor, as matrices of a range of columns.
+
+        Each item is (first column, matrix). Columns are counted over all tensors.
+        """
+        arrays = [row[tensor.name].open() for row in self.rows]
         start = self.starts[tensor.name]
         begin = 0
         while begin < tensor.columns:
             end = min(tensor.columns, begin + PART_COLUMNS - (start + begin) % PART_COLUMNS)
             rows = [array[begin:end] for array in arrays]
-            yield start + begin, HostMatrix([Piece(0, end - begin, rows, tensor.element)], _only)
-            self._tell(sum(row.nbytes for row in rows))
+            yield (
+                start + begin,
+                HostMatrix([ColumnRange(0, end - begin, rows, tensor.element)], _only),
+            )
+            self._report(sum(row.nbytes for row in rows))
             begin = end
 
-    def _tell(self, read: int) -> None:
+    def _report(self, read: int) -> None:
         self._done += read
         if self._progress is not None:
             self._progress(self._done, self._size)
 
 
 def _taken(stream: Iterator[NDArray[Any]], tensor: Tensor) -> Iterator[NDArray[Any]]:
-    """Take the parts of the next tensor from a stream of all."""
+    """Yield the parts of the next tensor of a stream."""
     left = tensor.columns
     while left:
         part = next(stream)
@@ -400,15 +417,15 @@ def _only(answers: list[NDArray[Any]]) -> NDArray[Any]:
     return answers[0]
 
 
-def rows_not_finite(files: Sequence[TensorFile]) -> list[int]:
-    """Return the indices of the files in which a value is NaN or infinite."""
+def rows_not_finite(rows: Sequence[Mapping[str, Tensor]]) -> list[int]:
+    """Return the indices of the rows in which a value is NaN or infinite."""
     return [
         index
-        for index, file in enumerate(files)
+        for index, row in enumerate(rows)
         if any(
             count_not_finite(tensor.open(), tensor.element)
-            for tensor in file.tensors.values()
-            if not tensor.whole
+            for tensor in row.values()
+            if not tensor.is_integer
         )
     ]
 

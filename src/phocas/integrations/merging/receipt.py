@@ -1,4 +1,4 @@
-"""Receipts: what was merged, how, and what came out, so that anyone can do it again and compare."""
+"""Receipts: the inputs, settings and result of a merge, for others to repeat and compare."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _VERSIONS = ("phocas", "numpy", "llvmlite")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for, beside the files.
+    """The settings of a merge, besides its files.
 
     Args:
         rule: the rule, as text.
-        base: the file that all began from.
+        base: the file that all others started from.
         weights: a number for each file.
-        max_share: the largest share of all weight that anybody has.
-        seed: of rules that draw.
+        max_share: the largest share of the total weight that one file may have.
+        seed: a seed for rules that draw at random.
 
     >>> Request("phocas:b=2", max_share=0.4).rule
     'phocas:b=2'
@@ -40,15 +40,15 @@ class Request:
 
 
 def receipt(merged: Merged, request: Request) -> dict[str, Any]:
-    """Describe a merge without a word on where and when it was: the same again is the same text.
+    """Describe a merge, without its time and folder: a repeated merge has the same receipt.
 
-    Who repeats it with the same versions gets the same bits on any processor with the same
-    ``instructions``: vectors may be of any width, but numbers are rounded once or twice as the
-    processor has fused multiply-add or not.
+    The same versions give the same bits on all processors with the same ``instructions``. The width
+    of vectors does not matter; fused multiply-add does, because it rounds once where two
+    instructions round twice.
 
     Args:
-        merged: what came of the merge, with its digest.
-        request: what was asked for.
+        merged: the result of the merge, with its digest.
+        request: the settings of the merge.
     """
     if merged.digest is None:
         raise ValueError("a receipt needs the digest of the output: merge with digest=True")
@@ -82,7 +82,7 @@ def write_receipt(path: Path, content: dict[str, Any]) -> None:
     """Write a receipt as JSON.
 
     Args:
-        path: where it goes.
-        content: what ``receipt`` returned.
+        path: the file to write.
+        content: the result of :func:`receipt`.
     """
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())

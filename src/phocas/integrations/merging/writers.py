@@ -1,4 +1,7 @@
-"""Files of tensors written as their values come: in the format, order and types of an example."""
+"""Write files of tensors part by part, in the format, order and types of an example.
+
+The libraries of the formats write only what is in memory as a whole.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from phocas.integrations.merging.formats import SAFETENSORS, Tensor, TensorFile
+from phocas.integrations.merging.formats import SAFETENSORS, TensorFile
+from phocas.integrations.merging.tensors import Tensor
 
 Parts: TypeAlias = Callable[[Tensor], Iterable[NDArray[Any]]]
-"""Makes the values of a tensor, one part after the other."""
+"""Return the values of a tensor, part by part."""
 
 
 def write(
@@ -28,9 +32,9 @@ def write(
     parts: Parts,
     folder: Path,
 ) -> None:
-    """Write the tensors of an example, with the values that ``parts`` makes for each.
+    """Write the tensors of an example, with the values that ``parts`` returns for each.
 
-    What must be kept until all is known is kept in the folder.
+    A temporary file for the format of torch goes into the folder.
     """
     tensors = list(example.tensors.values())
     if example.format == "safetensors":
@@ -63,7 +67,7 @@ def _write_safetensors(
     for tensor in tensors:
         if tensor.name in header:
             raise ValueError(f"no tensor of .safetensors may be called {tensor.name!r}")
-        end = place + tensor.columns * tensor.dtype.itemsize
+        end = place + tensor.nbytes
         code = codes[tensor.element]
         header[tensor.name] = {
             "dtype": code,
@@ -91,7 +95,7 @@ def _npy_header(tensor: Tensor) -> bytes:
 
 
 def _write_torch(file: BinaryIO, example: TensorFile, parts: Parts, folder: Path) -> None:
-    """Collect the values in a mapped file, so that memory need not hold them, and save that."""
+    """Collect the values in a temporary file, map it, and let torch save it."""
     import torch  # noqa: PLC0415 - an extra, needed for this format alone
 
     found = {}
@@ -103,17 +107,16 @@ def _write_torch(file: BinaryIO, example: TensorFile, parts: Parts, folder: Path
             scratch.seek(place)
             places[tensor.name] = place
             _write_parts(scratch, tensor, parts)
-            place += tensor.columns * tensor.dtype.itemsize
+            place += tensor.nbytes
         scratch.truncate(place)
         scratch.flush()
         mapping = np.memmap(scratch, np.uint8, "r+") if place else np.empty(0, np.uint8)
         for tensor in example.tensors.values():
             begin = places[tensor.name]
-            size = tensor.columns * tensor.dtype.itemsize
-            # A storage of its own for each: a view would be saved with all that it is a view of.
+            # Each has its own storage: torch saves a view together with all that it is a view of.
             storage = (
-                torch.frombuffer(mapping[begin : begin + size], dtype=torch.uint8)
-                if size
+                torch.frombuffer(mapping[begin : begin + tensor.nbytes], dtype=torch.uint8)
+                if tensor.nbytes
                 else torch.empty(0, dtype=torch.uint8)
             )
             kind = getattr(torch, tensor.element)

@@ -1,9 +1,9 @@
-"""The kernels for accelerators, written in Triton's language at run time.
+"""The kernels for accelerators, generated as Triton source.
 
-They have the semantics of the processor's kernels, add in the same order, and are written by the
-same networks and windows. Nothing here knows of rules. Needs torch; Triton is loaded at first use.
+The kernels have the semantics of the CPU kernels, add in the same order, and use the same networks
+and windows. The package does not depend on rules. It needs torch; Triton is imported on first use.
 """
 
 
 class KernelError(RuntimeError):
-    """Triton is not here, too old, or cannot do what is asked on this device."""
+    """Triton is missing, too old, or does not support the operation on this device."""

@@ -1,4 +1,4 @@
-"""The kernels as functions of tensors on a device."""
+"""The Triton kernels as functions of tensors on a device."""
 
 from __future__ import annotations
 
@@ -21,56 +21,56 @@ from phocas.kernels.triton.loader import THREADS, Kernel, interpreted, load
 from phocas.kernels.triton.sums import SIDE, mix_source, sums_source
 from phocas.kernels.triton.windows import TOGETHER, spreads_source, window_source
 
-BLOCK = THREADS  # columns of a program: one a thread
-MIXES = 16  # of a program
-SUMS_BYTES = 1 << 26  # of sums that wait to be added up
-# A column's values are in one thread's registers, of which it has 255: more rows than these do not
-# fit, or take a minute to compile.
+BLOCK = THREADS  # columns per program, one per thread
+MIXES = 16  # mixes per program
+SUMS_BYTES = 1 << 26  # largest size of granule sums before they are added up
+# A column's values are in the registers of one thread, which has 255 of them: more rows than these
+# do not fit, or take a minute to compile.
 LARGEST_ROWS = {torch.float32: 128, torch.float64: 64}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """Where m rows of ``columns`` adjacent values begin, as a tensor, and what keeps them alive."""
+class DeviceRows:
+    """The addresses of m rows of ``columns`` contiguous values, and the owner of their memory."""
 
     table: torch.Tensor
     columns: int
     dtype: torch.dtype
-    owner: object
+    owner: Any
 
     @staticmethod
-    def of(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Rows:
-        """Return the rows of a matrix, or of m vectors; the values of each must be adjacent."""
+    def of(tensors: torch.Tensor | Sequence[torch.Tensor]) -> DeviceRows:
+        """Return the rows of a matrix, or of m vectors; each row must be contiguous."""
         if isinstance(tensors, torch.Tensor):
             step = tensors.stride(0) * tensors.element_size()
             table = torch.arange(len(tensors), device=tensors.device) * step + tensors.data_ptr()
-            return Rows(table, tensors.shape[1], tensors.dtype, tensors)
+            return DeviceRows(table, tensors.shape[1], tensors.dtype, tensors)
         first = tensors[0]
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-        return Rows(addresses.to(first.device), first.numel(), first.dtype, tensors)
+        return DeviceRows(addresses.to(first.device), first.numel(), first.dtype, tensors)
 
     def __len__(self) -> int:
         return len(self.table)
 
     @property
     def element(self) -> str:
-        """Return the name of the stored type."""
+        """Return the name of the stored dtype."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def computed(self) -> torch.dtype:
-        """Return the type that values are computed in."""
+        """Return the dtype that values are computed in."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    def shifted(self, start: int, stop: int) -> Rows:
+    def shifted(self, start: int, stop: int) -> DeviceRows:
         """Return a range of columns of the same rows."""
         table = self.table + start * ELEMENTS[self.element].size
-        return Rows(table, stop - start, self.dtype, self.owner)
+        return DeviceRows(table, stop - start, self.dtype, self.owner)
 
-    def take(self, indices: NDArray[np.intp]) -> Rows:
+    def take(self, indices: NDArray[np.intp]) -> DeviceRows:
         """Return some of the rows."""
         chosen = torch.tensor(indices).to(self.table.device)
-        return Rows(self.table[chosen], self.columns, self.dtype, self.owner)
+        return DeviceRows(self.table[chosen], self.columns, self.dtype, self.owner)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor on the device of the rows."""
@@ -78,29 +78,33 @@ class Rows:
 
 
 def reduce(
-    rows: Rows,
+    rows: DeviceRows,
     window: Window,
     out: torch.Tensor,
     counts: NDArray[np.int64] | None = None,
     spread: Spreads | None = None,
+    *,
+    mean: bool = False,
 ) -> None:
     """Average a window of every column into ``out``; add dropped values to ``counts``.
 
-    A window with a reach goes by the spreads of blocks, unless it is watched and nobody counts.
+    A window with a cutoff needs ``spreads``, the root mean squares of the radii of each block of
+    columns. With ``mean``, ``out`` gets the plain mean of all rows, and the window is only used for
+    the counts.
     """
-    if window.watched and (counts is None or window.plain):
+    if mean and counts is None:
         window = PLAIN_MEAN
     if window.plain:
-        counts = None
+        counts, mean = None, False
     m = len(rows)
     programs = -(-rows.columns // BLOCK)
     tallies = rows.empty(1 if counts is None else programs, m, dtype=torch.int32)
     arguments: list[Any] = [rows.table, _words(out), tallies]
-    if window.reach:
+    if window.cutoff:
         if spread is None:
-            raise ValueError(f"a window with a reach needs the spreads of blocks: got {window}")
-        arguments += [spread.values, spread.reach, spread.first]
-    kernel = _window_kernel(rows, window, blame=counts is not None)
+            raise ValueError(f"a window with a cutoff needs the spreads of blocks: got {window}")
+        arguments += [spread.values, spread.cutoff, spread.first]
+    kernel = _window_kernel(rows, window, blame=counts is not None, mean=mean)
     kernel((programs,), *arguments, rows.columns, BLOCK=BLOCK)
     if counts is not None:
         counts += tallies.sum(dim=0, dtype=torch.int64).cpu().numpy()
@@ -108,36 +112,38 @@ def reduce(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spreads:
-    """The spreads of all blocks of columns, the reach, and the first of the columns at hand."""
+    """The spreads of all blocks of columns, the cutoff, and the index of the first column."""
 
     values: torch.Tensor
-    reach: torch.Tensor
+    cutoff: torch.Tensor
     first: int = 0
 
     @staticmethod
-    def of(radii: torch.Tensor, reach: float) -> Spreads:
-        """Work the spreads out, to the bits of :func:`phocas.kernels.spread`."""
+    def of(radii: torch.Tensor, cutoff: float) -> Spreads:
+        """Compute the spreads, with the same bits as :func:`phocas.kernels.spread`."""
         d = len(radii)
         blocks = -(-d // BLOCK_COLUMNS)
         values = torch.empty(blocks, dtype=radii.dtype, device=radii.device)
         if d:
             kernel = _compiled("spreads", str(radii.dtype).removeprefix("torch."), wide=False)
             kernel((-(-blocks // TOGETHER),), radii, values, d)
-        return Spreads(values, torch.full_like(radii[:1], reach) if d else radii)
+        return Spreads(values, torch.full_like(radii[:1], cutoff) if d else radii)
 
 
-def radii(rows: Rows, window: Window, out: torch.Tensor) -> None:
-    """Write the radius of every column, scaled as :func:`reduce` has it, as computed values."""
+def radii(rows: DeviceRows, window: Window, out: torch.Tensor) -> None:
+    """Write the radius of every column as computed values, scaled as in :func:`reduce`."""
     kernel = _window_kernel(rows, window, radii=True)
     programs = -(-rows.columns // BLOCK)
     tallies = rows.empty(1, dtype=torch.int32)
     kernel((programs,), rows.table, out, tallies, rows.columns, BLOCK=BLOCK)
 
 
-def combine(rows: Rows, weights: NDArray[np.float64], out: torch.Tensor, *, fused: bool) -> None:
+def combine(
+    rows: DeviceRows, weights: NDArray[np.float64], out: torch.Tensor, *, fused: bool
+) -> None:
     """Write the mixed rows to ``out``, (k, columns) of computed values or of doubles.
 
-    ``fused`` scales equal weights as the processor does where it reduces what it mixes.
+    ``fused`` scales equal weights as the fused CPU kernel does.
     """
     m, k = len(rows), len(weights)
     mix = SparseMix.of(weights)
@@ -163,7 +169,7 @@ def combine(rows: Rows, weights: NDArray[np.float64], out: torch.Tensor, *, fuse
 
 
 class Sums:
-    """Sums over granules of columns, added up in the order in which they are given."""
+    """Sums of squares over granules (fixed numbers of columns), added in the order of the calls."""
 
     def __init__(self, m: int, granule: int, *, pairs: bool, device: torch.device) -> None:
         self.m = m
@@ -174,22 +180,22 @@ class Sums:
         width = (self.blocks * SIDE) ** len(self.grid)
         self.total = torch.zeros(width, dtype=torch.float64, device=device)
 
-    def add(self, rows: Rows, *, wide: bool) -> None:
-        """Add whole granules; columns missing from the last one are zeros."""
+    def add(self, rows: DeviceRows, *, wide: bool) -> None:
+        """Add whole granules; columns missing from the last one count as zeros."""
         width = len(self.total)
         for sums in self._granules(rows, wide=wide):
             add_up = _compiled("add_up", rows.element, wide)
             programs = -(-width // BLOCK)
             add_up((programs,), sums, self.total, len(sums), width, BLOCK=BLOCK)
 
-    def each(self, rows: Rows, *, wide: bool) -> NDArray[np.float64]:
-        """Return the sums of each granule by themselves: squared distances, or squared norms."""
+    def each(self, rows: DeviceRows, *, wide: bool) -> NDArray[np.float64]:
+        """Return the sums of each granule separately: squared distances, or squared norms."""
         return np.concatenate(
             [self._squares(sums.cpu().numpy()) for sums in self._granules(rows, wide=wide)]
         )
 
-    def _granules(self, rows: Rows, *, wide: bool) -> Iterator[torch.Tensor]:
-        """Yield the sums of some granules at a time."""
+    def _granules(self, rows: DeviceRows, *, wide: bool) -> Iterator[torch.Tensor]:
+        """Yield the sums of several granules at a time."""
         width = len(self.total)
         together = max(1, SUMS_BYTES // (8 * width))
         for start in range(0, rows.columns, together * self.granule):
@@ -226,21 +232,26 @@ def _words(out: torch.Tensor) -> torch.Tensor:
 
 
 def _window_kernel(
-    rows: Rows, window: Window, *, blame: bool = False, radii: bool = False
+    rows: DeviceRows,
+    window: Window,
+    *,
+    blame: bool = False,
+    radii: bool = False,
+    mean: bool = False,
 ) -> Kernel:
     largest = LARGEST_ROWS[rows.computed]
     if len(rows) > largest:
         raise KernelError(
             f"Triton's kernels reduce at most {largest} rows of {rows.element}: got {len(rows)}"
         )
-    code = replace(window, reach=float(bool(window.reach)))  # the reach is a number, not code
-    return _written(rows.element, len(rows), code, blame, radii)
+    code = replace(window, cutoff=float(bool(window.cutoff)))  # the cutoff is a number, not code
+    return _written(rows.element, len(rows), code, blame, radii, mean)
 
 
 @lru_cache(maxsize=1024)
-def _written(element: str, m: int, window: Window, blame: bool, radii: bool) -> Kernel:
-    kind = ELEMENTS[element]
-    text = window_source(kind, m, window, blame=blame, radii=radii, interpreted=interpreted())
+def _written(element: str, m: int, window: Window, blame: bool, radii: bool, mean: bool) -> Kernel:
+    gives = {"blame": blame, "radii": radii, "mean": mean}
+    text = window_source(ELEMENTS[element], m, window, **gives, interpreted=interpreted())
     return load(text)["kernel"]
 
 

@@ -1,4 +1,4 @@
-"""From Triton source to a kernel that can be launched."""
+"""Loading of Triton source as kernels that can be launched."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from phocas.files import write_atomically
 from phocas.kernels import jit
 from phocas.kernels.triton import KernelError
 
-THREADS = 128  # of a program
-OLDEST = (3, 5)  # the first Triton that maps a function over the columns
+THREADS = 128  # threads per program
+OLDEST = (3, 5)  # the first version of Triton with tl.map_elementwise
 
 
 @lru_cache(maxsize=1)
 def obstacle() -> str | None:
-    """Say why Triton cannot be used at all, if it cannot."""
+    """Return why Triton cannot be used at all, or None if it can."""
     try:
         import triton  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -33,7 +33,7 @@ def obstacle() -> str | None:
 
 
 def interpreted() -> bool:
-    """Tell whether Triton interprets its kernels, on the CPU."""
+    """Return whether Triton interprets its kernels on the CPU; raise KernelError without Triton."""
     reason = obstacle()
     if reason:
         raise KernelError(reason)
@@ -44,7 +44,7 @@ def interpreted() -> bool:
 
 @lru_cache(maxsize=64)
 def warps(device: torch.device) -> int:
-    """Return how many warps a program's threads are: those of AMD may be twice as wide."""
+    """Return the number of warps of a program; AMD's warps may be twice as wide."""
     if device.type != "cuda":
         return THREADS // 32
     return THREADS // int(torch.cuda.get_device_properties(device).warp_size)
@@ -59,16 +59,17 @@ class Kernel:
         self._fails: dict[torch.device, KernelError] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """Launch; what goes wrong the first time, as the kernel is compiled, is a KernelError.
+        """Launch the kernel; raise KernelError if its first launch on a device fails.
 
-        It is raised again without another try.
+        The first launch compiles the kernel. After a failure the same error is raised again without
+        another attempt.
         """
         device = args[0].device
         if device in self._fails:
             raise self._fails[device]
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
-                # Bits must not depend on what a compiler likes to fuse.
+                # Without fusion by the compiler, so that bits are the same on every device.
                 options = {"num_warps": warps(device), "enable_fp_fusion": False}
                 self.function[grid](*args, **constants, **options)
             except torch.OutOfMemoryError:
@@ -85,13 +86,13 @@ class Kernel:
 
 @lru_cache(maxsize=1024)
 def load(text: str) -> dict[str, Kernel]:
-    """Return the kernels in a module of Triton source, by their names.
+    """Return the kernels in a module of Triton source, by name.
 
-    Triton keeps what it compiled in a cache of its own.
+    Triton caches compiled kernels itself.
     """
     interpreted()
     name = _kept(text)
-    # Triton asks for the text by the name: it gets this one, whatever became of the file.
+    # Triton looks the source up by file name: it gets this text, whatever happened to the file.
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     names: dict[str, Any] = {"__name__": "phocas.kernels.triton.written"}
     exec(compile(text, name, "exec"), names)  # noqa: S102 - our own text
@@ -99,16 +100,16 @@ def load(text: str) -> dict[str, Kernel]:
 
 
 def _kept(text: str) -> str:
-    """Write source to the user's cache, for people and their tools, and return the file's name.
+    """Write source to the user's cache, for readers and debuggers, and return the file's name.
 
-    It is never read again: a file that is executed is one more thing to trust.
+    The file is never read again, because executing a file would require trusting it.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     try:
         path = jit.cache_folder().parent / "triton" / f"{digest}.py"
-    except RuntimeError:  # nobody's home is known, as in some containers
+    except RuntimeError:  # no home folder is known, as in some containers
         return f"<phocas {digest}>"
-    with suppress(OSError):  # a folder that cannot be written
+    with suppress(OSError):  # the folder is not writable
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomically(path, text.encode())

@@ -1,8 +1,9 @@
 """Sums of squares over granules of columns, and mixes of rows, as Triton source.
 
-Both follow the processor's kernels step by step (:mod:`phocas.kernels.distances` and
-:mod:`phocas.kernels.mixing`): lanes of a fixed number add every so many columns, neighbours are
-added first at the end, and granules one after the other, so the bits are the same wherever it runs.
+Both follow the CPU kernels step by step (:mod:`phocas.kernels.distances` and
+:mod:`phocas.kernels.mixing`). A fixed number of lanes adds columns at that stride, neighbouring
+lanes are added first, and granules are added one after another. So the bits are the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from phocas.kernels.distances import LANES
 from phocas.kernels.emit import Element
 from phocas.kernels.triton.writer import HEADER, STORED, TYPES
 
-SIDE = 8  # rows of a block: a program has the pairs of two blocks
+SIDE = 8  # rows per block; a program computes the pairs of two blocks
 
 _VALUES = """
 @triton.jit
@@ -107,11 +108,11 @@ def mix(rows, weights, centres, scales, out, m, k, columns, AROUND: tl.constexpr
 
 
 def sums_source(element: Element) -> str:
-    """Write ``pairs`` and ``squares`` over granules of columns, and ``add_up`` over granules.
+    """Generate ``pairs`` and ``squares`` over granules of columns, and ``add_up`` over granules.
 
     ``pairs`` is launched over (granules, blocks, blocks) and writes (granule, block, block, SIDE,
-    SIDE) doubles, those of blocks I <= J. ``squares`` is launched over (granules, blocks). Both
-    take (rows, out, m, columns, granule).
+    SIDE) doubles, for blocks I <= J. ``squares`` is launched over (granules, blocks). Both take
+    (rows, out, m, columns, granule).
     """
     text = _SUMS
     lanes = LANES[element.compute]
@@ -121,17 +122,17 @@ def sums_source(element: Element) -> str:
             width //= 2
             lines += f"    first, second = tl.split(tl.reshape(total, ({rows}, {width}, 2)))\n"
             lines += "    total = first + second\n"
-        # A sum that overflows or meets NaN is far away.
+        # A sum that overflows or contains NaN is infinite.
         lines += "    total = tl.where(total == total, total, float('inf'))"
         text = text.replace(name, lines)
     return _filled(element, _VALUES + text + _TOTAL, SIDE=SIDE, LANES=lanes)
 
 
 def mix_source(element: Element) -> str:
-    """Write ``mix``: k sums of the m rows, each around a centre row unless weights are plain.
+    """Generate ``mix``: k sums of the m rows, each around a centre row unless weights are plain.
 
     It takes (rows, weights, centres, scales, out, m, k, columns): k x m weights, the addresses of k
-    centres, what distances are scaled by and their sums then, and a (k, columns) output.
+    centres, the factors of distances and of their sums, and a (k, columns) output.
     """
     return _filled(element, _VALUES + _MIX)
 

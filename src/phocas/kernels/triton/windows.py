@@ -1,19 +1,20 @@
-"""The window kernels as Triton source: the network and the closed form of the processor's kernels.
+"""The window kernels as Triton source, with the network and closed form of the CPU kernels.
 
-A program has a block of columns, one a thread. The rows come in as one tile, whose every column
-lies in one thread's registers, and is split into its rows without moving anything. (As m separate
-loads, Triton's coalescing pass took 20 s at 64 rows and more than 6 minutes at 128.)
+A program processes a block of columns, one per thread. The rows are loaded as one tile, of which
+every column is in the registers of one thread. The tile is split into its rows without moving data.
+(With m separate loads, Triton's coalescing pass took 20 s at 64 rows and more than 6 minutes at
+128.)
 
-A window with a reach takes three kernels: the radii of all columns, the spread of each block of
-them, and the weighted means. The last one sorts again: to keep what the first one found would be
-more to write and read than the rows.
+A window with a cutoff takes three kernels: the radii of all columns, the spread of each block of
+columns, and the weighted means. The last one sorts again, because storing the results of the first
+would write and read more than the rows themselves.
 """
 
 from __future__ import annotations
 
 import math
 
-from phocas.kernels.blocks import BLOCK_COLUMNS, LANES, reaching, weighted
+from phocas.kernels.blocks import BLOCK_COLUMNS, LANES, weighted, weights_within
 from phocas.kernels.columns import (
     Averaged,
     Window,
@@ -27,8 +28,8 @@ from phocas.kernels.columns import (
 from phocas.kernels.emit import Element
 from phocas.kernels.triton.writer import HEADER, STORED, Source
 
-BLAMED_ROWS = 16  # at a time
-TOGETHER = 8  # blocks whose spreads a program works out
+BLAMED_ROWS = 16  # rows compared at a time
+TOGETHER = 8  # blocks per program of the spreads kernel
 
 
 def window_source(
@@ -38,26 +39,28 @@ def window_source(
     *,
     blame: bool = False,
     radii: bool = False,
+    mean: bool = False,
     interpreted: bool = False,
 ) -> str:
-    """Write ``kernel(rows, out, tallies, columns, BLOCK)``.
+    """Generate the Triton source of ``kernel(rows, out, tallies, columns, BLOCK)``.
 
-    ``rows`` is a table of m addresses. With blame, ``tallies`` gets m numbers from each program:
-    how many values of its columns each row lost. With ``radii``, the output is the radius of every
-    column. A window with a reach takes three more arguments before ``columns``: the spreads of all
-    blocks, the reach, and which column of all is the first.
+    ``rows`` is a table of m addresses. With blame, each program writes m numbers to ``tallies``:
+    how many values of each row are dropped in the program's columns. With ``radii``, the output is
+    the radius of every column; with ``mean``, the plain mean of all rows. A window with a cutoff
+    takes three more arguments before ``columns``: the spreads of all blocks, the cutoff, and the
+    number of the first column in the whole matrix.
     """
     column = Source(element, vectors=interpreted)
-    by_spread = bool(window.reach) and not radii
+    by_spread = bool(window.cutoff) and not radii
     values = [column.computed(f"x{i}") for i in range(m)]
-    mean = plain_mean(column, values) if window.watched else ""
+    average_of_all = plain_mean(column, values) if mean else ""
     if not window.plain:
         values = [column.nan_to_inf(value) for value in values]
     wires = run_network(column, values, [], window)
     found = average(column, wires, window)
     if by_spread:
-        found = _weighed(column, wires, window, found)
-    value = found.high if radii else column.rounded(mean or found.value)
+        found = _weighed(column, wires, window, found, mean=mean)
+    value = found.high if radii else column.rounded(average_of_all or found.value)
     answers = [value, *((found.low, found.high) if blame else ())]
     kernel = Source(element)
     kernel.line("program = tl.program_id(0).to(tl.int64)")
@@ -68,13 +71,13 @@ def window_source(
     if by_spread:
         number = kernel.op(f"(first + lane) // {BLOCK_COLUMNS}")
         taken.append(kernel.op(f"tl.load(spreads + {number}, mask=inside, other=0)"))
-        taken.append(kernel.op("tl.load(reach)"))
+        taken.append(kernel.op("tl.load(cutoff)"))
     listed = ", ".join(taken)
     call = f"column({listed})" if interpreted else f"tl.map_elementwise(column, {listed})"
     kernel.line(f"{'result, low, high' if blame else 'result'} = {call}")
     kernel.line("tl.store(out + lane, result, mask=inside)")
     if blame:
-        # Loaded again: kept in registers they would crowd out the network.
+        # Loaded again: keeping the rows in registers would leave too few for the network.
         kernel.line(f"for start in range(0, {m}, {BLAMED_ROWS}):")
         with kernel.indented():
             row, tile = _tile(kernel, m, BLAMED_ROWS, "start")
@@ -83,8 +86,8 @@ def window_source(
             lost = outside(kernel, value, "low[:, None]", "high[:, None]", scale)
             kernel.line(f"counts = tl.sum({lost}.to(tl.int32), 0)")
             kernel.line(f"tl.store(tallies + program * {m} + {row}, counts, mask={row} < {m})")
-    named = [f"x{i}" for i in range(m)] + (["spread", "reach"] if by_spread else [])
-    more = "spreads, reach, first, " if by_spread else ""
+    named = [f"x{i}" for i in range(m)] + (["spread", "cutoff"] if by_spread else [])
+    more = "spreads, cutoff, first, " if by_spread else ""
     return f"""{HEADER}
 @triton.jit
 def column({", ".join(named)}):
@@ -97,11 +100,13 @@ def kernel(rows, out, tallies, {more}columns, BLOCK: tl.constexpr):
 """
 
 
-def _weighed(f: Source, wires: list[str], window: Window, found: Averaged) -> Averaged:
-    """Return the mean with what is within reach, and who is beyond it."""
+def _weighed(
+    f: Source, wires: list[str], window: Window, found: Averaged, *, mean: bool
+) -> Averaged:
+    """Emit code for the weighted mean, and the limits beyond which values are dropped."""
     m = len(wires)
-    weights = reaching(f, found.high, "spread", "reach")
-    if window.watched:
+    weights = weights_within(f, found.high, "spread", "cutoff")
+    if mean:
         return Averaged("", found.low, weights.limit)
     scale = scale_for(window.kept(m))
     total, weight = found.total, f.splat(window.kept(m))
@@ -115,19 +120,19 @@ def _weighed(f: Source, wires: list[str], window: Window, found: Averaged) -> Av
             low, high = weights.bounds(distance, wire, low, high)
         return low, high
 
-    mean = weighted(f, found.centre, total, weight, f.splat(scale))
-    return Averaged(held(f, mean, bounds), found.low, weights.limit)
+    value = weighted(f, found.centre, total, weight, f.splat(scale))
+    return Averaged(held(f, value, bounds), found.low, weights.limit)
 
 
 def spreads_source(element: Element) -> str:
-    """Write ``spreads(radii, out, columns)``, :func:`phocas.kernels.spread` of every block.
+    """Generate ``spreads(radii, out, columns)``: :func:`phocas.kernels.spread` of every block.
 
-    A program has a few blocks, in as many lanes as on the processor, which are added in its order.
+    A program processes a few blocks, in as many lanes as on the CPU, added in the same order.
     """
     f = Source(element)
     lanes = LANES[element.compute]
     mantissa, words = (52, "tl.int64") if element.compute == "double" else (23, "tl.int32")
-    top = (1 << (element.compute_bits - 1 - mantissa)) - 2  # the exponent of the largest numbers
+    top = (1 << (element.compute_bits - 1 - mantissa)) - 2  # stored exponent of the largest numbers
     zeros = f"tl.zeros(({TOGETHER}, {lanes}), {f.type})"
     f.line(f"number = tl.program_id(0).to(tl.int64) * {TOGETHER} + tl.arange(0, {TOGETHER})")
     f.line(f"begin = number * {BLOCK_COLUMNS}")
@@ -159,21 +164,21 @@ def spreads(radii, out, columns):
 
 
 def _finite(f: Source, lanes: int) -> str:
-    """Load radii of a few columns of each block; those that are lost count as 0."""
+    """Emit code that loads radii of some columns of each block, with 0 for non-finite radii."""
     place = f.op(f"begin[:, None] + start + tl.arange(0, {lanes})[None, :]")
     radius = f.op(f"tl.load(radii + {place}, mask={place} < end[:, None], other=0)")
     return f.select(f.compare("olt", radius, f.splat(math.inf)), radius, f.splat(0))
 
 
 def _padded(m: int) -> int:
-    """Return the next power of two, which Triton wants its tiles to have."""
+    """Return the next power of two, which Triton requires for the sides of tiles."""
     return 1 << (m - 1).bit_length()
 
 
 def _tile(f: Source, m: int, rows: int, start: str) -> tuple[str, str]:
-    """Load a tile of rows from a first one on, and return their numbers and the tile.
+    """Emit code that loads a tile of rows, from column ``start`` on; return row indices and tile.
 
-    Past m, and past the last column, all is zero: a zero among zeros is never dropped.
+    Rows past m and columns past the last are zero: a zero among zeros is never dropped.
     """
     stored = STORED[f.element.name]
     row = f.op(f"{start} + tl.arange(0, {rows})")
@@ -183,7 +188,10 @@ def _tile(f: Source, m: int, rows: int, start: str) -> tuple[str, str]:
 
 
 def _parts(f: Source, tile: str, length: str, width: int) -> list[str]:
-    """Split a (length, width) tile along its width: even ones from odd ones, each half again."""
+    """Emit code that splits a (length, width) tile into its columns.
+
+    The code separates even and odd columns repeatedly.
+    """
     parts = [tile]
     while width > 1:
         width //= 2

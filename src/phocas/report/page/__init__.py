@@ -1,7 +1,7 @@
-"""The page: a style, a script of plain modules, and data, joined into one file.
+"""The HTML report: a style sheet, a script and data in one file.
 
-The script is a folder of modules that a browser could load as they are. Joined, each is a function
-of its own, which returns what it exports: nobody needs a tool to build the page.
+The script is a folder of JavaScript modules. They are joined without a build tool: each module
+becomes a function that returns its exports.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import re
 from importlib import resources
 from typing import Any
 
+from phocas.report import palette
+
 MODULES = (
     "dom",
     "format",
@@ -24,8 +26,8 @@ MODULES = (
     "heat",
     "rules",
     "store",
+    "detection",
     "accuracy",
-    "blame",
     "guards",
     "matrix",
     "cost",
@@ -33,14 +35,15 @@ MODULES = (
     "playground",
     "main",
 )
-"""The script's modules, each after those that it imports from."""
+"""The modules of the script, each after those that it imports."""
 
+_COLOURS = ("blue", "orange", "green", "pink", "yellow", "sky", "grey")
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|const) (\w+)", re.MULTILINE)
 
 
 def render(data: dict[str, Any], *, live: bool = False) -> str:
-    """Return the page with data in it; a live one asks where it came from for more.
+    """Return the HTML report of some data; a live report asks its server for changes.
 
     >>> page = render({"source": {"name": "</script>"}, "runs": [], "guards": []})
     >>> page.count("</script>"), "unpkg" in page
@@ -60,7 +63,7 @@ def render(data: dict[str, Any], *, live: bool = False) -> str:
 
 
 def policy(*, live: bool) -> str:
-    """Return the content security policy: this script and this style, and nothing from elsewhere.
+    """Return the content security policy, which allows only this script and this style sheet.
 
     >>> policy(live=False).startswith("default-src 'none'; script-src 'sha256-")
     True
@@ -73,7 +76,7 @@ def policy(*, live: bool) -> str:
 
 
 def embedded(data: Any) -> str:
-    r"""Write JSON that no name can break out of: with nothing in it that HTML could read.
+    r"""Return JSON without the characters that could end its script element.
 
     >>> print(embedded({"name": "</script><!--"}))
     {"name":"\u003c/script\u003e\u003c!--"}
@@ -86,17 +89,20 @@ def embedded(data: Any) -> str:
 
 @functools.cache
 def script() -> str:
-    """Return all modules as one."""
+    """Return all modules as one script."""
     return "".join(_wrapped(name, _text(f"script/{name}.js")) for name in MODULES)
 
 
 @functools.cache
 def style() -> str:
-    """Return the style sheet."""
-    return _text("style.css")
+    """Return the style sheet, with the colours of the palette as variables."""
+    colours = {name: getattr(palette, name.upper()) for name in _COLOURS}
+    variables = " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+    return f":root {{ {variables} }}\n{_text('style.css')}"
 
 
 def _wrapped(name: str, module: str) -> str:
+    """Return a module as a function that returns its exports."""
     exported = ", ".join(found[1] for found in _EXPORT.findall(module))
     body = _EXPORT.sub(r"\1 \2", _IMPORT.sub(r"const \1 = \2_module;", module))
     return f"const {name}_module = (() => {{\n{body}return {{ {exported} }};\n}})();\n"

@@ -1,4 +1,4 @@
-"""What the page shows of a results file: values that JSON can hold, and few enough of them."""
+"""The data of the HTML report of a results file, as JSON values and thinned to a bounded size."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phocas.experiments.blame import RecordedPicture, Shares
-from phocas.experiments.config import RECORDED
+from phocas.detection import FALSE_ALARM
+from phocas.experiments.blame import DroppedShares, RecordedPicture
+from phocas.experiments.config import RECORDED, option_of
 from phocas.experiments.curves import columns, cost, elapsed
 from phocas.experiments.locks import actual_status
 from phocas.experiments.results import PHASES, Results, RunRecord
-from phocas.report.palette import BASELINE, STYLES, Palette, Style
-from phocas.rules.suspicion import FALSE_ALARM
+from phocas.report.palette import BASELINE, STYLES, Palette, Style, distinct_dashes
 from phocas.sharding import shard_bounds
 
 MOST_POINTS = 250
-"""Points of a curve."""
+"""Points of a curve, at most."""
 MOST_BINS = 100
-"""Columns of a heat map; each is the mean over its rounds."""
+"""Columns of a heat map, at most; each is the mean over its rounds."""
 MOST_PICTURES = 12
-"""Pictures of a matrix, of one run."""
+"""Recorded gradient matrices of one run, at most."""
 MOST_PICTURES_IN_ALL = 240
+"""Recorded gradient matrices of all runs, at most."""
 
 _OF_ROUNDS = ("round", "expected_dropped", *(f"{phase}_ms" for phase in PHASES))
 _OF_EVALUATIONS = ("round", "loss", "top1", "top3", "seconds")
-_LOG_STEPS = 100  # codes a doubling, so that a value is known to 0.4%
-_LOG_START = 160
+_LOG_STEPS = 100  # codes per factor of two: the error of a value is at most 0.4%
+_LOG_START = 160  # the code 0 stands for 2^-160
 _LOST, _INFINITE = -32768, 32767
 
 
 class Contents:
-    """What is shown of the runs of a file, each worked out again only when it has changed."""
+    """The data of a results file's runs; only runs that changed are read again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,14 +49,16 @@ class Contents:
         self._palette = Palette()
 
     def read(self) -> dict[str, Any]:
-        """Read the file and return what has changed since it was last read."""
+        """Read the file and return the runs that changed since the last call."""
         changed = []
         with Results(self.path, read=True) as results:
             for number, status, *progress in results.progress():
                 record = None
-                if status == "running":  # as it says; a process that was killed says nothing more
+                if (
+                    status == "running"
+                ):  # a killed process cannot change its status: check whether it lives
                     record = results.run(number)
-                    status = actual_status(record, self.path)  # noqa: PLW2901 - the same, as it is
+                    status = actual_status(record, self.path)  # noqa: PLW2901 - the corrected status
                 state = (status, *progress)
                 if self._seen.get(number) == state:
                     continue
@@ -63,17 +66,29 @@ class Contents:
                 self._runs[number] = run = self._run(results, record, status)
                 self._seen[number] = state
                 changed.append(run)
-        return {"runs": changed} if changed else {}
+        return {"runs": changed, "rules": self._rules()} if changed else {}
 
     def whole(self) -> dict[str, Any]:
-        """Return all that the page needs."""
+        """Return all data of the report."""
         return {
             **source(self.path),
-            "limits": {"points": MOST_POINTS, "bins": MOST_BINS, "pictures": MOST_PICTURES},
+            "limits": {"points": MOST_POINTS},
             **drawing(),
             "runs": list(self._runs.values()),
+            "rules": self._rules(),
             "guards": [],
         }
+
+    def _rules(self) -> dict[str, Any]:
+        """Return the line style of each rule, by name.
+
+        Rules with the same style differ in their dashes. Of these, the rule with the largest b has
+        the unchanged style, which is a solid line for most rules.
+        """
+        runs = sorted(self._runs.values(), key=lambda run: (-(run["b"] or 0), run["id"]))
+        rules = list(dict.fromkeys(run["rule"] for run in runs))
+        styles = distinct_dashes([self._palette.style(rule) for rule in rules])
+        return dict(zip(rules, map(_drawn, styles), strict=True))
 
     def _run(self, results: Results, record: RunRecord, status: str) -> dict[str, Any]:
         rounds = columns(results, "rounds", record.id, _OF_ROUNDS)
@@ -84,10 +99,7 @@ class Contents:
         return {
             "id": record.id,
             "name": record.name,
-            "dataset": record.dataset,
-            "model": record.model,
             "rule": record.rule,
-            "style": _drawn(self._palette.style(record.rule)),
             "attack": record.attack,
             "seed": record.seed,
             "b": _b(record.rule),
@@ -98,12 +110,10 @@ class Contents:
             "status": status,
             "message": record.message,
             "origin": record.origin,
-            "started": record.started,
             "final": _number(record.final_accuracy),
             "best": _number(record.best_accuracy),
             "ms": _number(record.ms_per_round),
             "skipped": record.skipped_rounds,
-            "nonfinite": record.nonfinite_rounds,
             "suspects": list(record.suspects),
             "unusual": list(record.unusual),
             "suspect_servers": list(record.suspect_servers),
@@ -115,7 +125,7 @@ class Contents:
             "cost": {key: _number(each) for key, each in cost(rounds, evaluations).items()},
             "blame": None if shares is None else _blame(shares, rounds),
             "evidence": [
-                [each.worker, _number(each.odds), each.since, _number(each.dropped)]
+                [each.worker, _number(each.e_value), each.flagged, _number(each.dropped)]
                 for each in results.evidence(record.id)
             ],
             "absurd": None if absurd is None else _base64(absurd),
@@ -125,6 +135,7 @@ class Contents:
         }
 
     def _some(self, pictures: list[RecordedPicture]) -> dict[str, Any]:
+        """Return some of a run's recorded matrices, at even distances."""
         left = max(0, MOST_PICTURES_IN_ALL - self._pictures)
         chosen = [pictures[place] for place in _places(len(pictures), min(MOST_PICTURES, left))]
         self._pictures += len(chosen)
@@ -132,13 +143,13 @@ class Contents:
 
 
 def source(path: Path) -> dict[str, Any]:
-    """Return where the page's data is from."""
+    """Return the name and path of the file, and the time of reading."""
     made = datetime.now(UTC).isoformat(timespec="seconds")
     return {"source": {"name": path.name, "path": str(path), "made": made}}
 
 
 def drawing() -> dict[str, Any]:
-    """Return how lines are drawn, and when a worker is flagged."""
+    """Return the styles of curves, and the false alarm probability at which workers are flagged."""
     return {
         "styles": {name: _drawn(style) for name, style in STYLES.items()},
         "baseline": _drawn(BASELINE),
@@ -147,7 +158,7 @@ def drawing() -> dict[str, Any]:
 
 
 def command(config: dict[str, Any]) -> str:
-    """Return the command line that repeats a run: every setting is said, whatever its default.
+    """Return the command line that repeats a run; it has every setting, also those at defaults.
 
     >>> print(command({"lr": 0.1, "standardise": True, "name": None, "faults": ["nan 3 @ 5"]}))
     phocas train --lr 0.1 --standardise --set 'faults=["nan 3 @ 5"]' --restart
@@ -156,13 +167,12 @@ def command(config: dict[str, Any]) -> str:
     for key, value in config.items():
         if value is None or value is False or value in ([], {}) or key in RECORDED:
             continue
-        flag = f"--{key.replace('_', '-')}"
         if value is True:
-            words.append(flag)
+            words.append(option_of(key))
         elif isinstance(value, list | dict):
             words += ["--set", f"{key}={_toml(value)}"]
         else:
-            words += [flag, str(value)]
+            words += [option_of(key), str(value)]
     return shlex.join([*words, "--restart"])
 
 
@@ -180,17 +190,19 @@ def _toml(value: Any) -> str:
 
 
 def _drawn(style: Style) -> dict[str, Any]:
+    """Return a style in the words of SVG."""
     dashes = [] if isinstance(style.dash, str) else [2 * length for length in style.dash[1]]
-    return {"colour": style.colour, "dash": dashes, "mark": style.marker}
+    return {"colour": style.colour, "dash": dashes, "marker": style.marker}
 
 
 def _b(rule: str) -> int | None:
+    """Return the last b of a rule's text."""
     found = re.findall(r"\bb=(\d+)", rule)
     return int(found[-1]) if found else None
 
 
 def _number(value: float | None) -> float | None:
-    """Return five digits of a number, and nothing of what is none."""
+    """Return a number rounded to five digits, or None if it is not finite."""
     return float(f"{value:.5g}") if value is not None and np.isfinite(value) else None
 
 
@@ -199,7 +211,7 @@ def _numbers(values: Iterable[float]) -> list[float | None]:
 
 
 def _places(size: int, most: int) -> list[int]:
-    """Return places evenly apart, the first and the last among them."""
+    """Return at most ``most`` indices at even distances, including the first and the last."""
     if size <= most:
         return list(range(size))
     return sorted({round(place) for place in np.linspace(0, size - 1, most)}) if most > 1 else []
@@ -216,7 +228,7 @@ def _curve(rounds: dict[str, Any], evaluations: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _blame(shares: Shares, rounds: dict[str, Any]) -> dict[str, Any]:
+def _blame(shares: DroppedShares, rounds: dict[str, Any]) -> dict[str, Any]:
     starts = np.array(_places(len(shares.rounds) + 1, MOST_BINS + 1)[:-1])
     ends = np.append(starts[1:], len(shares.rounds))
     means = np.add.reduceat(shares.workers.astype(np.float64), starts, axis=0)
@@ -248,7 +260,7 @@ def _picture(picture: RecordedPicture) -> dict[str, Any]:
 
 
 def _logarithms(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
-    """Code values by sign and logarithm: 0.4% of a value of any size, in two bytes."""
+    """Encode values of any size by sign and logarithm in two bytes, with an error of 0.4%."""
     wide = values.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         sizes = np.rint((np.log2(np.abs(wide)) + _LOG_START) * _LOG_STEPS)
@@ -258,7 +270,7 @@ def _logarithms(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
 
 
 def _coded(shares: npt.NDArray[np.floating[Any]]) -> str:
-    """Write shares in two bytes each: Heraclius drops a thousandth of what is honest."""
+    """Encode shares in two bytes each; one byte is too coarse for Heraclius, which drops 0.1%."""
     return _base64(np.rint(np.clip(np.nan_to_num(shares), 0, 1) * 65535).astype("<u2"))
 
 

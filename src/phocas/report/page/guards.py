@@ -1,4 +1,4 @@
-"""What the page shows of a guard's report or log: the JSON that a DDP or FSDP job has written."""
+"""The data of the HTML report of a DDP or FSDP guard, read from its JSON report or log."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from phocas.report.page.contents import drawing, source
 
 
 class GuardContents:
-    """What is shown of a guard's report, which its job may write anew."""
+    """The data of a guard's report; the file may be replaced while its job runs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reports: list[dict[str, Any]] = []
 
     def read(self) -> dict[str, Any]:
-        """Read the file and return what has changed since it was last read."""
+        """Read the file and return its reports if they changed since the last call."""
         found = read_reports(self.path)
         if found == self._reports:
             return {}
@@ -28,12 +28,12 @@ class GuardContents:
         return {"guards": found}
 
     def whole(self) -> dict[str, Any]:
-        """Return all that the page needs."""
-        return {**source(self.path), **drawing(), "runs": [], "guards": self._reports}
+        """Return all data of the report."""
+        return {**source(self.path), **drawing(), "runs": [], "rules": {}, "guards": self._reports}
 
 
 def is_report(path: Path) -> bool:
-    """Tell whether a file begins as JSON does, and a results file never."""
+    """Return whether a file starts like JSON; a results file never does."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -41,9 +41,9 @@ def is_report(path: Path) -> bool:
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """Read and check a guard's report, or its log as one report for each job.
+    """Read and check a guard's report, or its log with one report for each job.
 
-    Numbers that are not finite become null.
+    Numbers that are not finite become None.
     """
     try:
         text = path.read_text("utf-8")
@@ -58,10 +58,11 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
 
 
 def _logged(lines: Sequence[str]) -> list[Any]:
-    """Read a line of JSON for each event; a job begins where steps or verdicts come again.
+    """Return one report for each job of a log, which has one line of JSON for each event.
 
-    A rank may be flagged again as another kind, which replaces the first. Events of other kinds are
-    in the report of the job that each line has.
+    A new job starts where the step count falls, or where a rank is flagged again as the same kind.
+    A rank that is flagged as another kind replaces its earlier entry. Every line contains the job's
+    report, which covers the events of other kinds.
     """
     reports: list[dict[str, Any]] = []
     for line in lines:
@@ -80,6 +81,7 @@ def _logged(lines: Sequence[str]) -> list[Any]:
 
 
 def _checked(path: Path, found: Any) -> dict[str, Any]:
+    """Return a report with all its fields, or raise ValueError."""
     if not isinstance(found, dict) or "schema" not in found:
         raise ValueError(
             f"{path} is no report of a guard: guard.report() as JSON, or the file that protect or"
@@ -100,12 +102,14 @@ def _checked(path: Path, found: Any) -> dict[str, Any]:
 
 
 def _check(found: Any, kind: type) -> None:
+    """Raise KeyError if fields of a typed dictionary are missing."""
     missing = sorted(set(kind.__annotations__) - set(found.keys()))
     if missing:
         raise KeyError(f"{kind.__name__} lacks {', '.join(missing)}")
 
 
 def _finite(value: Any) -> Any:
+    """Replace all numbers that are not finite by None."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list):

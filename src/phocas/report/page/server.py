@@ -1,7 +1,7 @@
-"""The live page: read-only, on this machine unless told otherwise, with nothing to ask it for.
+"""The server of the live HTML report: read-only, and by default for this machine only.
 
-It answers two paths, the page itself and the stream of what has changed. One thread follows the
-file and works out each change once, however many browsers listen.
+It answers two paths: the report itself, and the stream of changes. One thread follows the file and
+computes each change once for all browsers.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ from phocas.report.page import policy, render
 from phocas.report.page.writing import open_contents
 
 POLL_SECONDS = 0.2
-_SHARE = 20  # rests so many times as long as it has worked, so that training is not slowed
+_SHARE = 20  # pause for 20 times as long as the last read took, so that training is not slowed
 _LONGEST_REST = 5.0
 _STREAMS = 64
-_WAITING = 100  # changes that a browser may lag behind before it has to ask anew
+_WAITING = 100  # changes that a browser may lag behind before it must reconnect
 _ALIVE_SECONDS = 10.0
 _OWN = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What browsers are told."""
+    """An event of the stream."""
 
     version: str
+    """The state of the data after this event."""
     kind: str
+    """whole, changed or problem."""
     body: str
+    """JSON."""
 
 
 class Feed:
-    """Follow a file, and tell all who listen what has changed in it."""
+    """Follow a file and send its changes to all listeners."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,11 +61,11 @@ class Feed:
         self._thread = threading.Thread(target=self._watch, name="phocas-page", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start to follow the file."""
         self._thread.start()
 
     def close(self) -> None:
-        """Tell everybody that this is the end."""
+        """Stop following, and end all streams."""
         self._closing.set()
         with self._lock:
             for listener in self._listeners:
@@ -71,13 +74,13 @@ class Feed:
         self._thread.join()
 
     def page(self) -> bytes:
-        """Return the page with all that is known now."""
+        """Return the HTML report with the present data."""
         with self._lock:
             data = {**self.contents.whole(), "version": self._stamp()}
         return render(data, live=True).encode()
 
     def listen(self, after: str) -> queue.Queue[Event | None] | None:
-        """Return a queue of events for a browser that has seen so much; None if too many listen."""
+        """Return a queue of the events after a version; None if there are too many listeners."""
         found: queue.Queue[Event | None] = queue.Queue(_WAITING)
         with self._lock:
             if len(self._listeners) >= _STREAMS:
@@ -90,12 +93,12 @@ class Feed:
         return found
 
     def leave(self, listener: queue.Queue[Event | None]) -> None:
-        """Tell a browser nothing any more."""
+        """Remove a listener."""
         with self._lock:
             self._listeners.discard(listener)
 
     def _stamp(self) -> str:
-        """Name what is known now, so that the same number of another server is told from it."""
+        """Return the present version; it differs between two servers of the same file."""
         return f"{self._boot}-{self._version}"
 
     def _event(self, kind: str, body: Any) -> Event:
@@ -107,7 +110,7 @@ class Feed:
         asked = rest = 0.0
         while not self._closing.wait(max(POLL_SECONDS, rest)):
             state, now = _state(self.path), time.monotonic()
-            # A run that is killed writes nothing: that it is gone is found out by asking.
+            # A killed run changes no file, so runs are also checked at intervals.
             if state == seen and now - asked < _LONGEST_REST:
                 continue
             with self._lock:
@@ -132,7 +135,7 @@ class Feed:
         for listener in list(self._listeners):
             try:
                 listener.put_nowait(event)
-            except queue.Full:  # its browser sleeps; when it asks again, it gets the whole
+            except queue.Full:  # a suspended browser: when it reconnects, it gets all data
                 self._listeners.discard(listener)
                 with suppress(queue.Empty):
                     listener.get_nowait()
@@ -140,13 +143,13 @@ class Feed:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serve the page of a results file, or of a guard's report, while it is written to."""
+    """Server of the HTML report of a results file or of a guard's report, while it is written."""
 
     daemon_threads = True
     allow_reuse_address = True
 
     def __init__(self, path: Path, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Read the file, which must be one that can be shown, and listen."""
+        """Read the file and listen; raise ValueError if either is impossible."""
         self.feed = Feed(path)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -160,7 +163,7 @@ class PageServer(ThreadingHTTPServer):
         self.feed.start()
 
     def server_bind(self) -> None:
-        """Bind without asking anybody for the name of this machine, which can take seconds."""
+        """Bind without looking up the name of this machine, which can take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -171,16 +174,17 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{host}:{self.server_port}/"
 
     def knows(self, host: str) -> bool:
-        """Tell whether a request means this server: who listens here only is not asked by name.
+        """Return whether the Host header of a request names this server.
 
-        A page from elsewhere whose name was made to point here would send its own.
+        A server of this machine only accepts local names, which prevents DNS rebinding: a foreign
+        site whose name resolves to this machine sends its own name.
         """
         if self.server_name not in _OWN:
             return True
         return urlsplit(f"//{host}").hostname in ("localhost", *_OWN)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing about browsers that go away in the middle of a word."""
+        """Print nothing about browsers that disconnect."""
 
     def __enter__(self) -> Self:
         return self
@@ -191,7 +195,7 @@ class PageServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answer for the page and for the stream, and for nothing else."""
+    """Handler of the report and of the stream."""
 
     server: PageServer
     server_version = "phocas"
@@ -207,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
     }
 
     def do_GET(self) -> None:
-        """Send the page, or the stream."""
+        """Send the report or the stream."""
         path, _, query = self.path.partition("?")
         if not self.server.knows(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.FORBIDDEN)
@@ -261,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _state(path: Path) -> tuple[Any, ...]:
-    """Return what changes when a file is written to, be it the file or what waits beside it."""
+    """Return a value that changes when a file or its write-ahead log is written."""
     found: list[tuple[int, ...] | None] = []
     for each in (path, path.with_name(f"{path.name}-wal")):
         try:

@@ -1,4 +1,4 @@
-"""A report as one file."""
+"""Write the HTML report of a file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def open_contents(path: Path) -> Contents | GuardContents:
 
 
 def write_report(path: Path, output: Path) -> str:
-    """Write the page of a file, and say in words what is in it."""
+    """Write the HTML report of a file and return a line about it."""
     data = open_contents(path).whole()
     page = render(data).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Never half a page: one that is open in a browser is replaced in one go.
+    # The file is replaced at once, so that a browser never reads half of it.
     partial = output.with_name(f"{output.name}.{os.getpid()}.part")
     partial.write_bytes(page)
     partial.replace(output)

@@ -1,9 +1,10 @@
-"""The gradients of all workers at once, each written straight into its row of the matrix.
+"""The gradients of all workers at once, each written directly into its row of the matrix.
 
-Three ways, chosen by the model and all checked against plain autograd:
+There are three ways, chosen by the model. Tests compare all of them with plain autograd:
 
-- :class:`Merged`: the batches of many workers go through a dense model as one, and a backward pass
-  written by hand leaves a gradient a worker (the paper's MLP, m = 20: 4 ms; a loop 30 ms).
+- :class:`MergedBatchGradients`: the batches of many workers go through a dense model as one batch,
+  and a backward pass written by hand gives one gradient per worker (the paper's MLP, m = 20: 4 ms;
+  a loop 30 ms).
 - :class:`Vectorised`: ``torch.func.vmap`` over the workers, for small models without convolutions.
 - :class:`Looped`: one worker after another by autograd, convolutions in channels-last layout.
 """
@@ -37,23 +38,28 @@ from phocas.training.gradients.base import (
     WorkerGradients,
     empty_losses,
 )
-from phocas.training.gradients.merged import Merged, is_dense
+from phocas.training.gradients.merged import MergedBatchGradients, is_dense
 
 if TYPE_CHECKING:
-    from phocas.training.lanes import Lanes
     from phocas.training.parameters import FlatParameters
+    from phocas.training.pool import DeterministicPool
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Vectorised(WorkerGradients):
-    """Differentiate all workers of a block in one call with ``torch.func.vmap``."""
+    """Gradients by ``torch.func.vmap`` over the workers of a block."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, flat: FlatParameters, lanes: Lanes, reduction: Reduction
+        self,
+        model: nn.Module,
+        loss: Loss,
+        flat: FlatParameters,
+        pool: DeterministicPool,
+        reduction: Reduction,
     ) -> None:
-        super().__init__(model, loss, flat, lanes, reduction)
+        super().__init__(model, loss, flat, pool, reduction)
         self.replica = _replica(model).train()
 
     def __call__(
@@ -65,8 +71,8 @@ class Vectorised(WorkerGradients):
         round: int,
         first_worker: int = 0,
     ) -> torch.Tensor:
-        """Run blocks of workers one after another: vmap's transformations share the module."""
-        del seed, round, first_worker  # random models are looped
+        """Run blocks of workers one after another: transformations of vmap share the module."""
+        del seed, round, first_worker  # models that draw random numbers use Looped
         num_workers, batch_size = targets.shape[:2]
         step = math.ceil(SAMPLES_A_BLOCK / batch_size)
         scale = self._scale(batch_size)
@@ -95,16 +101,17 @@ class Vectorised(WorkerGradients):
                 offset += part.shape[1]
 
         for start in range(0, num_workers, step):
-            self.lanes.map(block, [start])
+            self.pool.map(block, [start])
         return losses
 
 
 class Looped(WorkerGradients):
-    """Differentiate one worker after another with autograd, for any module.
+    """Gradients by autograd, one worker at a time, for any module.
 
-    Workers run side by side unless the model changes its buffers or draws random numbers other than
-    nn.Dropout's. Buffers (running means of batch norm) start each worker from the server's values;
-    the server then takes the median over the workers, since a worker may lie there too.
+    Workers run in parallel, unless the model changes its buffers or draws random numbers other than
+    those of nn.Dropout. Each worker starts with the server's buffers (such as the running means of
+    batch norm). The server then takes the median over the workers, because a Byzantine worker may
+    send wrong buffers, too.
     """
 
     def __init__(
@@ -112,12 +119,12 @@ class Looped(WorkerGradients):
         model: nn.Module,
         loss: Loss,
         flat: FlatParameters,
-        lanes: Lanes,
+        pool: DeterministicPool,
         reduction: Reduction,
         *,
         channels_last: bool,
     ) -> None:
-        super().__init__(model, loss, flat, lanes, reduction)
+        super().__init__(model, loss, flat, pool, reduction)
         self.noise = Noise()
         self.replica = _replica(model)
         seed_dropout(self.replica, self.noise)
@@ -145,7 +152,7 @@ class Looped(WorkerGradients):
         round: int,
         first_worker: int = 0,
     ) -> torch.Tensor:
-        """Run the workers side by side, or in order where they would disturb each other."""
+        """Run the workers in parallel, or in order if they would change each other's state."""
         num_workers, batch_size = targets.shape[:2]
         scale = self._scale(batch_size)
         losses = empty_losses(num_workers, out)
@@ -170,7 +177,7 @@ class Looped(WorkerGradients):
         if self.serial:
             self._in_order(worker, num_workers, seed, round, first_worker)
         else:
-            self.lanes.map(worker, range(num_workers))
+            self.pool.map(worker, range(num_workers))
         return losses
 
     def _in_order(
@@ -188,7 +195,7 @@ class Looped(WorkerGradients):
                 for name, buffer in self.replica.named_buffers():
                     buffer.copy_(theirs[name])
                 torch.manual_seed(worker_seed(seed, round, first_worker + i))
-                self.lanes.map(worker, [i])
+                self.pool.map(worker, [i])
                 kept.append({key: b.clone() for key, b in self.replica.named_buffers()})
         for name, buffer in theirs.items():
             buffer.copy_(torch.stack([buffers[name] for buffers in kept]).median(0).values)
@@ -199,7 +206,7 @@ def worker_gradients(
     model: nn.Module,
     loss: Loss,
     flat: FlatParameters,
-    lanes: Lanes,
+    pool: DeterministicPool,
     *,
     sample: tuple[torch.Tensor, torch.Tensor],
     reduction: Reduction = "mean",
@@ -207,17 +214,23 @@ def worker_gradients(
 ) -> WorkerGradients:
     """Choose how to compute the workers' gradients, by the model and a trial on a sample.
 
-    ``sample`` is a pair of inputs (some workers, n, ...) and targets of the real shapes; ``path``
-    forces ``merged``, ``vectorised`` or ``looped``.
+    Args:
+        model: the model.
+        loss: the loss function.
+        flat: the parameters of the model as one vector.
+        pool: the threads.
+        sample: inputs (some workers, n, ...) and targets of the real shapes.
+        reduction: whether a gradient is the mean or the sum over a batch.
+        path: ``merged``, ``vectorised`` or ``looped`` to skip the trial; None to choose by it.
     """
-    ways = {"merged": Merged, "vectorised": Vectorised, "looped": Looped}
+    ways = {"merged": MergedBatchGradients, "vectorised": Vectorised, "looped": Looped}
     if path is not None and path not in ways:
         raise ValueError(unknown("gradient path", path, ways))
     whole = not sample[0].is_floating_point()
     if path == "merged" or (path is None and is_dense(model, sample[0].dim() - 2, whole=whole)):
-        return Merged(model, loss, flat, lanes, reduction)
+        return MergedBatchGradients(model, loss, flat, pool, reduction)
     try:
-        looped = _looped(model, loss, flat, lanes, reduction, sample)
+        looped = _looped(model, loss, flat, pool, reduction, sample)
     except RuntimeError as error:
         if not whole:
             raise
@@ -227,7 +240,7 @@ def worker_gradients(
         ) from error
     small = not any(isinstance(part, _CONVOLUTIONS) for part in model.modules())
     if path == "vectorised" or (path is None and small and not looped.serial):
-        vectorised = Vectorised(model, loss, flat, lanes, reduction)
+        vectorised = Vectorised(model, loss, flat, pool, reduction)
         if path == "vectorised" or _agrees(vectorised, looped, sample):
             return vectorised
     return looped
@@ -237,18 +250,18 @@ def _looped(
     model: nn.Module,
     loss: Loss,
     flat: FlatParameters,
-    lanes: Lanes,
+    pool: DeterministicPool,
     reduction: Reduction,
     sample: tuple[torch.Tensor, torch.Tensor],
 ) -> Looped:
-    """Lay images out channels-last for convolutions, unless the model cannot take them so."""
+    """Use channels-last layout for convolutions, unless the model does not accept it."""
     if any(isinstance(part, nn.Conv2d) for part in model.modules()):
-        looped = Looped(model, loss, flat, lanes, reduction, channels_last=True)
-        # A view after a convolution wants the usual layout; any other trouble comes again below.
+        looped = Looped(model, loss, flat, pool, reduction, channels_last=True)
+        # A view after a convolution needs the usual layout; other errors are raised again below.
         with contextlib.suppress(RuntimeError):
             looped.serial = _disturbs(looped, sample)
             return looped
-    looped = Looped(model, loss, flat, lanes, reduction, channels_last=False)
+    looped = Looped(model, loss, flat, pool, reduction, channels_last=False)
     looped.serial = _disturbs(looped, sample)
     return looped
 
@@ -263,7 +276,7 @@ def _replica(model: nn.Module) -> nn.Module:
 
 
 def _disturbs(looped: Looped, sample: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Try a worker: does it change buffers, or draw from the generator of the process?"""
+    """Run one worker; return True if it changes buffers or draws from the global generator."""
     inputs, targets = (part[:1] for part in sample)
     buffers = {name: buffer.clone() for name, buffer in looped.replica.named_buffers()}
     with own_randomness(looped.device):
@@ -281,15 +294,15 @@ def _disturbs(looped: Looped, sample: tuple[torch.Tensor, torch.Tensor]) -> bool
 def _agrees(
     vectorised: Vectorised, looped: Looped, sample: tuple[torch.Tensor, torch.Tensor]
 ) -> bool:
-    """Try a worker both ways; a model that vmap cannot take, or takes differently, is looped."""
+    """Run one worker both ways; return True if vmap works and gives the same gradients."""
     inputs, targets = (part[:1] for part in sample)
     found, expected = (torch.empty_like(looped.flat.vector)[None] for _ in range(2))
     looped(inputs, targets, expected, 0, 0)
     try:
         vectorised(inputs, targets, found, 0, 0)
-    except Exception:  # noqa: BLE001  # whatever vmap dislikes about a foreign model, the loop can do
+    except Exception:  # noqa: BLE001  # vmap raises many kinds of errors for models it does not support
         return False
-    # Of bfloat16, whose sums differ by more, a few last bits.
+    # The sums of bfloat16 differ by a few last bits.
     relative = max(1e-3, 4 * torch.finfo(expected.dtype).eps)
     tolerance = max(1e-4, relative / 10) * float(expected.abs().max()) + 1e-12
     return bool(torch.allclose(found, expected, rtol=relative, atol=tolerance))

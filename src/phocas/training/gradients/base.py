@@ -1,4 +1,4 @@
-"""What every way to compute the workers' gradients has in common."""
+"""The base class of the ways to compute the workers' gradients."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from phocas.training.lanes import Lanes
     from phocas.training.parameters import FlatParameters
+    from phocas.training.pool import DeterministicPool
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Reduction = Literal["mean", "sum"]
 Buffers = dict[str, torch.Tensor]
 
-SAMPLES_A_BLOCK = 320  # the smallest merged batch that costs less than 5% more a sample than 640
+SAMPLES_A_BLOCK = 320  # the smallest merged batch whose cost per sample is within 5% of that of 640
 
 
 def empty_losses(num_workers: int, rows: torch.Tensor) -> torch.Tensor:
-    """Return room for the workers' losses, which are never told in fewer than 32 bits."""
+    """Return an empty tensor for the workers' losses, of at least 32 bits."""
     kind = torch.promote_types(rows.dtype, torch.float32)
     return torch.empty(num_workers, dtype=kind, device=rows.device)
 
@@ -30,19 +30,24 @@ class WorkerGradients(ABC):
     """Compute the gradient of each worker's batch at the current parameters."""
 
     channels_last = False
-    """Whether the model is better given images laid out channels-last."""
+    """Whether images should be in channels-last layout."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, flat: FlatParameters, lanes: Lanes, reduction: Reduction
+        self,
+        model: nn.Module,
+        loss: Loss,
+        flat: FlatParameters,
+        pool: DeterministicPool,
+        reduction: Reduction,
     ) -> None:
         self.model = model
         self.loss = loss
         self.flat = flat
-        self.lanes = lanes
+        self.pool = pool
         self.reduction = reduction
         self.device = flat.vector.device
         self.left: list[Buffers] = []
-        """The buffers as each worker left them in the last call, if the model changes any."""
+        """The model's buffers after the last call, for each worker, if the model changes any."""
 
     @abstractmethod
     def __call__(

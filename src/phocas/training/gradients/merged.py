@@ -1,4 +1,4 @@
-"""The gradients of dense models: batches merged, and a backward pass written by hand."""
+"""The gradients of dense models, by merged batches and a hand-written backward pass."""
 
 from __future__ import annotations
 
@@ -19,21 +19,27 @@ from phocas.training.gradients.base import (
 )
 
 if TYPE_CHECKING:
-    from phocas.training.lanes import Lanes
     from phocas.training.parameters import FlatParameters
+    from phocas.training.pool import DeterministicPool
 
 
-class Merged(WorkerGradients):
-    """Merge the workers' batches and write the backward pass of dense layers by hand.
+class MergedBatchGradients(WorkerGradients):
+    """Merged batches of all workers, with a hand-written backward pass for dense layers.
 
-    With A the inputs of a linear layer and D the gradient at its outputs, worker i's gradient is
-    ``D_i^T A_i``: one batched product for all workers, with the matrix's own rows as its result.
+    With A the inputs of a linear layer and D the gradient at its outputs, the gradient of worker i
+    is ``D_i^T A_i``. One batched product computes it for all workers, directly into the rows of the
+    matrix.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, flat: FlatParameters, lanes: Lanes, reduction: Reduction
+        self,
+        model: nn.Module,
+        loss: Loss,
+        flat: FlatParameters,
+        pool: DeterministicPool,
+        reduction: Reduction,
     ) -> None:
-        super().__init__(model, loss, flat, lanes, reduction)
+        super().__init__(model, loss, flat, pool, reduction)
         self.layers = _dense_layers(model)
         self.plain_cross_entropy = is_cross_entropy(loss)
         self._starts: dict[int, int] = {}
@@ -43,7 +49,10 @@ class Merged(WorkerGradients):
             offset += tensor.numel()
 
     def by_tensor(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return the part of rows (k, d) that belongs to each tensor, in its shape, by its id."""
+        """Split k rows of all d parameters into one (k, *shape) tensor for each parameter tensor.
+
+        The keys of the result are the ids of the parameter tensors.
+        """
         return {
             id(tensor): rows[:, start : start + tensor.numel()].view(-1, *tensor.shape)
             for tensor, start in zip(self.flat.tensors, self._starts.values(), strict=True)
@@ -58,7 +67,7 @@ class Merged(WorkerGradients):
         round: int,
         first_worker: int = 0,
     ) -> torch.Tensor:
-        """Run blocks of workers side by side; a block's size depends on the batch size alone."""
+        """Run blocks of workers in parallel; their size depends only on the batch size."""
         num_workers, batch_size = targets.shape[:2]
         step = math.ceil(SAMPLES_A_BLOCK / batch_size)
         losses = empty_losses(num_workers, out)
@@ -83,7 +92,7 @@ class Merged(WorkerGradients):
                     generators,
                 )
 
-        self.lanes.map(block, range(0, num_workers, step))
+        self.pool.map(block, range(0, num_workers, step))
         return losses
 
     def _block(
@@ -113,7 +122,7 @@ class Merged(WorkerGradients):
                     rows.bernoulli_(1 - layer.p, generator=generator)
                 values = values * mask.div_(1 - layer.p)
                 tape.append((layer, mask))
-        delta = self.slope(values, targets, losses)
+        delta = self.output_gradient(values, targets, losses)
         lowest = next(
             place
             for place, (layer, _) in enumerate(tape)
@@ -152,7 +161,7 @@ class Merged(WorkerGradients):
             if layer.padding_idx is not None:
                 row[layer.padding_idx] = 0
 
-    def slope(
+    def output_gradient(
         self, outputs: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
     ) -> torch.Tensor:
         """Store the losses and return the gradient at the outputs."""
@@ -177,9 +186,9 @@ class Merged(WorkerGradients):
 
 
 def is_dense(model: nn.Module, input_dims: int, *, whole: bool = False) -> bool:
-    """Say whether a model is a plain stack of linear layers, ReLU, flatten and dropout.
+    """Return True if a model is a plain stack of linear layers, ReLU, flatten and dropout.
 
-    For inputs that are whole numbers, an embedding must come first.
+    For integer inputs (``whole``), the first layer must be an embedding.
     """
     layers = _dense_layers(model)
     if not layers or not isinstance(layers[-1], nn.Linear):
@@ -221,7 +230,7 @@ def _is_hooked(layer: nn.Module) -> bool:
 
 
 def is_cross_entropy(loss: Loss) -> bool:
-    """Say whether a loss is the mean cross-entropy without weights, smoothing or ignored labels."""
+    """Return True for the mean cross-entropy without weights, smoothing or ignored labels."""
     if loss is functional.cross_entropy:
         return True
     return (

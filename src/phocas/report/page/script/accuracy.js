@@ -1,13 +1,15 @@
-// Accuracy: a line a rule, a band over seeds, a panel an attack, and the clean baseline in each.
-import { el, put, switcher } from "./dom.js";
-import { accuracy, count, digits, distinct } from "./format.js";
+// Accuracy: one curve for each rule, a panel for each attack, and a table that compares the rules.
+import { el, put, switcher, table } from "./dom.js";
+import { accuracy, count, digits, distinct, listing, mean, middle } from "./format.js";
 import { lineChart } from "./chart.js";
-import { sample, told } from "./styles.js";
+import { sample } from "./styles.js";
+import { flaggedIn } from "./detection.js";
 
 const PANELS = 12; // drawn at first
+const ROWS = 40; // of the table
 const METRICS = [["top1", "top-1"], ["top3", "top-3"], ["loss", "loss"]];
 const NAMES = { top1: "top-1 accuracy", top3: "top-3 accuracy", loss: "test loss" };
-// These tell runs apart in other ways than by a panel, or change no result.
+// Settings that make no panel: they distinguish curves or repeats, or change no result.
 const NO_PANEL = new Set([
   "rule", "seed", "name", "rounds", "results", "data_dir", "threads", "evaluate_every",
   "checkpoint_rounds", "checkpoint_seconds", "record_matrix", "attack",
@@ -22,7 +24,7 @@ export function differing(runs) {
   );
 }
 
-/** Write a setting so that it is clear which it is. */
+/** Write a setting with its name, unless its value makes the name clear. */
 export function said(run, key) {
   const value = run.config[key];
   const text = typeof value === "string" ? value : JSON.stringify(value ?? null);
@@ -30,31 +32,44 @@ export function said(run, key) {
     ? text : `${key.replaceAll("_", " ")} ${text}`;
 }
 
-/** Group runs into panels: by attack, and by whatever else tells them apart. */
-export function panelsOf(runs) {
+/** Group runs that differ only in their seed, with their mean final accuracy and median cost. */
+export function groupsOf(runs) {
   const keys = differing(runs);
-  const panels = new Map();
+  const groups = new Map();
   for (const run of runs) {
     const setting = keys.map((key) => said(run, key)).join(", ");
-    const title = [run.attack ?? "no attack", setting].filter(Boolean).join(" · ");
-    if (!panels.has(title)) panels.set(title, { title, setting, attack: run.attack, runs: [] });
-    panels.get(title).runs.push(run);
+    const key = JSON.stringify([run.rule, run.attack, setting]);
+    if (!groups.has(key)) groups.set(key, { rule: run.rule, attack: run.attack, setting, runs: [] });
+    groups.get(key).runs.push(run);
+  }
+  const known = (own, key) => own.map((run) => run[key]).filter((value) => value !== null);
+  return [...groups.values()].map((group) => ({
+    ...group, final: mean(known(group.runs, "final")), ms: middle(known(group.runs, "ms")),
+    isBaseline: group.rule === "mean" && group.attack === null,
+  }));
+}
+
+/** Arrange groups of runs in panels, by attack and by all other settings that differ. */
+export function panelsOf(runs) {
+  const panels = new Map();
+  for (const group of groupsOf(runs)) {
+    const title = [group.attack ?? "no attack", group.setting].filter(Boolean).join(" · ");
+    if (!panels.has(title)) panels.set(title, { title, setting: group.setting, attack: group.attack, groups: [] });
+    panels.get(title).groups.push(group);
   }
   const found = [...panels.values()];
   for (const panel of found) {
-    panel.clean = found
-      .filter((other) => other.attack === null && other.setting === panel.setting)
-      .flatMap((other) => other.runs)
-      .filter((run) => run.rule === "mean");
+    panel.clean = found.filter((other) => other.setting === panel.setting)
+      .flatMap((other) => other.groups).find((group) => group.isBaseline);
   }
   const attacked = found.filter((panel) => panel.attack !== null);
   // Runs without an attack have a panel of their own if they are more than the baseline.
   const clean = found.filter((panel) => panel.attack === null &&
-    (panel.runs.some((run) => run.rule !== "mean") || !attacked.some((other) => other.setting === panel.setting)));
+    (panel.groups.some((group) => !group.isBaseline) || !attacked.some((other) => other.setting === panel.setting)));
   return [...attacked, ...clean];
 }
 
-/** Average the curves of some runs: at each round the mean, the least and the largest. */
+/** Average the curves of some runs: at each round the mean, the smallest and the largest value. */
 export function averaged(runs, metric, against) {
   const rounds = new Map();
   for (const run of runs) {
@@ -66,10 +81,9 @@ export function averaged(runs, metric, against) {
     });
   }
   const points = [...rounds.entries()].sort(([one], [two]) => one - two);
-  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
   return {
     x: points.map(([round, { seconds }]) => (against === "round" ? round : mean(seconds))),
-    y: points.map(([, { values }]) => (values.length ? mean(values) : null)),
+    y: points.map(([, { values }]) => mean(values)),
     low: points.map(([, { values }]) => (values.length ? Math.min(...values) : null)),
     high: points.map(([, { values }]) => (values.length ? Math.max(...values) : null)),
   };
@@ -78,7 +92,6 @@ export function averaged(runs, metric, against) {
 /** Make the section. */
 export function accuracySection(root) {
   let data = null;
-  let styles = new Map();
   let metric = "top1";
   let against = "round";
   let zoom = null;
@@ -88,17 +101,19 @@ export function accuracySection(root) {
   const reset = el("button", { type: "button", on: { click: () => { zoom = null; draw(); } } }, "Whole range");
   const closer = el("button", { type: "button", on: { click: zoomToBest } }, "Zoom to the best");
   const controls = el("div", { class: "controls" },
-    switcher("What is measured", METRICS, metric, (value) => { metric = value; zoom = null; redraw(); }),
-    switcher("Against what", [["round", "by round"], ["seconds", "by seconds"]], against, (value) => {
+    switcher("Metric", METRICS, metric, (value) => { metric = value; zoom = null; redraw(); }),
+    switcher("Horizontal axis", [["round", "by round"], ["seconds", "by seconds"]], against, (value) => {
       against = value; zoom = null; redraw();
     }),
     closer, reset,
   );
-  const legend = el("div", { class: "legend", role: "group", "aria-label": "Lines; press to hide one" });
+  const heading = el("h2", {});
+  const legend = el("div", { class: "legend", role: "group", "aria-label": "Curves; press to hide one" });
   const grid = el("div", { class: "panels" });
   const more = el("button", { type: "button", on: { click: () => { panels += PANELS; draw(); } } });
   const notes = el("p", { class: "note" });
-  put(root, el("h2", {}, "Accuracy"), controls, legend, grid, more, notes);
+  const compared = el("div", { class: "scroll comparison" });
+  put(root, heading, controls, legend, el("div", { class: "two" }, compared, el("div", {}, grid, more)), notes);
 
   function zoomToBest() {
     const ends = data.runs.map((run) => run.curve[metric].findLast((value) => value !== null))
@@ -110,32 +125,27 @@ export function accuracySection(root) {
     draw();
   }
 
+  const styleOf = (group) => (group.isBaseline ? data.baseline : data.rules[group.rule]);
   function linesOf(panel) {
-    const rules = distinct(panel.runs.map((run) => run.rule));
-    const lines = rules
-      .filter((rule) => !(panel.attack === null && rule === "mean"))
-      .map((rule) => {
-        const runs = panel.runs.filter((run) => run.rule === rule);
-        return line(runs, rule, styles.get(rule));
-      });
-    if (panel.clean.length) lines.push(line(panel.clean, "mean, no attack", data.baseline));
-    return lines.filter((each) => each.x.length);
-  }
-  function line(runs, label, style) {
-    const seeds = new Set(runs.map((run) => run.seed)).size;
-    return { label, style, seeds, ...averaged(runs, metric, against) };
+    const groups = panel.groups.filter((group) => !group.isBaseline).sort((one, two) => one.rule.localeCompare(two.rule));
+    return [...groups, ...(panel.clean ? [panel.clean] : [])].map((group) => ({
+      label: group.isBaseline ? "mean, no attack" : group.rule, style: styleOf(group),
+      seeds: new Set(group.runs.map((run) => run.seed)).size, ...averaged(group.runs, metric, against),
+    })).filter((line) => line.x.length);
   }
 
   function draw() {
     const found = panelsOf(data.runs.filter((run) => run.curve.round.length));
     const drawn = found.slice(0, panels).map((panel) => ({ ...panel, lines: linesOf(panel) }));
     const all = drawn.flatMap((panel) => panel.lines);
-    showLegend(all, drawn);
+    showComparison();
+    showLegend(all);
     const ends = all.flatMap((each) => each.high.filter((value) => value !== null));
     // A loss that has exploded would leave nothing to see of the others.
     const first = Math.max(...all.map((each) => each.y[0] ?? 0), 0.1);
     const yRange = metric === "loss" ? [0, Math.min(Math.max(...ends, 0.1), 2 * first)] : [0, 1];
     grid.classList.toggle("one", drawn.length === 1);
+    root.classList.toggle("stacked", drawn.length !== 1 || compared.hidden);
     while (grid.children.length > drawn.length) grid.lastChild.remove();
     drawn.forEach((panel, place) => {
       if (!grid.children[place]) {
@@ -144,19 +154,14 @@ export function accuracySection(root) {
       const [caption, host, note] = grid.children[place].children;
       put(caption, panel.title, el("span", { class: "quiet" }, ` ${NAMES[metric]}`));
       const shown = panel.lines.filter((each) => !hidden.has(each.label));
-      if (host.contains(document.activeElement) && document.activeElement !== document.body) {
-        host.dataset.refocus = "1";
-      }
+      const focused = host.contains(document.activeElement);
       lineChart(host, {
-        lines: shown, title: `${NAMES[metric]} under ${panel.title}`,
-        xLabel: against, xUnit: "", yLabel: NAMES[metric], yRange,
+        lines: shown, title: `${NAMES[metric]}, ${panel.title}`,
+        xLabel: against, yLabel: NAMES[metric], yRange,
         height: drawn.length === 1 ? 380 : 256, zoom,
         onZoom: (value) => { zoom = value; draw(); },
       });
-      if (host.dataset.refocus) {
-        delete host.dataset.refocus;
-        host.firstChild.focus();
-      }
+      if (focused) host.firstChild.focus();
       note.textContent = seedsOf(shown);
     });
     reset.hidden = zoom === null;
@@ -165,56 +170,61 @@ export function accuracySection(root) {
     notes.textContent = remarks(found);
   }
 
+  function showComparison() {
+    const groups = groupsOf(data.runs).sort((one, two) =>
+      (one.attack === null) - (two.attack === null) || (one.attack ?? "").localeCompare(two.attack ?? "") ||
+      one.setting.localeCompare(two.setting) || (two.final ?? -1) - (one.final ?? -1));
+    heading.textContent = groups.length > 1 ? "Comparison of rules" : "Accuracy";
+    compared.hidden = groups.length < 2;
+    const truth = groups.some((group) => group.runs.some((run) => run.byzantine?.length));
+    put(compared, table([
+      ["rule", (group) => el("span", { class: "named" }, sample(styleOf(group)), el("span", {}, group.rule))],
+      ["attack", (group) => group.attack ?? "none"],
+      ...(groups.some((group) => group.setting) ? [["setting", (group) => group.setting]] : []),
+      ["final accuracy", (group) => [accuracy(group.final), lostIn(group.runs)], true],
+      ["ms/round", (group) => digits(group.ms), true],
+      ["flagged", (group) => flaggedIn(group.runs)],
+      ...(truth ? [["Byzantine", (group) => distinct(group.runs.map((run) => listing(run.byzantine ?? []))).join("; ") || "none"]] : []),
+    ], groups.slice(0, ROWS)),
+    groups.length > ROWS ? el("p", { class: "quiet" }, `${groups.length - ROWS} more are in the table of runs.`) : null);
+  }
+
+  function lostIn(runs) {
+    const lost = runs.filter((run) => run.lost !== null).length;
+    return lost ? el("div", { class: "alarm status" }, `▲ model lost${runs.length > 1 ? ` in ${lost} of ${runs.length} runs` : ""}`) : null;
+  }
+
   function seedsOf(lines) {
     const numbers = distinct(lines.map((each) => each.seeds));
     if (!numbers.length) return "";
     if (numbers.length === 1) {
-      return numbers[0] === 1 ? "1 seed a line" : `mean of ${numbers[0]} seeds; band: smallest to largest`;
+      return numbers[0] === 1 ? "1 seed per curve" : `mean of ${numbers[0]} seeds; band: smallest to largest`;
     }
     return `bands: smallest to largest of ${lines.map((each) => `${each.label} ${each.seeds}`).join(", ")} seeds`;
   }
 
-  function showLegend(lines, drawn) {
-    const labels = new Map();
-    for (const each of lines) {
-      if (!labels.has(each.label)) labels.set(each.label, { style: each.style, ends: [] });
-      const end = each.y.findLast((value) => value !== null);
-      if (end !== undefined) labels.get(each.label).ends.push(end);
-    }
-    const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
-    const sign = metric === "loss" ? 1 : -1;
-    const entries = [...labels.entries()].sort(([, one], [, two]) => sign * (mean(one.ends) - mean(two.ends)));
+  function showLegend(lines) {
+    const entries = new Map(lines.map((each) => [each.label, each.style]));
     const focused = document.activeElement?.dataset?.label;
-    put(legend, entries.map(([label, { style, ends }]) =>
-      el("button", {
-        type: "button", "aria-pressed": String(!hidden.has(label)), "data-label": label,
-        on: { click: () => { if (!hidden.delete(label)) hidden.add(label); draw(); } },
-      }, sample(style), el("span", {}, label),
-      drawn.length === 1 ? el("b", {}, metric === "loss" ? digits(mean(ends)) : accuracy(mean(ends))) : null)));
+    put(legend, [...entries].map(([label, style]) => el("button", {
+      type: "button", "aria-pressed": String(!hidden.has(label)), "data-label": label,
+      on: { click: () => { if (!hidden.delete(label)) hidden.add(label); draw(); } },
+    }, sample(style), el("span", {}, label))));
     if (focused) [...legend.children].find((each) => each.dataset.label === focused)?.focus();
   }
 
   function remarks(found) {
-    const said = [];
-    if (found.some((panel) => panel.attack !== null && !panel.clean.length)) {
-      said.push("There is no run of the mean without an attack to compare with: phocas train --rule mean --attack none adds it.");
+    const notes = [];
+    if (found.some((panel) => panel.attack !== null && !panel.clean)) {
+      notes.push("There is no run of the mean without an attack to compare with: phocas train --rule mean --attack none adds it.");
     }
     const thinned = data.runs.filter((run) => run.curve.points > run.curve.round.length).length;
     if (thinned) {
-      said.push(`${count(thinned, "curve")} had more than ${data.limits.points} points: so many are drawn, evenly apart.`);
+      notes.push(`${count(thinned, "curve")} had more than ${data.limits.points} points: so many are drawn, at even distances.`);
     }
-    said.push("Drag a rectangle to zoom, double-click to see all again; click a name to hide its line.");
-    return said.join(" ");
+    notes.push("ms/round: the median round without evaluations. Drag a rectangle to zoom, double-click to see all again; click a name to hide its curve.");
+    return notes.join(" ");
   }
 
-  function update(next) {
-    data = next;
-    // The largest b first: it is the one that is told most often.
-    const rules = new Map([...data.runs].sort((one, two) => (two.b ?? 0) - (one.b ?? 0) || one.id - two.id)
-      .map((run) => [run.rule, run.style]));
-    styles = told(rules);
-    draw();
-  }
-
-  return { update, redraw };
+  return { update(next) { data = next; draw(); }, redraw };
 }

@@ -1,13 +1,13 @@
-// Lines against one axis, with bands, a value to read at the pointer, and a rectangle to zoom into.
+// Line charts with bands; values are read at the pointer, and a rectangle zooms in.
 import { el, put, svg, readout } from "./dom.js";
 import { digits } from "./format.js";
-import { ink, mark, sample } from "./styles.js";
+import { ink, marker, sample } from "./styles.js";
 import { tooltip } from "./tooltip.js";
 
 const SPACE = { left: 44, right: 10, top: 8, bottom: 34 };
-const MARKED = 8; // marks along a line
+const MARKED = 8; // markers along a line
 
-/** Return round numbers between two, about so many. */
+/** Return about so many round numbers between two. */
 export function ticks(low, high, about) {
   const raw = (high - low) / Math.max(1, about);
   if (!(raw > 0)) return [low];
@@ -23,10 +23,10 @@ export function ticks(low, high, about) {
 /**
  * Draw a chart into an element.
  *
- * Lines are `{label, note, style, x, y, low, high}`; `zoom` is null or `{x: [a, b], y: [a, b]}`,
- * and `onZoom` is called with another.
+ * Lines are `{label, style, x, y, low, high}`, events `{x, label}` are marked by vertical lines,
+ * `zoom` is null or `{x: [a, b], y: [a, b]}`, and `onZoom` is called with the next zoom.
  */
-export function lineChart(host, { lines, title, xLabel, yLabel, xUnit, yRange, height, zoom, onZoom }) {
+export function lineChart(host, { lines, title, xLabel, yLabel, yRange, height, zoom, onZoom, events = [] }) {
   const width = Math.max(240, host.clientWidth || 360);
   const inner = { width: width - SPACE.left - SPACE.right, height: height - SPACE.top - SPACE.bottom };
   const [x0, x1] = zoom?.x ?? [0, Math.max(1e-9, ...lines.map((line) => line.x.at(-1) ?? 0))];
@@ -39,6 +39,10 @@ export function lineChart(host, { lines, title, xLabel, yLabel, xUnit, yRange, h
   const clip = `clip-${(lineChart.number = (lineChart.number ?? 0) + 1)}`;
   const plot = svg("g", { "clip-path": `url(#${clip})` });
   lines.forEach((line, place) => plot.append(...drawn(line, place, lines.length, px, py)));
+  for (const { x, label } of events) {
+    plot.append(svg("g", { class: "event" }, svg("line", { x1: px(x), x2: px(x), y1: SPACE.top, y2: SPACE.top + inner.height }),
+      svg("text", { x: px(x) + (px(x) > width / 2 ? -5 : 5), y: SPACE.top + 12, "text-anchor": px(x) > width / 2 ? "end" : "start" }, label)));
+  }
   const cross = svg("g", { class: "cross", visibility: "hidden" },
     svg("line", { y1: SPACE.top, y2: SPACE.top + inner.height }));
   const band = svg("rect", { class: "band", visibility: "hidden" });
@@ -48,18 +52,18 @@ export function lineChart(host, { lines, title, xLabel, yLabel, xUnit, yRange, h
     svg("defs", {}, svg("clipPath", { id: clip }, svg("rect", {
       x: SPACE.left, y: SPACE.top, width: inner.width, height: inner.height,
     }))),
-    axes(px, py, [x0, x1], [y0, y1], width, height, inner, xLabel, yLabel),
+    axes(px, py, [x0, x1], [y0, y1], width, height, inner, xLabel),
     plot, cross, band,
   );
   const said = readout();
   const frame = el("div", {
     class: "chart", tabindex: 0, role: "img",
-    "aria-label": `${title}. ${summary(lines, yLabel)} Arrow keys read values, plus zooms in, minus out.`,
+    "aria-label": `${title}. ${summary(lines, yLabel)} Arrow keys read values${onZoom ? ", plus zooms in, minus out" : ""}.`,
   }, picture);
   const tip = tooltip(frame);
   put(host, frame, said);
 
-  // The places at which there is something to read, of all lines together.
+  // The points of all lines, at which values can be read.
   const stops = [...new Set(lines.flatMap((line) => line.x))]
     .filter((x) => x >= x0 && x <= x1)
     .sort((a, b) => a - b);
@@ -76,7 +80,7 @@ export function lineChart(host, { lines, title, xLabel, yLabel, xUnit, yRange, h
     cross.setAttribute("visibility", "visible");
     cross.firstChild.setAttribute("x1", px(x));
     cross.firstChild.setAttribute("x2", px(x));
-    const where = `${xLabel} ${digits(x, 4)}${xUnit ? ` ${xUnit}` : ""}`;
+    const where = `${xLabel} ${digits(x, 4)}`;
     tip.show(
       px(x), y,
       el("strong", {}, where),
@@ -169,7 +173,7 @@ function drawn(line, place, count, px, py) {
   let pen = false;
   line.x.forEach((x, at) => {
     if (line.y[at] === null) {
-      pen = false; // what was not finite leaves a gap
+      pen = false; // a value that is not finite leaves a gap
       return;
     }
     path += `${pen ? "L" : "M"}${px(x).toFixed(1)} ${py(line.y[at]).toFixed(1)}`;
@@ -182,12 +186,12 @@ function drawn(line, place, count, px, py) {
   const every = Math.max(1, Math.floor(line.x.length / MARKED));
   const first = Math.floor((place * every) / Math.max(1, count));
   for (let at = first; at < line.x.length; at += every) {
-    if (line.y[at] !== null) shapes.push(mark(line.style, px(line.x[at]), py(line.y[at])));
+    if (line.y[at] !== null) shapes.push(marker(line.style, px(line.x[at]), py(line.y[at])));
   }
   return shapes.filter((shape) => shape !== null);
 }
 
-function axes(px, py, [x0, x1], [y0, y1], width, height, inner, xLabel, yLabel) {
+function axes(px, py, [x0, x1], [y0, y1], width, height, inner, xLabel) {
   const bottom = SPACE.top + inner.height;
   return svg("g", { class: "axes" },
     ticks(y0, y1, inner.height / 30).map((y) => [
@@ -198,7 +202,6 @@ function axes(px, py, [x0, x1], [y0, y1], width, height, inner, xLabel, yLabel) 
       svg("text", { x: px(x), y: bottom + 16, "text-anchor": "middle" }, digits(x, 4))),
     svg("line", { class: "axis", x1: SPACE.left, x2: width - SPACE.right, y1: bottom, y2: bottom }),
     svg("text", { class: "name", x: SPACE.left + inner.width / 2, y: height - 3, "text-anchor": "middle" }, xLabel),
-    svg("text", { class: "name", x: 2, y: SPACE.top + 3, "text-anchor": "start", visibility: "hidden" }, yLabel),
   );
 }
 
@@ -210,7 +213,7 @@ function summary(lines, yLabel) {
   return `${yLabel} at the end: ${ends.map(([label, value]) => `${label} ${digits(value)}`).join(", ")}.`;
 }
 
-/** Return the place of the value in a sorted list that is nearest to another, or -1. */
+/** Return the index of the value in a list that is nearest to another, or -1. */
 export function nearest(sorted, wanted) {
   let best = -1;
   let least = Infinity;

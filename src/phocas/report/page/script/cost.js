@@ -1,28 +1,31 @@
-// Cost: where the time of a round goes.
-import { el, put } from "./dom.js";
+// Cost: the time of a round, by phase.
+import { el, put, table } from "./dom.js";
 import { digits, middle } from "./format.js";
-import { differing, said } from "./accuracy.js";
+import { groupsOf } from "./accuracy.js";
 
 const PHASES = [
   ["data", "data"], ["gradients", "gradient"], ["attack", "attack"], ["aggregate", "aggregation"],
-  ["update", "update"], ["metrics", "records"], ["evaluation", "evaluation"],
+  ["update", "update"], ["metrics", "records"],
 ];
 const SHOWN = 40;
 
-/** Group runs that differ in their seed alone, and take the middle of their times. */
+/**
+ * Return groups of runs that differ only in their seed, cheapest first.
+ *
+ * `ms` is the median round. It is divided among the phases in proportion to their medians, whose sum
+ * is not the median of the sum.
+ */
 export function costs(runs) {
-  const keys = differing(runs);
-  const groups = new Map();
-  for (const run of runs) {
-    if (run.cost.gradients === null) continue;
-    const label = [run.rule, run.attack ?? "no attack", ...keys.map((key) => said(run, key))].join(" · ");
-    if (!groups.has(label)) groups.set(label, []);
-    groups.get(label).push(run);
-  }
-  return [...groups.entries()].map(([label, own]) => {
-    const parts = PHASES.map(([phase]) => middle(own.map((run) => run.cost[phase] ?? 0)));
-    return { label, runs: own.length, parts, total: parts.reduce((sum, part) => sum + part, 0) };
-  }).sort((one, two) => one.total - two.total);
+  const median = (group, phase) => middle(group.runs.map((run) => run.cost[phase] ?? 0));
+  const phases = (group) => {
+    const medians = PHASES.map(([phase]) => median(group, phase));
+    const total = medians.reduce((sum, part) => sum + part, 0);
+    return medians.map((part) => (group.ms * part) / total);
+  };
+  return groupsOf(runs.filter((run) => run.cost.gradients !== null && run.ms !== null)).map((group) => ({
+    label: [group.rule, group.attack ?? "no attack", group.setting].filter(Boolean).join(" · "),
+    ms: group.ms, parts: phases(group), evaluation: median(group, "evaluation"),
+  })).sort((one, two) => one.ms - two.ms);
 }
 
 /** Make the section. */
@@ -36,23 +39,21 @@ export function costSection(root) {
     update(data) {
       const groups = costs(data.runs);
       root.hidden = !groups.length;
-      const most = Math.max(...groups.map((group) => group.total), 1e-9);
-      put(host, el("table", { class: "data cost" },
-        el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "rule and attack"),
-          el("th", { scope: "col", class: "number" }, "ms/round"), el("th", { scope: "col", class: "bars" }, "milliseconds a round, by phase"))),
-        el("tbody", {}, groups.slice(0, SHOWN).map((group) => el("tr", {},
-          el("th", { scope: "row" }, group.label),
-          el("td", { class: "number" }, digits(group.total)),
-          el("td", { class: "bars" }, el("div", { class: "stack", style: { width: `${(100 * group.total) / most}%` } },
-            group.parts.map((part, place) => el("i", {
-              class: `phase ${PHASES[place][0]}`, style: { width: `${(100 * part) / group.total}%` },
-              title: `${PHASES[place][1]}: ${digits(part)} ms`,
-            }))),
-          el("span", { class: "unseen" }, group.parts.map((part, place) => `${PHASES[place][1]} ${digits(part)} ms`).join(", "))),
-        )))));
-      note.textContent = "The median round of each run, and the median over runs that differ in their seed alone; " +
-        "an evaluation's time is spread over the rounds between two." +
-        (groups.length > SHOWN ? ` The ${SHOWN} quickest of ${groups.length} are shown.` : "");
+      const most = Math.max(...groups.map((group) => group.ms), 1e-9);
+      const words = (part, place) => `${PHASES[place][1]} ${digits(part)} ms`;
+      put(host, table([
+        ["rule and attack", (group) => group.label],
+        ["ms/round", (group) => digits(group.ms), true],
+        ["evaluation, ms/round", (group) => digits(group.evaluation), true],
+        ["by phase", (group) => [
+          el("div", { class: "stack" }, group.parts.map((part, place) => el("i", {
+            class: `phase ${PHASES[place][0]}`, style: { width: `${(100 * part) / most}%` }, title: words(part, place),
+          }))),
+          el("span", { class: "unseen" }, group.parts.map(words).join(", "))]],
+      ], groups.slice(0, SHOWN), { name: "cost" }));
+      note.textContent = "ms/round is the median round without evaluations, divided in proportion to the median time of each phase. " +
+        "The time of evaluations is divided by the number of rounds. Runs that differ only in their seed are one row: their median." +
+        (groups.length > SHOWN ? ` The ${SHOWN} cheapest of ${groups.length} are shown.` : "");
     },
     redraw() {},
   };

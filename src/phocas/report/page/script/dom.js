@@ -1,4 +1,4 @@
-// Elements from values. Text is always set as text, so that no name is ever read as HTML.
+// Elements made from values. Text is always set as text, so that no name is ever parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -29,10 +29,27 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Put children in the place of those that are there. */
+/** Replace all children of an element. */
 export function put(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((each) => each !== null && each !== ""));
   return element;
+}
+
+/**
+ * Make a table.
+ *
+ * Columns are `[name, value(row), isNumber]`; the first one heads its row. `attributes(row)` are the
+ * attributes of a row, and `below(row)` is an optional row below it.
+ */
+export function table(columns, rows, { name = "", attributes = () => ({}), below = () => null } = {}) {
+  const aligned = (isNumber) => (isNumber ? "number" : null);
+  return el("table", { class: `data ${name}` },
+    el("thead", {}, el("tr", {}, columns.map(([title, , isNumber]) => el("th", { scope: "col", class: aligned(isNumber) }, title)))),
+    el("tbody", {}, rows.map((row) => [
+      el("tr", attributes(row), columns.map(([, value, isNumber], place) =>
+        el(place ? "td" : "th", { scope: place ? null : "row", class: aligned(isNumber) }, value(row)))),
+      below(row),
+    ])));
 }
 
 /** Make a select with a label; it keeps its choice when its options change. */
@@ -75,12 +92,12 @@ export function switcher(label, options, chosen, onChange) {
   return group;
 }
 
-/** Say something to who listens instead of looking. */
+/** Make a hidden line whose changes a screen reader announces. */
 export function readout() {
   return el("p", { class: "readout", "aria-live": "polite" });
 }
 
-/** Call a function soon, once, however often it is asked for. */
+/** Return a function that calls another once, a little after its last call. */
 export function soon(call, wait = 150) {
   let timer = 0;
   return () => {

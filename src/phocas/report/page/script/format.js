@@ -1,11 +1,11 @@
-// Numbers and lists as people write them.
+// Numbers and lists as text, and numbers decoded from base64.
 
 /** Write a share as a percentage. */
 export function percent(share, digits = 0) {
   return share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)}%`;
 }
 
-/** Write a number with so many digits that matter. */
+/** Write a number with so many significant digits. */
 export function digits(value, count = 3) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
@@ -14,33 +14,30 @@ export function digits(value, count = 3) {
   return String(Number(value.toPrecision(count)));
 }
 
-/** Write an accuracy as tables do. */
+/** Write an accuracy with three decimals. */
 export function accuracy(value) {
   return value === null || value === undefined ? "–" : value.toFixed(3);
 }
 
-/** Write a whole number with its thousands apart. */
+/** Write an integer with separators of thousands. */
 export function whole(value) {
   return Math.round(value).toLocaleString("en");
 }
 
-/** Write how unlikely something is: at most once in so many. */
+/** Write the upper bound 1 / odds of a probability. */
 export function oneIn(odds) {
   if (odds === null || odds === undefined || odds < 2) return "no evidence";
   if (odds < 1e6) return `1 in ${whole(Number(odds.toPrecision(2)))}`;
-  if (odds < 1e15) {
-    const [value, word] = odds < 1e9 ? [odds / 1e6, "million"] : [odds / 1e9, "billion"];
-    return `1 in ${whole(Number(value.toPrecision(2)))} ${word}`;
-  }
-  return "1 in 10¹⁵ or less";
+  const power = String(Math.min(15, Math.floor(Math.log10(odds))));
+  return `1 in 10${[...power].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join("")}`;
 }
 
-/** Say how many there are of something. */
+/** Write a number with its noun. */
 export function count(number, word, plural = `${word}s`) {
   return `${whole(number)} ${number === 1 ? word : plural}`;
 }
 
-/** Write numbers short: 0–3, 7, 9. */
+/** Write a list of numbers with its ranges: 0–3, 7, 9. */
 export function listing(numbers) {
   const spans = [];
   for (const number of numbers) {
@@ -56,7 +53,7 @@ export function listing(numbers) {
     .join(", ");
 }
 
-/** Read bytes out of base64. */
+/** Decode base64. */
 export function bytes(text) {
   const plain = atob(text);
   const found = new Uint8Array(plain.length);
@@ -64,7 +61,7 @@ export function bytes(text) {
   return found;
 }
 
-/** Read shares from 0 to 1 out of two bytes each. */
+/** Decode shares from 0 to 1, of two bytes each. */
 export function shares(text) {
   const codes = new Uint16Array(bytes(text).buffer);
   const found = new Float64Array(codes.length);
@@ -72,17 +69,22 @@ export function shares(text) {
   return found;
 }
 
-/** Return values in order, each once. */
+/** Return the different values in ascending order. */
 export function distinct(values) {
   return [...new Set(values)].sort((a, b) =>
     typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)),
   );
 }
 
-/** Return the middle value. */
+/** Return the median. */
 export function middle(values) {
   const sorted = [...values].sort((a, b) => a - b);
   const half = sorted.length >> 1;
   if (!sorted.length) return NaN;
   return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}
+
+/** Return the mean, or null of no values. */
+export function mean(values) {
+  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }

@@ -1,20 +1,20 @@
-// The page: its parts in order, the data they show, and what is said where there is none.
+// The HTML report: its sections in order, and the data they show.
 import { el, put, soon } from "./dom.js";
 import { count, distinct, listing } from "./format.js";
 import { embedded, listen, merge } from "./store.js";
 import { accuracySection } from "./accuracy.js";
-import { blameSection, isSuspicious } from "./blame.js";
+import { detectionSection } from "./detection.js";
 import { guardSection, readGuard } from "./guards.js";
 import { matrixSection } from "./matrix.js";
 import { costSection } from "./cost.js";
 import { runsSection } from "./runs.js";
 import { playgroundSection } from "./playground.js";
 
-const PARTS = [
-  ["guards", "Guards", guardSection, false],
-  ["blame", "Who is lying", blameSection, true],
-  ["accuracy", "Accuracy", accuracySection, true],
-  ["matrix", "The matrix", matrixSection, true],
+const SECTIONS = [
+  ["guards", "Ranks", guardSection, false],
+  ["accuracy", "Comparison", accuracySection, true],
+  ["detection", "Detection", detectionSection, true],
+  ["matrix", "Gradient matrix", matrixSection, true],
   ["cost", "Cost", costSection, true],
   ["runs", "Runs", runsSection, true],
   ["playground", "Try a rule", playgroundSection, false],
@@ -22,23 +22,23 @@ const PARTS = [
 
 let data = embedded();
 const content = document.getElementById("content");
-const places = document.getElementById("places");
+const links = document.getElementById("sections");
 const live = el("span", { class: "live", role: "status" });
 const overview = el("p", { class: "summary" });
 const empty = el("section", { class: "empty" });
-const parts = PARTS.map(([id, name, make, needsRuns]) => {
+const sections = SECTIONS.map(([id, name, make, needsRuns]) => {
   const root = el("section", { id, tabindex: -1 });
-  return { id, name, root, needsRuns, part: make(root) };
+  return { id, name, root, needsRuns, section: make(root) };
 });
 
 function begin() {
   const theme = el("button", { type: "button", class: "theme", on: { click: turn } }, "Dark or light");
   put(document.getElementById("head"),
     el("div", { class: "title" }, el("h1", {}, el("b", {}, "phocas"), " ", el("span", { id: "source" })), live, theme), overview);
-  put(content, empty, parts.map((each) => each.root));
-  const told = el("span", { role: "status" });
-  const picker = el("input", { type: "file", accept: ".json,application/json", id: "guard-file", on: { change: () => open(picker, told) } });
-  put(document.getElementById("foot"), el("label", { class: "chooser" }, el("span", {}, "Open the report of a DDP or FSDP guard, as JSON:"), picker), told);
+  put(content, empty, sections.map((each) => each.root));
+  const problem = el("span", { role: "status" });
+  const picker = el("input", { type: "file", accept: ".json,application/json", id: "guard-file", on: { change: () => open(picker, problem) } });
+  put(document.getElementById("foot"), el("label", { class: "chooser" }, el("span", {}, "Open the JSON report of a DDP or FSDP guard:"), picker), problem);
   update();
   addEventListener("resize", soon(redraw));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
@@ -49,17 +49,17 @@ function begin() {
   document.documentElement.dataset.ready = "true";
 }
 
-async function open(picker, told) {
+async function open(picker, problem) {
   const [file] = picker.files;
   if (!file) return;
   try {
     const guard = await readGuard(file);
     data = { ...data, guards: [...data.guards, guard] };
-    told.textContent = "";
+    problem.textContent = "";
     update();
     document.getElementById("guards").scrollIntoView();
   } catch (error) {
-    told.textContent = `${file.name} cannot be shown: ${error.message}`;
+    problem.textContent = `${file.name} cannot be shown: ${error.message}`;
   }
 }
 
@@ -72,40 +72,38 @@ function turn() {
 
 function state(kind, words) {
   live.className = `live ${kind}`;
-  live.textContent = { live: "● live", lost: "○ the server is gone; asking again", problem: `▲ ${words}` }[kind];
+  live.textContent = { live: "● live", lost: "○ the server is gone; trying again", problem: `▲ ${words}` }[kind];
 }
 
 function redraw() {
-  for (const { part, root } of parts) if (!root.hidden) part.redraw();
+  for (const { section, root } of sections) if (!root.hidden) section.redraw();
 }
 
 function update() {
   document.getElementById("source").textContent = data.source.name;
-  const suspicious = data.runs.some(isSuspicious) || data.guards.length > 0;
-  const order = suspicious ? ["guards", "blame", "accuracy"] : ["accuracy", "blame", "guards"];
-  // In the document itself, so that the keyboard and a reader go the same way as the eye.
-  const now = [...content.children].map((each) => each.id).filter((id) => order.includes(id));
-  if (now.join() !== order.join()) {
-    for (const id of [...order].reverse()) empty.after(parts.find((each) => each.id === id).root);
-  }
-  for (const { part, root, needsRuns } of parts) {
+  // One run opens on that run, several on their comparison. The elements themselves are moved, so
+  // that keyboards and screen readers follow the same order as the eye.
+  const [first, second] = (data.runs.length > 1 ? ["accuracy", "detection"] : ["detection", "accuracy"])
+    .map((id) => document.getElementById(id));
+  if (first.nextElementSibling !== second) first.after(second);
+  for (const { section, root, needsRuns } of sections) {
     root.hidden = needsRuns && !data.runs.length;
-    if (!root.hidden) part.update(data);
+    if (!root.hidden) section.update(data);
   }
-  put(overview, summarised());
+  put(overview, summary());
   empty.hidden = data.runs.length > 0 || data.guards.length > 0;
   if (!empty.hidden) {
     put(empty, el("h2", {}, "No runs yet"),
-      el("p", {}, "This results file has no runs. Begin one, and it appears here:"),
+      el("p", {}, "This results file has no runs. Start one, and it appears here:"),
       el("pre", {}, el("code", {}, `phocas train --rule phocas:b=8 --attack gambler --results ${data.source.path ?? data.source.name}`)),
-      el("p", {}, "Meanwhile, rules can be tried below."));
+      el("p", {}, "Rules can be tried below."));
   }
-  const links = [...content.children].filter((each) => !each.hidden && each.id)
-    .map((each) => parts.find((one) => one.id === each.id));
-  put(places, links.map(({ id, name }) => el("a", { href: `#${id}` }, name)));
+  const visible = [...content.children].filter((each) => !each.hidden && each.id)
+    .map((each) => sections.find((one) => one.id === each.id));
+  put(links, visible.map(({ id, name }) => el("a", { href: `#${id}` }, id === "accuracy" && data.runs.length < 2 ? "Accuracy" : name)));
 }
 
-function summarised() {
+function summary() {
   const runs = data.runs;
   if (!runs.length) return "";
   const statuses = distinct(runs.map((run) => run.status))

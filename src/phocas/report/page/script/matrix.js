@@ -1,10 +1,10 @@
-// The matrix itself: some columns of one round, as the paper's Figure 1 draws it.
+// The gradient matrix: some columns of one round, as in the paper's Figure 1.
 import { chooser, el, put } from "./dom.js";
 import { bytes, digits, middle, percent, whole } from "./format.js";
-import { heatMap, scaleBar } from "./heat.js";
-import { dropsAnything, layersOf, runTitle } from "./blame.js";
+import { heatMap } from "./heat.js";
+import { bestFirst, dropsAnything, layersOf, runTitle } from "./detection.js";
 
-/** Read a value back from its sign and logarithm. */
+/** Decode a value from its sign and logarithm. */
 export function decoded(code) {
   if (code === 0) return 0;
   if (code === -32768) return NaN;
@@ -12,7 +12,7 @@ export function decoded(code) {
   return Math.sign(code) * 2 ** (Math.abs(code) / 100 - 160);
 }
 
-/** Return how far each cell is from the middle of its column, in the column's own spread. */
+/** Return the distance of each cell from the median of its column, in median deviations, scaled to -1 to 1. */
 export function deviations(values, rows, columns) {
   const found = new Float64Array(values.length);
   const each = Array.from({ length: columns }, (_, column) => {
@@ -21,7 +21,7 @@ export function deviations(values, rows, columns) {
     const centre = finite.length ? middle(finite) : 0;
     return { own, centre, spread: finite.length ? middle(finite.map((value) => Math.abs(value - centre))) : 0 };
   });
-  // Where most workers send a zero, the others are as far as they are in most columns.
+  // The deviation of a column in which most values are zero is zero: use that of most columns.
   const usual = middle(each.map(({ spread }) => spread).filter((spread) => spread > 0)) || 1e-30;
   each.forEach(({ own, centre, spread }, column) => own.forEach((value, row) => {
     const apart = Number.isNaN(value) ? Infinity : value - centre;
@@ -31,7 +31,7 @@ export function deviations(values, rows, columns) {
   return found;
 }
 
-/** Tell whether the rule of a run left out rows as a whole, wherever it left out any. */
+/** Return whether the rule of a run dropped whole rows. */
 export function byRow(run) {
   const lost = bytes(run.pictures.shown.at(-1).lost);
   const columns = lost.length / run.workers;
@@ -49,20 +49,22 @@ export function matrixSection(root) {
   const label = el("output", {});
   const control = el("label", { class: "chooser" }, el("span", {}, "Round"), slider, label);
   const host = el("div", { class: "wide" });
-  const bar = el("div");
   const note = el("p", { class: "note" });
-  put(root, el("h2", {}, "The matrix"), el("div", { class: "controls" }, choice.element, control), host, bar, note);
+  put(root, el("h2", {}, "Gradient matrix"), el("div", { class: "controls" }, choice.element, control), host, note);
 
   function draw() {
     const runs = data.runs.filter((run) => run.pictures.shown.length);
-    for (const element of [control, host, bar]) element.hidden = !runs.length;
+    for (const element of [control, host]) element.hidden = !runs.length;
     if (!runs.length) {
       choice.offer([], "");
-      put(note, "No run has recorded its matrix. ", el("code", {}, "phocas train --record-matrix 50"),
-        " keeps a picture of it every 50 rounds.");
+      put(note, "No run has recorded its gradient matrix. ", el("code", {}, "phocas train --record-matrix 50"),
+        " records a sample of it every 50 rounds.");
       return;
     }
-    if (!runs.some((run) => run.id === chosen)) chosen = (runs.find((run) => run.attack && dropsAnything(run) && !byRow(run)) ?? runs[0]).id;
+    if (!runs.some((run) => run.id === chosen)) {
+      const order = bestFirst(runs);
+      chosen = (order.find((run) => run.attack && dropsAnything(run) && !byRow(run)) ?? order[0]).id;
+    }
     choice.offer(runs.map((run) => [String(run.id), runTitle(run)]), String(chosen));
     const run = runs.find((each) => each.id === chosen);
     const pictures = run.pictures.shown;
@@ -82,7 +84,8 @@ export function matrixSection(root) {
     const layers = Array.from({ length: columns }, (_, column) => layersOf(run, place(column), place(column) + 1)[0]);
     heatMap(host, {
       rows, columns, least: 9, height: 480, rowName: "worker", columnName: "column of the matrix", labelWidth: 64,
-      title: `${columns} columns of the matrix of round ${picture.round}, ${percent(share(lost))} of the cells left out.`,
+      title: `${columns} columns of the gradient matrix in round ${picture.round}, ${percent(share(lost))} of the cells dropped.`,
+      empty: apart.some((value) => value) || lost.some((part) => part) ? null : "All workers sent the same values.",
       value: (row, column) => apart[row * columns + column],
       paint: (pen, row, column, x, y, w, h, dark) => {
         const part = lost[row * columns + column] / 255;
@@ -97,22 +100,22 @@ export function matrixSection(root) {
         pen.lineTo(x + w, y);
         pen.stroke();
       },
-      rowLabel: String, columnLabel: (column) => whole(place(column)),
+      rowLabel: (row) => `${run.byzantine?.includes(row) ? "B " : ""}${row}`, columnLabel: (column) => whole(place(column)),
       describe: (row, column) => {
         const value = values[row * columns + column];
         const part = lost[row * columns + column] / 255;
         const layer = layers[column];
         return [
           `worker ${row}, column ${whole(place(column))}${layer ? `, ${layer.name}[${whole(layer.from)}]` : ""}`,
-          `${Number.isFinite(value) ? digits(value) : String(value)}: ${part === 0 ? "kept" : part === 1 ? "left out" : `${percent(part)} left out`}`,
+          `${Number.isFinite(value) ? digits(value) : String(value)}: ${part === 0 ? "kept" : part === 1 ? "dropped" : `${percent(part)} dropped`}`,
         ];
       },
+      scale: ["below the column's median", "above", "logarithmic scale of median deviations; darkened: dropped"],
     });
-    put(bar, scaleBar("below the column's middle", "on a logarithmic scale of its spread; darkened: outside the kept window", "above"));
     const d = run.layers.reduce((sum, [, size]) => sum + size, 0);
-    put(note, `${columns} of ${d ? whole(d) : "the"} columns, in runs of ${width} evenly apart, as the servers received them. `,
+    put(note, `${columns} of ${d ? whole(d) : "the"} columns, in blocks of ${width} at even distances, as the servers received them. `,
       run.pictures.recorded > pictures.length ? `${pictures.length} of ${run.pictures.recorded} recorded rounds are in this file. ` : "",
-      byRow(run) ? "Whole rows were left out: their cells are shaded alike." : "");
+      byRow(run) ? "Whole rows were dropped: their cells are shaded alike." : "");
   }
   const share = (lost) => lost.reduce((sum, part) => sum + part, 0) / 255 / Math.max(1, lost.length);
 

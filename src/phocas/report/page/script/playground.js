@@ -1,8 +1,8 @@
-// Try a rule: points on a line that can be dragged, and where each rule puts its answer.
+// Try a rule: points on a line that can be dragged, and the result of each rule.
 import { el, put, svg } from "./dom.js";
 import { digits } from "./format.js";
 import { aggregates } from "./rules.js";
-import { ink, mark, sample } from "./styles.js";
+import { ink, marker, sample } from "./styles.js";
 
 const NAMES = {
   mean: "mean", median: "median", "trimmed-mean": "trimmed mean", phocas: "Phocas", krum: "Krum",
@@ -17,33 +17,33 @@ const SIDE = 16;
 export function playgroundSection(root) {
   let styles = null;
   let b = 3;
-  let values = lying(10, b);
+  let values = byzantine(10, b);
   let dragged = -1;
   const number = slider("Workers m", 4, 24, () => values.length, (value) => {
     values = value > values.length ? [...values, ...honest(value - values.length)] : values.slice(0, value);
     b = Math.min(b, (value - 1) >> 1);
     draw();
   });
-  const told = slider("b", 0, () => (values.length - 1) >> 1, () => b, (value) => { b = value; draw(); });
+  const given = slider("b", 0, () => (values.length - 1) >> 1, () => b, (value) => { b = value; draw(); });
   const host = el("div", { class: "wide" });
-  const answers = el("table", { class: "data answers" });
+  const results = el("table", { class: "data results" });
   put(root, el("h2", {}, "Try a rule"),
-    el("p", { class: "note" }, "Each point is what one worker sends for one parameter. Drag them, or focus one and use the arrow keys. A bar is the window of values that a rule keeps, the mark on it is its answer."),
-    el("div", { class: "controls" }, number.element, told.element,
+    el("p", { class: "note" }, "Each point is the value of one worker for one parameter. Drag a point, or focus it and use the arrow keys. A bar is the range of values that a rule keeps; the marker on it is the result."),
+    el("div", { class: "controls" }, number.element, given.element,
       el("button", { type: "button", on: { click: () => { values = honest(values.length); draw(); } } }, "All honest"),
-      el("button", { type: "button", on: { click: () => { values = lying(values.length, b); draw(); } } }, "Let b of them lie")),
-    host, answers);
+      el("button", { type: "button", on: { click: () => { values = byzantine(values.length, b); draw(); } } }, "Make b of them Byzantine")),
+    host, results);
 
   function draw() {
     if (!styles) return;
     number.show();
-    told.show();
+    given.show();
     const width = Math.max(260, host.clientWidth || 600);
     const px = (value) => SIDE + ((value - LOW) / (HIGH - LOW)) * (width - 2 * SIDE);
     const at = (pixel) => Math.max(LOW, Math.min(HIGH, LOW + ((pixel - SIDE) / (width - 2 * SIDE)) * (HIGH - LOW)));
     const found = aggregates(values, b);
-    const lanes = Object.entries(found).map(([name, answer], place) =>
-      lane(name, answer, TOP + LANE * (place + 0.5), px));
+    const lanes = Object.entries(found).map(([name, result], place) =>
+      lane(name, result, TOP + LANE * (place + 0.5), px));
     const points = values.map((value, place) => point(value, place, px));
     const picture = svg("svg", { class: "playground", width, height: TOP + LANE * lanes.length + 8, role: "group", "aria-label": "The workers' values" },
       svg("line", { class: "axis", x1: SIDE, x2: width - SIDE, y1: 30, y2: 30 }),
@@ -71,19 +71,19 @@ export function playgroundSection(root) {
       addEventListener("pointermove", move);
       addEventListener("pointerup", stop);
     });
-    put(answers, el("tbody", {}, Object.entries(found).map(([name, answer]) => el("tr", {},
-      el("th", { scope: "row" }, sample(styles[name]), ` ${NAMES[name]}`),
-      el("td", { class: "number" }, answer ? digits(answer.value, 4) : "–"),
-      el("td", { class: "quiet" }, answer ? `keeps ${answer.kept.length} of ${values.length}` : "needs 2b + 2 < m")))));
+    put(results, el("tbody", {}, Object.entries(found).map(([name, result]) => el("tr", {},
+      el("th", { scope: "row" }, el("span", { class: "named" }, sample(styles[name]), NAMES[name])),
+      el("td", { class: "number" }, result ? digits(result.value, 4) : "–"),
+      el("td", { class: "quiet" }, result ? `keeps ${result.kept.length} of ${values.length}` : "needs 2b + 2 < m")))));
   }
 
-  function lane(name, answer, y, px) {
+  function lane(name, result, y, px) {
     const style = styles[name];
-    const parts = [svg("text", { class: "lane", x: SIDE, y: y - 8 }, answer ? NAMES[name] : `${NAMES[name]}: needs 2b + 2 < m`)];
-    if (answer) {
-      const [low, high] = [Math.min(...answer.kept), Math.max(...answer.kept)];
+    const parts = [svg("text", { class: "lane", x: SIDE, y: y - 8 }, result ? NAMES[name] : `${NAMES[name]}: needs 2b + 2 < m`)];
+    if (result) {
+      const [low, high] = [Math.min(...result.kept), Math.max(...result.kept)];
       parts.push(svg("rect", { x: px(low) - 3, y: y - 3, width: px(high) - px(low) + 6, height: 6, rx: 3, fill: ink(style), opacity: 0.3 }));
-      parts.push(mark(style, px(answer.value), y, 6));
+      parts.push(marker(style, px(result.value), y, 6));
     }
     return parts;
   }
@@ -109,12 +109,12 @@ export function playgroundSection(root) {
 }
 
 function honest(many) {
-  // Not at random: the page looks the same whenever it is opened.
+  // Not random: the report looks the same whenever it is opened.
   return Array.from({ length: many }, (_, place) => 2.4 * Math.sin(2.4 * place + 0.7) - 2 + 0.35 * Math.cos(5 * place));
 }
 
-function lying(many, liars) {
-  return honest(many).map((value, place) => (place < liars ? HIGH - 1 - place * 0.6 : value));
+function byzantine(many, wrong) {
+  return honest(many).map((value, place) => (place < wrong ? HIGH - 1 - place * 0.6 : value));
 }
 
 function position(event, element) {

@@ -1,14 +1,10 @@
-// The rules of the playground, on m numbers: what a column rule does to one column. They are
-// compared with those of Python in the tests of the page.
+// The rules of the playground, for one column of m numbers. The tests compare them with those of
+// Python.
 
-/** Return the mean of some numbers. */
-export function meanOf(values) {
-  return values.reduce((sum, value) => sum + value, 0) / values.length;
-}
-
+const meanOf = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 const sorted = (values) => [...values].sort((a, b) => a - b);
 
-/** Return the mean without the b smallest and the b largest, and what was kept. */
+/** Return the mean without the b smallest and the b largest, and the kept values. */
 export function trimmedMean(values, b) {
   const kept = sorted(values).slice(b, values.length - b);
   return { value: meanOf(kept), kept };
@@ -19,7 +15,7 @@ export function median(values) {
   return trimmedMean(values, (values.length - 1) >> 1);
 }
 
-/** Return the mean of the m - b values nearest to the trimmed mean; of two as near, the smaller. */
+/** Return the mean of the m - b values nearest to the trimmed mean; of two equally near values, the smaller. */
 export function phocas(values, b) {
   const centre = trimmedMean(values, b).value;
   const near = sorted(values)
@@ -29,7 +25,7 @@ export function phocas(values, b) {
   return { value: meanOf(kept), kept };
 }
 
-/** Return the value whose m - b - 2 nearest others are nearest, or null where 2b + 2 >= m. */
+/** Return the value with the smallest distances to its m - b - 2 nearest others, or null if 2b + 2 >= m. */
 export function krum(values, b) {
   if (2 * b + 2 >= values.length) return null;
   let best = null;
@@ -42,7 +38,7 @@ export function krum(values, b) {
   return { value: best, kept: [best] };
 }
 
-/** Return what each rule makes of some numbers. */
+/** Return the result of each rule. */
 export function aggregates(values, b) {
   return {
     mean: { value: meanOf(values), kept: sorted(values) },

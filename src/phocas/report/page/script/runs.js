@@ -1,8 +1,8 @@
-// Runs: a table with filters, the settings of each, and what tells two of them apart.
-import { chooser, el, put } from "./dom.js";
+// Runs: a table with filters, the settings of each run, and the differences of two.
+import { chooser, el, put, table } from "./dom.js";
 import { accuracy, digits, distinct, listing } from "./format.js";
 import { differing, said } from "./accuracy.js";
-import { sameData } from "./blame.js";
+import { sameData } from "./detection.js";
 
 const MARKS = {
   complete: "✓", running: "▶", interrupted: "❙❙", stopped: "■", failed: "✕", killed: "✕",
@@ -21,13 +21,13 @@ export function runsSection(root) {
   const opened = new Set();
   const choosers = FILTERS.map(([name]) => chooser(name, (value) => { wanted.set(name, value); draw(); }));
   const search = el("input", { type: "search", placeholder: "any setting", on: { input: () => draw() } });
-  const table = el("div", { class: "scroll" });
+  const host = el("div", { class: "scroll" });
   const differences = el("div", { class: "differences", "aria-live": "polite" });
   const counted = el("p", { class: "quiet" });
   put(root, el("h2", {}, "Runs"),
     el("div", { class: "controls" }, choosers.map((each) => each.element),
       el("label", { class: "chooser" }, el("span", {}, "Search"), search)),
-    counted, table, differences);
+    counted, host, differences);
 
   function matching() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -46,6 +46,10 @@ export function runsSection(root) {
     const keys = differing(data.runs);
     const some = (test) => data.runs.some(test);
     const columns = [
+      [el("span", { class: "unseen" }, "compare"), (run) => el("input", {
+        type: "checkbox", id: `compare-${run.id}`, "aria-label": `Compare run ${run.id}`, checked: compared.has(run.id),
+        on: { change: (event) => { compare(run.id, event.target.checked); } },
+      })],
       ["run", (run) => run.id, true],
       ...(some((run) => run.name) ? [["name", (run) => run.name ?? ""]] : []),
       ["rule", (run) => run.rule], ["attack", (run) => run.attack ?? "none"],
@@ -57,28 +61,20 @@ export function runsSection(root) {
       ["final", (run) => accuracy(run.final), true], ["best", (run) => accuracy(run.best), true],
       ["ms/round", (run) => digits(run.ms), true],
       ...(some((run) => run.lost !== null) ? [["model lost", (run) => (run.lost === null ? "" : el("span", { class: "alarm" }, `▲ round ${run.lost}`))]] : []),
-      ...(some((run) => run.suspects.length && sameData(run)) ? [["suspects", (run) => (sameData(run) ? listing(run.suspects) : "")]] : []),
+      ...(some((run) => run.suspects.length && sameData(run)) ? [["flagged", (run) => (sameData(run) ? listing(run.suspects) : "")]] : []),
       ...(some((run) => run.suspects.length && !sameData(run)) ? [["differing", (run) => (sameData(run) ? "" : listing(run.suspects))]] : []),
+      ...(some((run) => run.byzantine?.length) ? [["Byzantine", (run) => listing(run.byzantine ?? [])]] : []),
+      [el("span", { class: "unseen" }, "settings"), (run) => el("button", {
+        type: "button", id: `settings-${run.id}`, "aria-expanded": String(opened.has(run.id)), "aria-label": `Settings of run ${run.id}`,
+        on: { click: () => { if (!opened.delete(run.id)) opened.add(run.id); draw(); } },
+      }, "settings")],
     ];
     counted.textContent = `${runs.length} of ${data.runs.length} runs. Tick two to compare them.`;
     const focused = document.activeElement?.id;
-    put(table, el("table", { class: "data runs" },
-      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, el("span", { class: "unseen" }, "compare")),
-        columns.map(([name, , right]) => el("th", { scope: "col", class: right ? "number" : null }, name)),
-        el("th", { scope: "col" }, el("span", { class: "unseen" }, "settings")))),
-      el("tbody", {}, runs.map((run) => [
-        el("tr", { "data-run": run.id },
-          el("td", {}, el("input", {
-            type: "checkbox", id: `compare-${run.id}`, "aria-label": `Compare run ${run.id}`, checked: compared.has(run.id),
-            on: { change: (event) => { compare(run.id, event.target.checked); } },
-          })),
-          columns.map(([, value, right]) => el("td", { class: right ? "number" : null }, value(run))),
-          el("td", {}, el("button", {
-            type: "button", id: `settings-${run.id}`, "aria-expanded": String(opened.has(run.id)), "aria-label": `Settings of run ${run.id}`,
-            on: { click: () => { if (!opened.delete(run.id)) opened.add(run.id); draw(); } },
-          }, "settings"))),
-        opened.has(run.id) ? el("tr", { class: "settings" }, el("td", { colspan: columns.length + 2 }, settings(run))) : null,
-      ]))));
+    put(host, table(columns, runs, {
+      name: "runs", attributes: (run) => ({ "data-run": run.id }),
+      below: (run) => (opened.has(run.id) ? el("tr", { class: "settings" }, el("td", { colspan: columns.length }, settings(run))) : null),
+    }));
     if (focused) document.getElementById(focused)?.focus();
     showDifferences();
   }
@@ -91,12 +87,12 @@ export function runsSection(root) {
   }
 
   function settings(run) {
-    const told = Object.entries(run.config).filter(([, value]) => value !== null);
+    const known = Object.entries(run.config).filter(([, value]) => value !== null);
     return [
       run.message ? el("p", { class: "alarm" }, run.message) : null,
-      run.origin ? el("p", { class: "quiet" }, `goes on from ${run.origin}`) : null,
+      run.origin ? el("p", { class: "quiet" }, `resumed from ${run.origin}`) : null,
       el("div", { class: "command" }, el("code", {}, run.command), copyButton(run.command)),
-      el("dl", {}, told.map(([key, value]) => el("div", {}, el("dt", {}, key),
+      el("dl", {}, known.map(([key, value]) => el("div", {}, el("dt", {}, key),
         el("dd", {}, typeof value === "string" ? value : JSON.stringify(value))))),
     ];
   }
@@ -115,16 +111,15 @@ export function runsSection(root) {
     ];
     return put(differences, el("h3", {}, `Runs ${pair[0].id} and ${pair[1].id}`),
       keys.length ? null : el("p", {}, "All settings are the same."),
-      el("table", { class: "data" }, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "setting"),
-        pair.map((run) => el("th", { scope: "col" }, `run ${run.id}`)))),
-      el("tbody", {}, rows.map(([key, one, two]) => el("tr", { class: one === two ? "same" : null },
-        el("th", { scope: "row" }, key), el("td", {}, one), el("td", {}, two))))));
+      table([
+        ["setting", ([key]) => key], ...pair.map((run, place) => [`run ${run.id}`, (row) => row[place + 1]]),
+      ], rows, { attributes: ([, one, two]) => ({ class: one === two ? "same" : null }) }));
   }
 
   return { update(next) { data = next; draw(); }, redraw() {} };
 }
 
-/** Make a button that copies a text, also where the browser keeps the clipboard for itself. */
+/** Make a button that copies a text; it selects the text if the browser denies the clipboard. */
 export function copyButton(text) {
   const button = el("button", { type: "button", on: { click: copy } }, "Copy");
   async function copy() {

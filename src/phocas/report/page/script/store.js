@@ -1,22 +1,23 @@
-// Where the data comes from: it is embedded, or the server streams what changes.
+// The data of the report: embedded in the file, or streamed by the server as it changes.
 
-/** Read what is embedded in the page. */
+/** Return the embedded data. */
 export function embedded() {
   return JSON.parse(document.getElementById("data").textContent);
 }
 
-/** Put what has changed into the data: runs by their numbers. */
+/** Return the data with changed runs replaced. */
 export function merge(data, changed) {
   const runs = new Map(data.runs.map((run) => [run.id, run]));
   for (const run of changed.runs ?? []) runs.set(run.id, run);
   return {
     ...data,
     guards: changed.guards ?? data.guards,
+    rules: changed.rules ?? data.rules,
     runs: [...runs.values()].sort((a, b) => a.id - b.id),
   };
 }
 
-/** Listen for changes, if this page is served; `onState` hears whether the server is there. */
+/** Listen for changes if the report is served; `onState` is called when the server comes or goes. */
 export function listen(data, onData, onState) {
   if (document.documentElement.dataset.source !== "stream") return;
   const source = new EventSource(`events?after=${data.version}`);

@@ -1,8 +1,8 @@
-// One colour, dash and mark for each rule, the same as in the figures of the paper.
+// One colour, dash and marker for each rule, the same as in the figures of matplotlib.
 import { svg } from "./dom.js";
 
-// Half the width of a mark is 1 here.
-const MARKS = {
+// Paths of matplotlib's markers, of half width 1, and whether they are filled.
+const MARKERS = {
   o: ["M-.9 0a.9.9 0 1 0 1.8 0a.9.9 0 1 0-1.8 0Z", true],
   s: ["M-.8-.8H.8V.8H-.8Z", true],
   D: ["M0-1.1L1.1 0L0 1.1L-1.1 0Z", true],
@@ -20,29 +20,14 @@ const MARKS = {
   "+": ["M-1 0H1M0-1V1", false],
 };
 
-/** Return a colour for the page: black is the colour of the text, in the dark as well. */
+/** Return a style's colour; black becomes the colour of the text, for dark mode. */
 export function ink(style) {
   return style.colour === "#000000" ? "currentColor" : style.colour;
 }
 
-const DASHES = [[7, 4], [2, 3], [10, 3, 2, 3], [4, 2]];
-
-/** Give each rule its style; of those with one style, as with another b, all but the first a dash. */
-export function told(rules) {
-  const known = new Map();
-  const found = new Map();
-  for (const [rule, style] of rules) {
-    const name = `${style.colour}${style.mark}${style.dash}`;
-    const place = known.get(name) ?? 0;
-    known.set(name, place + 1);
-    found.set(rule, place ? { ...style, dash: DASHES[(place - 1) % DASHES.length] } : style);
-  }
-  return found;
-}
-
-/** Draw a mark at a place. */
-export function mark(style, x, y, size = 4) {
-  const [path, filled] = MARKS[style.mark] ?? [null, false];
+/** Draw a marker at a point. */
+export function marker(style, x, y, size = 4) {
+  const [path, filled] = MARKERS[style.marker] ?? [null, false];
   if (!path) return null;
   return svg("path", {
     d: path,
@@ -53,7 +38,7 @@ export function mark(style, x, y, size = 4) {
   });
 }
 
-/** Draw a short piece of a line, for a legend. */
+/** Draw a short piece of a curve, for a legend. */
 export function sample(style) {
   return svg(
     "svg",
@@ -62,24 +47,28 @@ export function sample(style) {
       x1: 1, x2: 33, y1: 7, y2: 7,
       stroke: ink(style), "stroke-width": 2, "stroke-dasharray": style.dash.join(" ") || null,
     }),
-    mark(style, 17, 7),
+    marker(style, 17, 7),
   );
 }
 
-// Blue for less, vermilion for more, of the same two as in the figures: told apart by the
-// colour-blind, and by their darkness in black and white.
-const LESS = [0, 114, 178];
-const MORE = [213, 94, 0];
-
-/** Return red, green and blue for a value from -1 to 1, on the ground of the page. */
-export function diverging(value, dark) {
-  const ground = dark ? [38, 41, 48] : [240, 240, 236];
-  const end = value < 0 ? LESS : MORE;
-  const share = Math.min(1, Math.abs(value)) ** 0.8;
-  return ground.map((from, place) => Math.round(from + (end[place] - from) * share));
+/** Return red, green and blue of a colour of the palette. */
+function channels(name) {
+  const hex = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
-/** Tell whether the page is dark now. */
+/** Return a function that gives the colour of a value from -1 (blue) over 0 (ground) to 1 (orange). */
+export function diverging(dark) {
+  const ground = dark ? [38, 41, 48] : [240, 240, 236];
+  const [less, more] = [channels("blue"), channels("orange")];
+  return (value) => {
+    const end = value < 0 ? less : more;
+    const share = Math.min(1, Math.abs(value)) ** 0.8;
+    return `rgb(${ground.map((from, place) => Math.round(from + (end[place] - from) * share)).join(" ")})`;
+  };
+}
+
+/** Return whether dark mode is on. */
 export function isDark() {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;

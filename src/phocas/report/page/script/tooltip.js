@@ -1,4 +1,4 @@
-// A box of values beside the pointer, inside what it belongs to.
+// A box of values beside the pointer, inside its chart or map.
 import { el, put } from "./dom.js";
 
 /** Make a tooltip inside an element. */
@@ -6,7 +6,7 @@ export function tooltip(host) {
   const box = el("div", { class: "tooltip", hidden: true, "aria-hidden": "true" });
   host.append(box);
   return {
-    /** Show lines of content at a place of the host, on the side that has room. */
+    /** Show lines of content at a point of the host, on the side that has room. */
     show(x, y, ...content) {
       put(box, ...content);
       box.hidden = false;

@@ -1,0 +1,466 @@
+"""The detector: decides which workers are faulty, since when and where, from all observations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phocas.deprecation import former_attributes
+from phocas.detection.evalues import (
+    MEASURES,
+    DriftTest,
+    EValueTest,
+    Onset,
+    angles,
+    distances,
+    products,
+)
+from phocas.detection.flags import Evidence, Flag, Ground, confidence, kind_of, telling
+from phocas.detection.locations import Locations, ParameterFinding, read_reports
+from phocas.detection.sampling import Sample
+from phocas.specs import count
+
+Floats = npt.NDArray[np.float64]
+
+FALSE_ALARM = 1e-3
+"""The probability that any honest worker is ever flagged, in a run of any length."""
+
+_RECENT = 0.8  # weight of earlier rounds in the recent dropped shares
+_DEVIATIONS = 6.0  # median deviations above the median: far outside of what noise does
+_VISIBLE = 0.05  # smaller differences between dropped shares do not count
+_EARLY = 64  # rounds at the beginning, all of which are observed
+_EVERY = 4  # later, one round in so many is observed while there is no evidence
+_NOTABLE = 0.5  # e-value of a worker that is not flagged, above which every round is observed
+_NEARLY = 20.0  # e-value at which a worker's columns are inspected, long before it is flagged
+_LATELY = 8  # rounds after a finding, all of which are observed
+_BESIDE_DIRECTION, _DIRECTION = (0.6, 0.1), (0.3,)  # parts of the wealth, where there is one
+_ABSURD = 1e6  # values so many times the usual size are no gradients
+
+
+@former_attributes(suspects="flagged", odds="e_values")
+class Detector:
+    r"""Detection of faulty workers, with a bound on the probability of a false alarm.
+
+    A detector observes one round after the other. :meth:`wants` says whether a round should be
+    observed. If so, :meth:`observe` takes the rows, or :meth:`observe_holders` takes the evidence
+    of the holders, which are the ranks or servers that each hold a range of columns. If not,
+    :meth:`rest` is called. :meth:`update` takes the shares that the rule dropped. :meth:`hear` does
+    all this from the reports of ranks.
+    :meth:`flagged`, :meth:`evidence` and :meth:`flag` give the answers, :meth:`state` is for
+    checkpoints.
+
+    Workers are flagged by distances between rows, which Byzantine workers cannot bend:
+    :class:`EValueTest` has the test and the proof. With ``direction`` the angle to a direction
+    known before the round counts as well, which shows workers that pull back even where gradients
+    are mostly noise. Worker i is flagged once its e-value reaches m / alpha, alpha = 0.001.
+
+    **Guarantee.** If at most b workers are Byzantine, and honest rows are independent draws of one
+    distribution in every round, given all rounds before, then with probability at least 1 - alpha
+    *no* honest worker is *ever* flagged, however long the run, whatever the Byzantine workers send
+    and know. (Each of at most m honest workers has probability alpha / m.) A flagged worker stays
+    flagged.
+
+    Of 20 workers with b = 6, one Byzantine worker is flagged after 5 rounds, three after 10, six
+    after 19; one that begins in round 400 after 5 to 9, if every round is observed; one with gross
+    errors in a fifth of the rounds after about 30. Attacks that stay within the honest
+    distribution are not detected.
+
+    - Flagging q workers needs q < m - b - 1. With m - b - 1 < 2, as with b = 1 of 3, no worker can
+      be flagged, nor with b = 0. The default b is the largest with which workers can be flagged:
+      it allows for more Byzantine workers, and one of 20 is flagged after 6 rounds.
+    - Honest workers that hold different data (Dirichlet, by label) do not have one distribution.
+      There a flagged worker differs from the others, and need not be faulty.
+    - Rows that remember the rounds before are not independent. Of a worker's own ``momentum``, what
+      is new in each round is (1 - momentum) times a gradient, and that alone is observed.
+    - A worker whose rows are missing is infinitely far, and is flagged like any other fault.
+
+    :meth:`unusual` is an early warning without a guarantee. Byzantine workers can cause it for an
+    honest worker.
+
+    Args:
+        num_workers: m.
+        b: the largest number of Byzantine workers.
+        servers: the column ranges of the servers, to find servers that receive wrong values.
+        momentum: the momentum of the workers' rows.
+        direction: whether rows are compared with a direction that is known before each round.
+
+    >>> rng = np.random.default_rng(0)
+    >>> detector = Detector(num_workers=10, b=2)
+    >>> for _ in range(12):
+    ...     rows = rng.normal(size=(10, 50))
+    ...     rows[3] *= 2
+    ...     detector.observe(rows)
+    >>> detector.flagged(), detector.evidence()[3].flagged
+    ((3,), 6)
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        b: int | None = None,
+        servers: Sequence[tuple[int, int]] = (),
+        momentum: float = 0.0,
+        *,
+        direction: bool = False,
+    ) -> None:
+        self.num_workers = m = count("Detector", "num_workers", num_workers, minimum=1)
+        self.b = max(0, (m - 3) // 2) if b is None else count("Detector", "b", b)
+        most = min(self.b, m - 1)
+        self.test = EValueTest(m, most, _BESIDE_DIRECTION if direction else MEASURES)
+        self.direction_test = EValueTest(m, most, _DIRECTION, direction=True) if direction else None
+        self.drift = DriftTest(m)
+        self.onset = Onset(m)
+        self.locations = Locations(m, self.b)
+        self.e_values = np.zeros(m)
+        self.flagged_in = np.zeros(m)
+        """The round (from 1) in which distances flagged each worker, 0 if they did not."""
+        self.judged = 0
+        """The rounds that were observed, or passed over by :meth:`rest`."""
+        self.total = np.zeros(m)
+        self.recent = np.zeros(m)
+        self.rounds = 0
+        """The rounds of which the dropped shares are known."""
+        self.bounds = servers
+        self.absurd = np.zeros((len(servers), m))
+        """1 where a worker's values have reached a server absurd, (servers, m)."""
+        self.size = np.zeros(1)
+        self.momentum = momentum
+        self.kept = np.zeros(0)
+        self.notable = False
+        self.alert = 0
+        """The round before which every round is observed."""
+        self.attention: tuple[int, ...] = ()
+        """The workers whose values the holders of columns should inspect."""
+        self.nonfinite: list[tuple[int, int, list[int], int]] = []
+        """First values that are not finite: worker, round, parameters, how many have seen them."""
+        self.lost = 0
+        """The round since which no worker is finite, 0 if there is none."""
+        self._last = b""
+
+    def wants(self) -> bool:
+        """Return whether the next round should be observed; if not, call :meth:`rest`.
+
+        Every round is observed at the beginning, with momentum, shortly after a finding, and while
+        a worker that is not flagged has an e-value above a half; otherwise one in four. The choice
+        depends on the past alone, so that the e-values stay valid.
+        """
+        return (
+            self.judged < _EARLY
+            or self.judged % _EVERY == 0
+            or self.notable
+            or self.rounds < self.alert
+            or bool(self.momentum)
+        )
+
+    def rest(self) -> None:
+        """Advance by a round that is not observed."""
+        self.judged += 1
+
+    def skip(self) -> None:
+        """Advance by a round in which no worker's row is finite; it gives no evidence."""
+        self.total += self.shares()
+        self.rounds += 1
+        self.judged += 1
+        self.lost = self.lost or self.rounds
+
+    def observe(
+        self,
+        values: npt.ArrayLike,
+        sample: Sample | None = None,
+        following: npt.ArrayLike | None = None,
+        direction: npt.ArrayLike | None = None,
+    ) -> None:
+        """Observe the rows of one round.
+
+        Args:
+            values: the rows, (m, columns), or the values of a sample of their columns. Which
+                columns are sampled must not depend on the rows.
+            sample: the columns that were sampled.
+            following: only for rows with momentum: the values in this round of the columns that
+                are observed in the next round, to compute what is new in the next round.
+            direction: a direction in these columns that was known before the round.
+        """
+        seen = np.asarray(values, np.float64)
+        if seen.ndim != 2 + (sample is not None) or len(seen) != self.num_workers:
+            raise ValueError(
+                f"there must be a row for each of {self.num_workers} workers: got shape"
+                f" {seen.shape}"
+            )
+        if self.momentum and self.kept.size:
+            with np.errstate(invalid="ignore"):
+                seen = seen - self.momentum * self.kept
+        if following is not None:
+            self.kept = np.asarray(following, np.float64)
+        apart = distances(products(seen))
+        e_values = self.test.observe(apart)
+        if self.direction_test is not None:
+            way = np.asarray(
+                np.zeros(seen.shape[1:]) if direction is None else direction, np.float64
+            )
+            e_values = e_values + self.direction_test.observe(angles(seen, way)[None, None])
+        self._judge(e_values)
+        self.drift.observe(apart[0])
+        if sample is not None and self.bounds:
+            self._observe_servers(seen, sample)
+
+    def hear(self, reports: Floats, lost: Floats, columns: int) -> bool:
+        """Observe a step by the reports of all m ranks; return whether there is new evidence.
+
+        Args:
+            reports: the report of each rank's :class:`~phocas.detection.observer.RankObserver`.
+            lost: how many values of each rank (column) each rank (row) dropped in its columns.
+            columns: the number of columns of the gradient.
+        """
+        # If most ranks report that no rank is finite, the evidence is about the model.
+        if 2 * np.count_nonzero(reports[:, len(reports)] > 0) > len(reports):
+            self.skip()
+            return False
+        # A faulty rank may report any number, but not more dropped values than there are.
+        shares = np.fmin(np.fmax(lost, 0.0), columns).sum(axis=0) / max(1, columns)
+        self.update(np.fmin(shares, 1.0))
+        content = reports.tobytes()
+        if content == self._last:
+            self.rest()
+            return False
+        evidence, findings = read_reports(reports)
+        self._last = b"" if findings else content  # the same finding again is evidence
+        self.observe_holders(evidence, findings)
+        return True
+
+    def observe_holders(
+        self, evidence: Floats, findings: Sequence[tuple[int, ParameterFinding]] = ()
+    ) -> None:
+        """Observe the evidence of all holders, the ranks or servers that hold ranges of columns.
+
+        Each holder computes e-values in its own columns. Up to b holders may be faulty. So the
+        detector uses the mean of the smallest e-values, without the b largest. This mean is at most
+        the mean over honest holders, so the guarantee holds.
+
+        Args:
+            evidence: the e-values by holder and worker, (holders, m).
+            findings: pairs of a holder's number and a finding of the holder in a parameter.
+        """
+        kept = np.sort(np.where(evidence >= 0, evidence, 0.0), axis=0)
+        self._judge(kept[: max(1, len(kept) - self.b)].mean(axis=0))
+        now = self.judged
+        if findings:
+            self._note_nonfinite(now, findings)
+            for holder, finding in findings:
+                self.locations.add(now, holder, [finding])
+            self.locations.flag(now)
+        flagged = self.flagged()
+        if not {finding.worker for _, finding in findings} <= set(flagged):
+            self.alert = now + _LATELY
+        elif not set(self.unusual()) <= set(flagged):
+            self.alert = max(self.alert, now + 1)
+        near = np.flatnonzero(self.e_values > _NEARLY)
+        self.attention = tuple(sorted({*near.tolist(), *flagged}))
+
+    def _judge(self, e_values: Floats) -> None:
+        """Flag workers by their e-values after a round."""
+        before, self.e_values = self.e_values, e_values
+        self.judged += 1
+        if self.b:
+            flagged = (e_values >= self.num_workers / FALSE_ALARM) & (self.flagged_in == 0)
+            self.flagged_in[flagged] = self.judged
+        unflagged = self.flagged_in == 0
+        self.notable = bool((e_values[unflagged] > _NOTABLE).any())
+        if not np.array_equal(before, e_values):
+            self.onset.observe(np.where(unflagged, e_values, np.inf), self.judged)
+
+    def _note_nonfinite(self, now: int, findings: Sequence[tuple[int, ParameterFinding]]) -> None:
+        """Record the first non-finite values, and the first that more than b holders have seen."""
+        if any(seen_by > self.b for *_, seen_by in self.nonfinite):
+            return
+        seen: dict[int, tuple[set[int], set[int]]] = {}
+        for holder, finding in findings:
+            if finding.nonfinite and 0 <= finding.worker < self.num_workers:
+                holders, parameters = seen.setdefault(finding.worker, (set(), set()))
+                holders.add(holder)
+                parameters.add(finding.parameter)
+        for worker, (holders, parameters) in sorted(seen.items()):
+            seen_by = len(holders - {worker})
+            if seen_by > self.b or not self.nonfinite:
+                self.nonfinite.append((worker, now, sorted(parameters), seen_by))
+
+    def update(self, dropped: npt.ArrayLike) -> None:
+        """Observe, for each worker, the share of its values that the rule dropped in one round."""
+        shares = np.asarray(dropped, np.float64)
+        memory = _RECENT if self.rounds else 0.0
+        self.recent = memory * self.recent + (1 - memory) * shares
+        self.total += shares
+        self.rounds += 1
+        self.lost = 0
+
+    def flagged(self) -> tuple[int, ...]:
+        """Return the flagged workers."""
+        found = (self.flagged_in > 0) | (self.locations.flagged > 0)
+        return tuple(np.flatnonzero(found).tolist())
+
+    def unusual(self, at_least: float = 0.0) -> tuple[int, ...]:
+        """Return the workers whose values were lately dropped far more than usual, or that drift.
+
+        There is no guarantee: Byzantine workers can cause this warning for an honest worker.
+
+        Args:
+            at_least: dropped shares up to this one are not unusual.
+        """
+        half = self.num_workers // 2
+        middle = np.sort(self.recent)[half]
+        deviation = np.sort(np.abs(self.recent - middle))[half]
+        limit = max(at_least, middle + max(_VISIBLE, _DEVIATIONS * deviation))
+        drifted = self.drift.wealth >= self.num_workers / FALSE_ALARM
+        return tuple(np.flatnonzero((self.recent > limit) | drifted).tolist())
+
+    def servers(self) -> tuple[int, ...]:
+        """Return the servers in whose columns more than b workers have sent absurd values.
+
+        A group of neighbouring values is absurd if the values are not finite or a million times the
+        usual size, and if the worker sent no such values to at least half of the servers. The usual
+        size is the median of a round,
+        and the largest of these medians so far: gradients of workers that have learned their own
+        data vanish, which does not make another worker's gradient absurd. At most b workers are
+        Byzantine, so the fault is between the workers and this server. That holds if honest values
+        are never absurd; it is not a matter of chance.
+        """
+        return tuple(np.flatnonzero(self.absurd.sum(axis=1) > self.b).tolist())
+
+    def _observe_servers(self, values: Floats, sample: Sample) -> None:
+        with np.errstate(all="ignore"):
+            sizes = np.sqrt(np.einsum("mrw,mrw->mr", values, values))  # NaN stays NaN
+        usual = np.partition(sizes.ravel(), sizes.size // 2)[sizes.size // 2]
+        if not usual < math.inf:
+            return
+        np.maximum(self.size, usual, out=self.size)
+        absurd = ~(sizes <= _ABSURD * self.size)
+        if not absurd.any() or not self.size:
+            return
+        owners = sample.owners(self.bounds)
+        found = np.zeros(self.absurd.shape, bool)
+        for server in set(owners.tolist()) - {-1}:
+            found[server] = absurd[:, owners == server].any(axis=1)
+        found &= found.sum(axis=0) <= len(found) / 2
+        self.absurd[found] = 1
+
+    def evidence(self) -> tuple[Evidence, ...]:
+        """Return the evidence against each worker."""
+        numbers = zip(self.e_values, self.shares(), self.drift.wealth, strict=True)
+        found = []
+        for worker, (e_value, dropped, drift) in enumerate(numbers):
+            flagged = int(self.flagged_in[worker])
+            onset = min(int(self.onset.rounds[worker]), flagged)
+            found.append(
+                Evidence(
+                    worker,
+                    float(e_value),
+                    flagged or None,
+                    float(dropped),
+                    float(drift),
+                    onset or None,
+                )
+            )
+        return tuple(found)
+
+    def flag(self, worker: int) -> Flag:
+        """Return the flag of a worker: since when it is faulty, where, and in what way."""
+        steps: dict[Ground, int] = {
+            "distances": int(self.flagged_in[worker]),
+            "addresses": int(self.locations.flagged[worker]),
+        }
+        onsets = {
+            "distances": self.onset.rounds[worker],
+            "addresses": self.locations.onset[worker],
+        }
+        flagged, first = min((step, ground) for ground, step in steps.items() if step)
+        shown = telling(self.locations.workers[worker])
+        by_addresses = steps["addresses"] > 0
+        return Flag(
+            worker=worker,
+            kind=kind_of(self.locations, worker, shown),
+            onset=min(int(onsets[first]), flagged),
+            flagged=flagged,
+            confidence=confidence(
+                self.num_workers, float(self.e_values[worker]), by_addresses=by_addresses
+            ),
+            grounds=tuple(ground for ground, step in steps.items() if step),
+            locations=shown,
+        )
+
+    def shares(self) -> Floats:
+        """Return the mean dropped share of each worker."""
+        return self.total / max(1, self.rounds)
+
+    def state(self) -> dict[str, Floats]:
+        """Return the arrays for a checkpoint; :meth:`findings_state` has the rest."""
+        numbers = [self.test.rounds, self.judged, self.rounds, self.notable]
+        onset = np.stack([self.onset.rounds, self.onset.lowest, np.zeros(self.num_workers)])
+        onset[2] = self.onset.observed
+        state = {
+            "money": self.test.wealth,
+            "past": self.drift.seen,
+            "changed": self.drift.wealth,
+            "odds": self.e_values,
+            "since": self.flagged_in,
+            "total": self.total,
+            "recent": self.recent,
+            "absurd": self.absurd,
+            "size": self.size,
+            "kept": self.kept,
+            "usual": self.test.usual,
+            "numbers": np.array(numbers, np.float64),
+            "onset": onset,
+        }
+        if self.direction_test is not None:
+            state |= {"course": self.direction_test.wealth, "heading": self.direction_test.usual}
+        return state
+
+    def load_state(self, state: Mapping[str, Floats]) -> None:
+        """Restore the arrays of a checkpoint."""
+        own = self.state()
+        state = {"size": own["size"], "onset": own["onset"], **state}  # which 0.2 did not save
+        self._last = b""
+        self.kept = np.array(state["kept"])
+        own["kept"] = self.kept
+        for name, array in own.items():
+            if state[name].shape != array.shape:
+                raise ValueError(
+                    f"a checkpoint of {len(state['total'])} workers and {len(state['absurd'])}"
+                    f" servers cannot be used with {self.num_workers} and {len(self.absurd)},"
+                    " nor with another b"
+                )
+            np.copyto(array, state[name])
+        numbers = state["numbers"].astype(int).tolist()
+        self.test.rounds, self.judged, self.rounds, notable = numbers
+        self.notable = bool(notable)
+        self.onset.load_state([*state["onset"][:2], int(state["onset"][2, 0])])
+        self.drift.rounds = self.test.rounds
+        if self.direction_test is not None:
+            self.direction_test.rounds = self.test.rounds
+
+    def findings_state(self) -> dict[str, Any]:
+        """Return the findings of :meth:`observe_holders` for a checkpoint, ready for ``json``."""
+        return {
+            "alert": self.alert,
+            "attention": self.attention,
+            "traces": self.locations.state(),
+            "nonfinite": self.nonfinite,
+            "lost": self.lost,
+        }
+
+    def load_findings_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the findings of a checkpoint."""
+        self.alert, self.attention = state["alert"], tuple(state["attention"])
+        self.locations.load_state(state["traces"])
+        self.nonfinite = [tuple(first) for first in state["nonfinite"]]
+        self.lost = state["lost"]
+
+    def forget(self, worker: int) -> None:
+        """Discard all evidence on a worker; the holders of columns must discard theirs as well."""
+        for known in (self.e_values, self.flagged_in, self.total, self.recent):
+            known[worker] = 0.0
+        self.locations.forget(worker)
+        self.onset.forget(worker)

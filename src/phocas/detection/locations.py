@@ -1,0 +1,299 @@
+"""Where a worker's wrong values lie: in which parameters, and whether at the same addresses.
+
+Distances show that a worker is faulty; locations help an operator to tell broken hardware from
+unusual data. A holder is a rank or server that holds a range of columns. Every holder inspects its
+columns and reports a few findings in each round to all other holders.
+
+A worker is *absurd* in a parameter if its values there are not finite, or many times as large as
+is usual among workers. Hardware that corrupts silently does so at the same addresses again and
+again; the addresses of outliers that come from data change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Addresses = npt.NDArray[np.int64]
+
+TIMES = 3
+"""How often a worker must be absurd at the same addresses before it is flagged."""
+
+_WITHIN = 8  # rounds from one time to the next
+_REMEMBERED = 4096  # addresses for each worker and parameter
+_LOCATIONS = 64  # parameters of each worker of which a location is kept
+_SHOWN = 8  # addresses in a report
+_AGAIN = 0.25  # the share of addresses that must repeat, and so many times chance
+_CHANCE = 8.0
+_SURELY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFinding:
+    """Outliers of one worker in one parameter in one round, in the columns of one holder."""
+
+    parameter: int
+    worker: int
+    wild: int
+    """The number of outliers among its values here."""
+    columns: int
+    """The number of columns."""
+    others: float
+    """The b-th largest share of outliers of another worker here."""
+    absurd: bool
+    """Whether the values here are absurd as a whole."""
+    address: int
+    """The first address of a gross value, -1 if there is none."""
+    stride: int
+    """The greatest common divisor of the distances between repeated addresses, 0 if none."""
+    repeats: float
+    """The share of gross addresses that were gross before, beyond chance; -1 the first time."""
+    again: bool
+    """Whether the repeated share is far more than chance."""
+    nonfinite: bool = False
+    """Whether a value here is NaN or infinite."""
+    along: float = 0.0
+    """Evidence on the direction of the worker's rows, in deviations."""
+
+    NUMBERS = 12
+
+    def numbers(self) -> list[float]:
+        """Return the finding as numbers, for a message."""
+        return [float(getattr(self, name)) for name in _FIELDS]
+
+    @classmethod
+    def read(cls, numbers: Floats) -> ParameterFinding | None:
+        """Decode a finding; return None for invalid numbers, which a faulty holder may send."""
+        if len(numbers) != cls.NUMBERS or not np.isfinite(numbers).all() or numbers[3] < 1:
+            return None
+        return cls(*(kind(number) for kind, number in zip(_KINDS, numbers, strict=True)))
+
+
+_FIELDS = tuple(ParameterFinding.__dataclass_fields__)
+_KINDS = (int, int, int, int, float, bool, int, int, float, bool, bool, float)
+
+
+def read_reports(reports: Floats) -> tuple[Floats, list[tuple[int, ParameterFinding]]]:
+    """Decode the reports of m ranks: the e-values of each, and pairs of a rank and its finding."""
+    m = len(reports)
+    width = ParameterFinding.NUMBERS
+    findings = []
+    for holder, place in np.argwhere(~np.isnan(reports[:, m + 1 : -1 : width])).tolist():
+        begin = m + 1 + place * width
+        finding = ParameterFinding.read(reports[holder, begin : begin + width])
+        if finding is not None:
+            findings.append((holder, finding))
+    return reports[:, :m], findings
+
+
+class AddressMemory:
+    """The addresses at which one holder has seen gross values, by parameter and worker.
+
+    An address is the index of a value in the flat parameter.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, int], Addresses] = {}
+
+    def compare(
+        self, parameter: int, worker: int, found: Addresses, columns: int
+    ) -> tuple[float, int, bool]:
+        """Return the repeated share beyond chance, its stride, and whether it is far above chance.
+
+        Of addresses drawn at random, the expected share of known ones is their share of the
+        columns. The repeated share is 0 for that, and 1 if all are known.
+
+        >>> memory = AddressMemory()
+        >>> memory.compare(0, 3, np.array([5, 69, 133]), columns=6000)
+        (-1.0, 0, False)
+        >>> memory.compare(0, 3, np.array([5, 7, 133, 197]), columns=12)
+        (0.3333333333333333, 128, False)
+        """
+        key = (parameter, worker)
+        before = self.known.get(key)
+        if before is None:
+            if sum(kept == worker for _, kept in self.known) < _LOCATIONS:
+                self.known[key] = found[:_REMEMBERED]
+            return -1.0, 0, False
+        again = np.intersect1d(before, found, assume_unique=True)
+        share = len(again) / max(1, len(found))
+        stride = int(np.gcd.reduce(np.diff(again))) if len(again) > 1 else 0
+        chance = len(before) / max(1, columns)
+        self.known[key] = np.union1d(before, found)[:_REMEMBERED]
+        beyond = max(0.0, share - chance) / max(1e-9, 1 - chance)
+        return beyond, stride, share >= min(_SURELY, max(_AGAIN, _CHANCE * chance))
+
+    def state(self) -> list[Any]:
+        """Return the state for a checkpoint, ready for ``json``."""
+        return [[*key, addresses.tolist()] for key, addresses in self.known.items()]
+
+    def load_state(self, state: Iterable[Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self.known = {(key, worker): np.array(found, np.int64) for key, worker, found in state}
+
+
+@dataclass(slots=True)
+class Location:
+    """The findings of all holders about one worker in one parameter.
+
+    Holders are the ranks or servers that hold columns of the parameter.
+    """
+
+    since: int
+    """The first round with a finding."""
+    wild: float = 0.0
+    columns: float = 0.0
+    others: float = 0.0
+    looks: int = 0
+    addresses: list[int] = field(default_factory=list)
+    stride: int = 0
+    repeats: float = -1.0
+    times: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
+    """By holder, the round in which the present sequence of absurd rounds began."""
+    nonfinite: bool = False
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Location:
+        """Read a location from JSON, whose keys are text."""
+        counts = {
+            name: {int(holder): number for holder, number in state[name].items()}
+            for name in ("times", "last", "begun")
+        }
+        return cls(**{**state, **counts})
+
+    def add(self, holder: int, finding: ParameterFinding, round: int) -> None:
+        """Add a finding of a holder."""
+        self.wild += min(finding.wild, finding.columns)
+        self.columns += finding.columns
+        self.others += finding.others
+        self.looks += 1
+        if finding.address >= 0 and finding.address not in self.addresses:
+            self.addresses = sorted([*self.addresses, finding.address])[:_SHOWN]
+        if finding.repeats >= 0:
+            self.repeats = finding.repeats if self.repeats < 0 else max(self.repeats, 0.0)
+            self.repeats += (finding.repeats - self.repeats) / 4
+        if finding.stride:
+            self.stride = int(np.gcd(self.stride, finding.stride))
+        if finding.absurd:
+            recent = round - self.last.get(holder, -_WITHIN - 1) <= _WITHIN
+            self.times[holder] = self.times.get(holder, 0) + 1 if recent and finding.again else 1
+            self.last[holder] = round
+            if not recent:
+                self.begun[holder] = round
+        self.nonfinite |= finding.nonfinite
+
+    @property
+    def share(self) -> float:
+        """Return the share of outliers among the worker's values here."""
+        return self.wild / max(1.0, self.columns)
+
+    @property
+    def usual(self) -> float:
+        """Return the share of outliers of the b-th worst other worker, averaged over findings."""
+        return self.others / max(1, self.looks)
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of the evidence: infinite if the values are absurd.
+
+        Otherwise the weight is the deviation of :attr:`share` from :attr:`usual`, in standard
+        deviations.
+        """
+        if self.times:
+            return np.inf
+        expected = self.usual * self.columns
+        return float((self.wild - expected) / np.sqrt(max(1.0, expected)))
+
+
+class Locations:
+    """The locations of all workers, and the workers that many holders found absurd.
+
+    A worker is flagged once more than b holders other than itself have each found it absurd TIMES
+    times at the same addresses of a parameter, with at most 8 rounds from one time to the next. At
+    most b holders are faulty, so one of these is honest. That honest values are never absurd in
+    this way is not a matter of chance: it holds where workers draw from the same data.
+    """
+
+    def __init__(self, num_workers: int, b: int) -> None:
+        self.b = b
+        self.workers: list[dict[int, Location]] = [{} for _ in range(num_workers)]
+        self.flagged = np.zeros(num_workers, np.int64)
+        self.onset = np.zeros(num_workers, np.int64)
+        self.along: list[dict[int, float]] = [{} for _ in range(num_workers)]
+
+    def add(self, round: int, holder: int, findings: Iterable[ParameterFinding]) -> None:
+        """Add the findings of a holder in a round."""
+        for finding in findings:
+            if not 0 <= finding.worker < len(self.workers):
+                continue
+            locations = self.workers[finding.worker]
+            self.along[finding.worker][holder] = finding.along
+            if finding.parameter not in locations:
+                if len(locations) >= _LOCATIONS:
+                    continue
+                locations[finding.parameter] = Location(since=round)
+            locations[finding.parameter].add(holder, finding, round)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, ready for ``json``."""
+        return {
+            "since": self.flagged.tolist(),
+            "onset": self.onset.tolist(),
+            "along": [list(known.items()) for known in self.along],
+            "workers": [
+                [[parameter, asdict(location)] for parameter, location in locations.items()]
+                for locations in self.workers
+            ],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self.flagged[:] = state["since"]
+        self.onset[:] = state["onset"]
+        self.along = [{int(holder): z for holder, z in known} for known in state["along"]]
+        self.workers = [
+            {parameter: Location.read(location) for parameter, location in locations}
+            for locations in state["workers"]
+        ]
+
+    def forget(self, worker: int) -> None:
+        """Discard all findings about a worker."""
+        self.workers[worker], self.along[worker] = {}, {}
+        self.flagged[worker] = self.onset[worker] = 0
+
+    def direction(self, worker: int) -> tuple[float, float]:
+        """Return the evidence for and against a worker's rows pointing as the others' do.
+
+        Both numbers are sums over holders, in standard deviations, without the b holders with the
+        largest values.
+        """
+        reported = np.sort([z for holder, z in self.along[worker].items() if holder != worker])
+        kept = len(reported) - self.b
+        if kept < 1:
+            return 0.0, 0.0
+        return (
+            float(reported[:kept].sum() / np.sqrt(kept)),
+            float(-reported[-kept:].sum() / np.sqrt(kept)),
+        )
+
+    def flag(self, round: int) -> None:
+        """Flag the workers that enough holders have found absurd."""
+        if not self.b:
+            return
+        for worker, locations in enumerate(self.workers):
+            begun = [
+                (holder, location.begun[holder])
+                for location in locations.values()
+                for holder, times in location.times.items()
+                if times >= TIMES and holder != worker
+            ]
+            if len({holder for holder, _ in begun}) > self.b and not self.flagged[worker]:
+                self.flagged[worker] = round
+                self.onset[worker] = min(since for _, since in begun)

@@ -1,0 +1,159 @@
+"""Rows with masked outliers, filtered while a kernel reads them, without a second matrix."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phocas.kernels import distances, filtering
+from phocas.kernels.blocks import BLOCK_COLUMNS
+from phocas.kernels.code import compiled, eight_words
+from phocas.kernels.emit import ELEMENTS
+from phocas.kernels.memory import Rows, aligned, compute_dtype, row_table, stored_dtype, stored_nan
+from phocas.kernels.threads import CHUNK_COLUMNS, POOL, address
+
+CHUNK_BYTES = 1 << 22  # of filtered rows, which stay in a cache until they are read
+BETWEEN = 16  # values between copied rows: a power-of-two stride would cause cache conflicts
+_MASKED = struct.Struct(f"{len(filtering.MaskArguments._fields)}Q").pack
+
+
+def cleaned(rows: Rows) -> NDArray[Any]:
+    """Return a copy of rows with outliers replaced by column centres, in the stored dtype."""
+    out = np.empty((len(rows), rows.columns), stored_dtype(rows.element))
+    for begin, part in clean_chunks(rows):
+        table = row_table(out[:, begin : begin + part.columns])
+        copy = ctypes.memmove
+        for to, source in zip(table, part.addresses, strict=True):
+            copy(int(to), int(source), part.columns * out.itemsize)
+    return out
+
+
+def clean_chunks(rows: Rows) -> Iterator[tuple[int, Rows]]:
+    """Yield the rows in chunks of columns, with outliers replaced, as (first column, rows).
+
+    Rows without a mask are one chunk and are not copied. Otherwise a chunk is a copy, which the
+    next chunk overwrites. The width of a chunk is a multiple of the granule, the fixed number of
+    columns that the distance kernels sum at a time.
+    """
+    mask = rows.mask
+    if mask is None:
+        yield 0, rows
+        return
+    granule = distances.granule_columns(len(rows))
+    kind = stored_dtype(rows.element)
+    step = max(1, CHUNK_BYTES // (len(rows) * granule * kind.itemsize)) * granule
+    room = aligned((len(rows), min(step, rows.columns) + BETWEEN), kind)
+    table, number = row_table(room), np.array([mask.scale], compute_dtype(rows.element))
+    for begin in range(0, rows.columns, step):
+        part = rows.shifted(begin, min(rows.columns, begin + step))
+        known = mask.marks[begin // BLOCK_COLUMNS :]
+        words = filtering.FilterArguments(
+            rows=address(part.addresses),
+            out=address(table),
+            k=len(rows),
+            marks=address(known),
+            size=known.itemsize,
+            scale=address(number),
+            chosen=address(mask.chosen),
+        )
+        work = compiled("clean", rows.element)
+        POOL.run(work, eight_words(*words), None, part.columns, CHUNK_COLUMNS)
+        room[mask.out[mask.chosen], : part.columns] = stored_nan(rows.element)
+        yield begin, Rows(table, part.columns, rows.element, room)
+
+
+def over_columns(
+    rows: Rows,
+    work: int,
+    words: bytes,
+    local: NDArray[Any] | None,
+    width: int,
+    patch: Patch | None = None,
+) -> None:
+    """Run a kernel over all columns of rows.
+
+    If the rows have an outlier mask, the kernel reads ``width`` filtered columns at a time.
+    """
+    if rows.mask is None:
+        POOL.run(work, words, local, rows.columns, CHUNK_COLUMNS)
+    else:
+        run_masked(
+            FilteredCall(rows, work, words, local, rows.columns, CHUNK_COLUMNS), width, width, patch
+        )
+
+
+class Patch(NamedTuple):
+    """A second table of rows that a kernel reads: its rows, and its slot in the arguments."""
+
+    others: NDArray[np.intp]
+    slot: int
+    nested: int = 0
+
+
+class FilteredCall(NamedTuple):
+    """A kernel, its arguments, the number of items, and the items per chunk."""
+
+    rows: Rows
+    work: int
+    words: bytes
+    local: NDArray[Any] | None
+    items: int
+    chunk: int
+
+
+def run_masked(job: FilteredCall, step: int, width: int, patch: Patch | None = None) -> None:
+    """Run a kernel on rows with masked outliers; ``step`` of its items are ``width`` columns."""
+    rows, local = job.rows, job.local
+    mask = rows.mask
+    if mask is None:
+        raise ValueError("the rows have no outlier mask")
+    threads, k = POOL.size(), len(rows)
+    room = aligned((threads, k, width + BETWEEN), stored_dtype(rows.element))
+    nothing = np.full(width, stored_nan(rows.element))
+    number = np.array([mask.scale], compute_dtype(rows.element))
+    outs = mask.out.astype(np.int64)
+    others = np.zeros(1, np.intp) if patch is None else patch.others
+    inner = job.words.ljust(8 * filtering.MOST_WORDS, b"\0")
+    pointers = np.frombuffer(inner, np.uint8)
+    named = filtering.MaskArguments(
+        rows=address(rows.addresses),
+        k=k,
+        marks=address(mask.marks),
+        size=mask.marks.itemsize,
+        scale=address(number),
+        chosen=address(mask.chosen),
+        outs=address(outs),
+        nothing=address(nothing),
+        work=job.work,
+        inner=address(pointers),
+        step=step,
+        width=width,
+        ahead=0 if patch is not None else width * ELEMENTS[rows.element].size,
+        columns=rows.columns,
+        others=address(others),
+        number=0 if patch is None else len(others),
+        slot=0 if patch is None else patch.slot,
+        nested=0 if patch is None else patch.nested,
+    )
+    tables_ = np.zeros((threads, k + len(others)), np.uint64)
+    owned = np.stack(
+        [
+            np.array(
+                filtering.MaskWords(
+                    local=0 if local is None else address(local[i]),
+                    table=address(tables_[i]),
+                    second=address(tables_[i, k:]),
+                    room=address(room[i]),
+                    stride=room.strides[1],
+                ),
+                np.uint64,
+            )
+            for i in range(threads)
+        ]
+    )
+    POOL.run(compiled("masked", rows.element), _MASKED(*named), owned, job.items, job.chunk)

@@ -1,0 +1,109 @@
+"""The walks of ARCHITECTURE.md name every file that a call, a round and a DDP step run through.
+
+``python -m pytest tests/test_walks.py -s`` prints the files.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.integrations.scenes import environment
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+import phocas
+from phocas.integrations.ddp import protect
+from phocas.training import Trainer
+
+PACKAGE = Path(phocas.__file__).parent
+ARCHITECTURE = Path(__file__).parents[1] / "ARCHITECTURE.md"
+RANKS = 3
+OBSERVED = 64  # steps at the beginning; later, one in four is observed
+
+
+def files_of(call: Callable[[], object]) -> list[str]:
+    """Return the files of the package with a function that ``call`` runs in this thread."""
+    found: set[str] = set()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        found.add(frame.f_code.co_filename)
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    inside = [Path(name) for name in found if Path(name).is_relative_to(PACKAGE)]
+    return sorted(str(path.relative_to(PACKAGE)) for path in inside)
+
+
+def walk(heading: str) -> list[str]:
+    """Return the files that a walk of ARCHITECTURE.md lists, sorted."""
+    _, _, text = ARCHITECTURE.read_text().partition(f"\n### {heading}")
+    listed = re.split(r"\n##", text)[0]
+    steps = re.findall(r"^\d+\. ((?:`[\w/]+\.py`,?\s*)+):", listed, re.MULTILINE)
+    return sorted(name for step in steps for name in re.findall(r"`([^`]+)`", step))
+
+
+def check(what: str, files: list[str], heading: str) -> None:
+    print(f"\n{what}: {len(files)} files\n  " + "\n  ".join(files))
+    assert files == walk(heading), f"ARCHITECTURE.md must list these files under {heading!r}"
+
+
+def test_files_of_a_call() -> None:
+    rows = np.random.default_rng(0).normal(size=(20, 1000)).astype(np.float32)
+    rule = phocas.Phocas(b=6)
+    rule(rows)
+    check("Phocas(b=6)(rows)", files_of(lambda: rule(rows)), "A call")
+
+
+def test_files_of_a_round() -> None:
+    with Trainer(
+        "mlp", data="synthetic:train=500,test=100", num_workers=10, rule="phocas:b=3", lr=0.1
+    ) as trainer:
+        for _ in range(3):
+            trainer.step()
+        check("a round of training with detection", files_of(trainer.step), "A round")
+
+
+def test_files_of_a_ddp_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    spawn(_rank, (str(tmp_path),), RANKS)  # type: ignore[no-untyped-call]
+    quiet, observed = ((tmp_path / name).read_text().split() for name in ("quiet", "observed"))
+    check("a DDP step that is observed", observed, "A step of DDP")
+    seldom = {"seeds.py", "detection/sampling.py", "detection/evalues.py"}
+    assert set(observed) - set(quiet) == seldom
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    phocas.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5)))
+    guard = protect(model, "heraclius:b=1")
+    torch.manual_seed(rank)
+
+    def step() -> None:
+        model(torch.randn(8, 20)).square().mean().backward()
+
+    while guard.steps < OBSERVED + 1:
+        step()
+    steps = sorted((files_of(step) for _ in range(4)), key=len)
+    if rank == 0:
+        Path(folder, "quiet").write_text("\n".join(steps[0]))
+        Path(folder, "observed").write_text("\n".join(steps[-1]))
+    dist.barrier()
+    dist.destroy_process_group()
