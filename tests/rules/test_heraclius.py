@@ -52,11 +52,13 @@ def test_it_is_its_twin(m: int, dtype: str, cutoff: float) -> None:
     rows = stored(sparse_rows(m, m), dtype)
     b = (m - 1) // 3
     rows[0, ::5], rows[1, ::7], rows[2, ::9] = np.nan, 1e20, -3e38
-    rule = Heraclius(b, cutoff)
+    for tail in (0.0, 0.5, 16.0):
+        rule = Heraclius(b, cutoff, tail)
+        wanted = reference(rule, rows)
+        scale = np.abs(wanted).max()
+        np.testing.assert_allclose(rule(rows), wanted, rtol=0, atol=64 * ROUNDING[dtype] * scale)
+    rule = Heraclius(b, cutoff, tail=0)
     told = rule.explain(rows)
-    wanted = reference(rule, rows)
-    scale = np.abs(wanted).max()
-    np.testing.assert_allclose(told.value, wanted, rtol=0, atol=64 * ROUNDING[dtype] * scale)
     dropped = (weights(rule, doubles(rows)) == 0).mean(axis=1)
     # A value on the edge of its window may be on either side of it.
     np.testing.assert_allclose(told.dropped, dropped, atol=(2.5 if m < 200 else 4.5) / D)
@@ -96,7 +98,7 @@ def test_the_weight_falls_from_one_to_nothing() -> None:
 def test_dropped_values_are_those_without_weight() -> None:
     rows = sparse_rows(0).astype(np.float64)
     rows[3] *= 50
-    rule = Heraclius(8)
+    rule = Heraclius(8, tail=0)
     np.testing.assert_array_equal(
         rule.explain(rows).dropped, (weights(rule, rows) == 0).mean(axis=1)
     )
@@ -309,12 +311,106 @@ def test_cut_blocks_must_be_answered_and_placed() -> None:
     evaluation = ShardedAggregation(Heraclius(8), 20)
     with pytest.raises(ValueError, match="needs an answer to Radii"):
         evaluation.finish(rows)
-    evaluation.answer([evaluation.partial(rows, 0)])
+    while evaluation.request is not None:
+        evaluation.answer([evaluation.partial(rows, 0)])
     with pytest.raises(ValueError, match="give the column at which these begin, as start="):
         evaluation.finish(rows)
     assert bits(evaluation.finish(rows, 0)) == bits(Heraclius(8)(rows))
     with pytest.raises(ValueError, match="must begin where they were measured: got start=7"):
         evaluation.finish(rows[:, 7:], 7)
+
+
+# -- the tail --------------------------------------------------------------------------------------
+
+
+def rare_rows(seed: int, m: int = 8, d: int = 4 * BLOCK_COLUMNS + 77) -> np.ndarray:
+    """Return rows with features that all workers have, and many that one worker has."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(m, d)) / 100
+    rows[:, d // 4 :] *= rng.random((m, d - d // 4)) < 0.02
+    return rows
+
+
+@given(SEEDS)
+def test_honest_rare_values_count_as_in_the_mean(seed: int) -> None:
+    rows = rare_rows(seed)
+    rule = Heraclius(2)
+    mean = rows.mean(axis=0)
+    lost = np.linalg.norm(Heraclius(2, tail=0)(rows) - mean)
+    assert np.linalg.norm(rule(rows) - mean) < 0.2 * lost
+    assert rule.explain(rows).dropped.max() < 0.005
+
+
+@pytest.mark.parametrize("q", [1, 2])
+@pytest.mark.parametrize("size", [1e-2, 1.0, 1e3, 1e30])
+def test_a_byzantine_row_adds_no_more_than_an_honest_tail(q: int, size: float) -> None:
+    """Among all directions, along and against the gradient, the tail of a row is bounded."""
+    honest = rare_rows(3)[q:]
+    rng = np.random.default_rng(q)
+    for direction in (rng.normal(size=honest.shape[1]), -honest.mean(axis=0)):
+        wrong = direction / np.linalg.norm(direction) * size
+        rows = np.vstack([np.tile(wrong, (q, 1)), honest])
+        core = Heraclius(2, tail=0)(rows)
+        tails = (Heraclius(2)(rows) - core) * len(rows)
+        longest = np.linalg.norm(honest - core, axis=1).max()  # no tail is longer than its row
+        assert np.linalg.norm(tails) <= len(rows) * longest
+
+
+def test_an_adversary_within_the_limit_moves_the_model_by_a_bounded_amount() -> None:
+    """For 1000 rounds, a worker sends the longest tail that counts, always in one direction."""
+    m, rounds, d = 8, 1000, 512
+    push = np.zeros(d)
+    push[-8:] = 1.0
+    moved, allowed = np.zeros(d), 0.0
+    for seed in range(rounds):
+        rows = rare_rows(seed, m, d)
+        honest = rows[:-1]
+        centre = np.median(honest, axis=0)
+        allowed += np.linalg.norm(honest - centre, axis=1).max() / (m - 1)
+        rows[-1] = centre + push * np.linalg.norm(honest - centre, axis=1).max()
+        moved += Heraclius(1)(rows) - honest.mean(axis=0)
+    assert 0 < moved @ push / np.linalg.norm(push) <= allowed
+
+
+def test_wrong_cells_in_all_rows_are_bounded_by_the_limit() -> None:
+    rows = rare_rows(5)
+    m, d = rows.shape
+    rng = np.random.default_rng(0)
+    wrong = rows.copy()
+    for column in rng.choice(d, 400, replace=False):
+        wrong[rng.integers(m), column] = rng.choice([1e-1, 1e3, 1e38, np.nan, -np.inf])
+    for tail in (0.5, 16.0):
+        rule = Heraclius(1, tail=tail)
+        core = Heraclius(1, tail=0)(wrong)
+        known = np.where(np.isnan(wrong), np.inf, wrong)
+        distances = np.sort(np.abs(known - np.median(known, axis=0)), axis=0)[m - 2]
+        limit = tail * np.linalg.norm(2 * distances)  # radii are at most twice as large
+        assert np.linalg.norm(rule(wrong) - core) <= m / (m - 1) * limit
+
+
+def test_a_row_of_nan_leaves_the_mean_of_the_others() -> None:
+    rows = rare_rows(6)
+    others = np.delete(rows, 3, axis=0)
+    rows[3] = np.nan
+    result = Heraclius(2)(rows)
+    lost = np.linalg.norm(Heraclius(2, tail=0)(rows) - others.mean(axis=0))
+    assert np.linalg.norm(result - others.mean(axis=0)) < 0.1 * lost
+
+
+@pytest.mark.parametrize(
+    "text", ["bucketing:size=2|heraclius:b=1", "cell-filter:b=2|heraclius:b=2"]
+)
+def test_a_pipeline_has_no_tail(text: str) -> None:
+    rows = rare_rows(7)
+    assert bits(phocas.aggregate(rows, text, rng=0)) == bits(
+        phocas.aggregate(rows, f"{text},tail=0", rng=0)
+    )
+
+
+@pytest.mark.parametrize("tail", [-1.0, np.nan, np.inf, 1e31])
+def test_a_tail_that_is_no_length_is_rejected(tail: float) -> None:
+    with pytest.raises(ValueError, match="Heraclius"):
+        Heraclius(1, tail=tail)
 
 
 # -- Monitor ---------------------------------------------------------------------------------------
@@ -352,7 +448,8 @@ def test_watching_works_in_shards() -> None:
         assert b"".join(bits(part.value) for part in parts) == bits(Mean()(rows))
         widths = np.array([700, D - 700])
         joined = widths @ np.stack([part.dropped for part in parts]) / D
-        np.testing.assert_allclose(joined, rule.explain(rows).dropped, atol=1e-12)
+        # Each part rounds the number of values of a tail that are kept.
+        np.testing.assert_allclose(joined, rule.explain(rows).dropped, atol=1.01 / D)
 
 
 def test_monitor_is_written_and_rejected() -> None:

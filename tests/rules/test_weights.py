@@ -19,7 +19,7 @@ from phocas.rules.reference import reference
 from phocas.rules.weighting import Weighted, capped, units_of
 
 COLUMN_RULES = ["mean", "median", "trimmed-mean:b=2", "phocas:b=2", "meamed:b=2", "heraclius:b=2"]
-CUTOFFS = ["heraclius:b=2,cutoff=0.7", "heraclius:b=2,cutoff=0"]
+CUTOFFS = ["heraclius:b=2,cutoff=0.7,tail=0", "heraclius:b=2,cutoff=0"]
 ROW_RULES = ["krum:b=2", "multi-krum:b=2", "multi-krum:b=2,select=3", "mda:b=2", "cge:b=2"]
 PIPELINES = ["nnm:b=2|phocas:b=2", "nnm:b=2|median", "clipping:radius=5.0|heraclius:b=2"]
 ALL = [*COLUMN_RULES, *CUTOFFS, *ROW_RULES, "geometric-median", *PIPELINES]

@@ -15,7 +15,7 @@ from phocas import PRE_AGGREGATORS, RULES, Mean, PreAggregator, Rule, parse_rule
 from phocas.attacks import ATTACKS, Attack, parse_attack
 from phocas.cli import application, train
 from phocas.report.rules_table import entries
-from phocas.rules.algebra import Distances, Norms, OutlierShares
+from phocas.rules.algebra import Distances, Norms
 from phocas.rules.base import plan_of
 from phocas.rules.execution import Execution
 from phocas.specs import Spec
@@ -99,7 +99,7 @@ def passes(rule: Rule) -> str:
     found: list[str] = []
     while execution.request is not None:
         request = execution.request
-        weights = None if isinstance(request, OutlierShares) else request.weights
+        weights = request.weights if isinstance(request, Distances | Norms) else None
         rows = np.arange(9 if weights is None else len(weights))
         if isinstance(request, Distances):
             found.append("distances")

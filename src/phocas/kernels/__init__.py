@@ -15,7 +15,7 @@ from phocas.kernels.calls import (
 )
 from phocas.kernels.columns import PLAIN_MEAN, Window, scale_for
 from phocas.kernels.distances import granule_columns
-from phocas.kernels.masking import cleaned
+from phocas.kernels.masking import cleaned, tail
 from phocas.kernels.masses import LARGEST_TOTAL, Masses, Weighing
 from phocas.kernels.memory import (
     OutlierMask,
@@ -64,5 +64,6 @@ __all__ = [
     "set_num_threads",
     "spread",
     "square_sums",
+    "tail",
     "values",
 ]

@@ -6,8 +6,8 @@ These kernels are needed for windows with a cutoff, and to count the dropped val
 - Radius of a column: the distance from the centre to the farthest value that is always kept.
 - Spread of a block: the root mean square of the radii of the columns of the block.
 - Blame: the number of dropped values of each row.
-- Marks of a block: the centre and the limit of each column, and for each row the number of values
-  beyond the limits. A cell filter needs the marks.
+- Marks of a block: the centre and the limit of each column, for each row the number of values
+  beyond the limits, and the spread. A cell filter and the tail of a window need the marks.
 
 The first pass over a block sorts each column. It writes the bounds of the kept values to scratch
 memory and, with a cutoff, which values were dropped. The second pass weights the dropped values by
@@ -93,10 +93,15 @@ def marks_dtype(m: int, kind: np.dtype[np.floating]) -> np.dtype[Any]:
     """Return the dtype of the marks of a block, the data that a cell filter needs.
 
     A value is an outlier if its scaled distance from the centre of its column is greater than the
-    limit of the column. All fields are zero if the block has no outlier.
+    limit of the column. If the block has no outlier, all fields but the spread are zero.
     """
     return np.dtype(
-        [("centre", kind, BLOCK_COLUMNS), ("limit", kind, BLOCK_COLUMNS), ("counts", np.int64, m)]
+        [
+            ("centre", kind, BLOCK_COLUMNS),
+            ("limit", kind, BLOCK_COLUMNS),
+            ("counts", np.int64, m),
+            ("spread", np.float64),
+        ]
     )
 
 
@@ -417,21 +422,27 @@ entry:
 
 
 def _marked(f: Function, whole: str, last: str, at_whole: str, at_last: str) -> list[str]:
-    """Emit code that stores the marks of a block if a value may be an outlier."""
+    """Emit code that stores the spread of a block, and its marks if a value may be an outlier."""
     bytes_ = f.element.compute_bits // 8
     size = BLOCK_COLUMNS * bytes_
     copy = "call void @llvm.memcpy.p0.p0.i64"
+    wide = "%spread" if f.scalar == "double" else "%wide_spread"
+    widen = [] if f.scalar == "double" else [f"{wide} = fpext float %spread to double"]
     return [
+        f"%number_of_block = udiv i64 %begin, {BLOCK_COLUMNS}",
+        "%size_of_counts = mul i64 %m, 8",
+        f"%at_spread = add i64 %size_of_counts, {2 * size}",
+        "%size_of_mark = add i64 %at_spread, 8",
+        "%offset_of_mark = mul i64 %number_of_block, %size_of_mark",
+        "%centres_to = getelementptr i8, ptr %out, i64 %offset_of_mark",
+        "%spread_to = getelementptr i8, ptr %centres_to, i64 %at_spread",
+        *widen,
+        f"store double {wide}, ptr %spread_to",
         f"%up = add i64 %n, {f.lanes - 1}",
         f"%vectors = and i64 %up, {-f.lanes}",
         "%implausible = call i1 @beyond(ptr %scratch, i64 %vectors)",
         "br i1 %implausible, label %mark, label %finished",
         "mark:",
-        f"%number_of_block = udiv i64 %begin, {BLOCK_COLUMNS}",
-        "%size_of_counts = mul i64 %m, 8",
-        f"%size_of_mark = add i64 %size_of_counts, {2 * size}",
-        "%offset_of_mark = mul i64 %number_of_block, %size_of_mark",
-        "%centres_to = getelementptr i8, ptr %out, i64 %offset_of_mark",
         f"%limits_to = getelementptr i8, ptr %centres_to, i64 {size}",
         f"%counts_to = getelementptr i8, ptr %limits_to, i64 {size}",
         f"%centres = getelementptr {f.scalar}, ptr %scratch, i64 {CENTRE * BLOCK_COLUMNS}",

@@ -126,7 +126,8 @@ def marks(
     if first is not None:
         found = marks(rows.take(np.arange(first)), window, spread)
         wide = np.zeros(len(found), blocks.marks_dtype(len(rows), compute_dtype(rows.element)))
-        wide["centre"], wide["limit"] = found["centre"], found["limit"]
+        for name in ("centre", "limit", "spread"):
+            wide[name] = found[name]
         wide["counts"][:, :first] = found["counts"]
         return wide
     kernel = _kernel(len(rows), rows.element, window, None, gives="marks").given(spread)

@@ -47,6 +47,7 @@ def compiled(name: str, element: str, wide: bool = False) -> int:
     """Return the address of a named kernel for an element; ``wide`` computes in doubles."""
     writers = {
         "clean": filtering.clean_module,
+        "tail": filtering.tail_module,
         "masked": filtering.masked_module,
         "combine": mixing.combine_module,
         "fused": mixing.fused_module,

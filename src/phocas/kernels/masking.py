@@ -14,7 +14,15 @@ from phocas.kernels import distances, filtering
 from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.code import compiled, eight_words
 from phocas.kernels.emit import ELEMENTS
-from phocas.kernels.memory import Rows, aligned, compute_dtype, row_table, stored_dtype, stored_nan
+from phocas.kernels.memory import (
+    OutlierMask,
+    Rows,
+    aligned,
+    compute_dtype,
+    row_table,
+    stored_dtype,
+    stored_nan,
+)
 from phocas.kernels.threads import CHUNK_COLUMNS, POOL, address
 
 CHUNK_BYTES = 1 << 22  # of filtered rows, which stay in a cache until they are read
@@ -31,6 +39,32 @@ def cleaned(rows: Rows) -> NDArray[Any]:
         for to, source in zip(table, part.addresses, strict=True):
             copy(int(to), int(source), part.columns * out.itemsize)
     return out
+
+
+def tail(rows: Rows, mask: OutlierMask, largest: float, out: NDArray[np.floating]) -> None:
+    """Write half the weighted distances of outliers from the centres of their columns to ``out``.
+
+    The weight rises from 0 at the limit of the column to 1 at twice the limit.
+
+    Args:
+        rows: the rows; the first column is the first column of a block.
+        mask: which values are outliers.
+        largest: the largest half of a distance; those beyond are written as NaN.
+        out: a (k, columns) array of computed values; zero where a value is no outlier.
+    """
+    kind = compute_dtype(rows.element)
+    numbers = np.array([mask.scale, min(largest, float(np.finfo(kind).max))], kind)
+    table = row_table(out)
+    words = filtering.FilterArguments(
+        rows=address(rows.addresses),
+        out=address(table),
+        k=len(rows),
+        marks=address(mask.marks),
+        size=mask.marks.itemsize,
+        scale=address(numbers),
+        chosen=address(mask.chosen),
+    )
+    POOL.run(compiled("tail", rows.element), eight_words(*words), None, rows.columns, CHUNK_COLUMNS)
 
 
 def clean_chunks(rows: Rows) -> Iterator[tuple[int, Rows]]:

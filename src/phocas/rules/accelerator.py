@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from phocas import kernels
 from phocas.kernels import BLOCK_COLUMNS, PLAIN_MEAN, Window
 from phocas.rules.algebra import (
+    Allowance,
     Distances,
     Floats,
     OutlierShares,
@@ -27,7 +28,7 @@ from phocas.rules.algebra import (
     needs_double,
     wants_double,
 )
-from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
+from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction, TailBlock
 from phocas.rules.measures import Partial, of_columns
 
 BLOCK_VALUES = 1 << 24
@@ -71,13 +72,45 @@ class Beyond:
         """Raise TypeError, because the scales of split blocks are exchanged in host memory only."""
         raise TypeError(CUT_BLOCKS)
 
+    def squared_radii(self) -> Partial:
+        """Return the mean of the squared radii of each block of columns.
+
+        The mean of the last block, if it is shorter, is stored at the first of its columns.
+        """
+        means = (2 * self.spreads[::BLOCK_COLUMNS].double().cpu().numpy()) ** 2
+        whole, rest = divmod(len(self.spreads), BLOCK_COLUMNS)
+        edge = np.zeros((1, rest))
+        edge[:, :1] = means[whole:]
+        return Partial(
+            len(self.found),
+            ((0, means[:whole, None]),) if whole else (),
+            ((whole * BLOCK_COLUMNS, edge),) if rest else (),
+        )
+
     def of(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which cells of a range of columns are replaced, and the centres of the columns."""
-        near = nearest(rows[: self.rows], self.window)
-        known = self.spreads[start : start + rows.shape[1]]
-        _, outside = _beyond(near, self.window.cutoff, known)
+        near, _, outside = self._beyond(rows, start)
         others = outside.new_zeros(len(rows) - self.rows, rows.shape[1])
         return torch.cat([outside, others]), near.centre
+
+    def _beyond(self, rows: torch.Tensor, start: int) -> tuple[Nearest, torch.Tensor, torch.Tensor]:
+        near = nearest(rows[: self.rows], self.window)
+        known = self.spreads[start : start + rows.shape[1]]
+        return near, *_beyond(near, self.window.cutoff, known)
+
+    def tail(
+        self, rows: torch.Tensor, start: int, largest: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return half the weighted distances of outliers from the centres, and which are too far.
+
+        The weight rises from 0 at the limit of a column to 1 at twice the limit.
+        """
+        near, full, outside = self._beyond(rows, start)
+        limit = torch.maximum(near.radius, 2 * full)
+        distances = rows / 2 - near.centre / 2
+        bad = outside & ~(distances.abs() <= min(largest, torch.finfo(rows.dtype).max))
+        weights = (distances.abs() / limit - 1).clamp(max=1)
+        return torch.where(outside & ~bad, distances * weights, 0), bad
 
 
 class DeviceMatrix(Matrix):
@@ -157,6 +190,21 @@ class DeviceMatrix(Matrix):
         there = torch.from_numpy(excluded).to(self.pieces[0].arrays.device)
         result._replaced = outliers, there
         return result
+
+    def tails(self, piece: ColumnRange, outliers: Beyond, limit: float) -> Iterator[TailBlock]:
+        """Yield the distances of outliers from the centres, a range of columns at a time."""
+        for begin, end, block in self.blocks(piece):
+            values, bad = outliers.tail(_computed(block), piece.start + begin, limit)
+            lost_of = bad.sum(dim=1).cpu().numpy()
+            yield TailBlock(begin, end, values, values, bad.sum(dim=0), lost_of)
+
+    def add_tail(self, out: torch.Tensor, block: TailBlock, allowed: Allowance) -> None:
+        """Add the scaled distances to the result, divided by the values that are not lost."""
+        values = block.values
+        scales = torch.as_tensor(allowed.scales, dtype=values.dtype, device=values.device)
+        total = (values * scales[:, None])[allowed.order].sum(dim=0)
+        total = 2 * (total / (self.m - block.lost).clamp(min=1))
+        out.copy_(out + total)
 
     def empty(self, piece: ColumnRange, reduction: Reduction, rows: torch.Tensor) -> torch.Tensor:
         """Return an empty tensor of the stored type."""

@@ -10,6 +10,7 @@ the mix: it yields requests for measurements and returns the :class:`Mix`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
@@ -70,6 +71,72 @@ class Filtering:
         out = np.zeros(len(shares), bool)
         out[worst] = shares[worst] > MOSTLY
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """An allowance for the outliers of a window with a cutoff: values that few workers have.
+
+    The window gives a value the weight w, which falls from 1 at the cutoff to 0 at twice the
+    cutoff. The tail of a row are the distances of its values from the centres of their columns,
+    times 1 - w. If any value is beyond twice the cutoff, the tails are added to the result of the
+    window, up to a limit: ``factor`` times the root of the sum of the squared radii of all columns.
+    A value beyond the limit is dropped. A tail is scaled down to the limit, and to the (b+1)-th
+    longest tail, which is no longer than some honest one. All distances, lengths and limits are
+    halved in the code, so that no finite distance overflows.
+
+    Attributes:
+        factor: the limit, in units of the root of the sum of squared radii.
+        b: the number of Byzantine rows.
+    """
+
+    factor: float
+    b: int
+
+    def outliers(self, window: Window, spreads: Mapping[int, float] | None) -> OutlierShares:
+        """Return the request for the values whose weight is less than 1."""
+        return OutlierShares(replace(window, cutoff=window.cutoff / 2), spreads=spreads)
+
+    def limit(self, squares: float) -> float:
+        """Return half the limit, from the sum of the squared radii of all columns."""
+        return min(self.factor * math.sqrt(squares) / 2, sys.float_info.max)
+
+    def allowance(self, squared: Floats, limit: float) -> Allowance:
+        """Return how much of each tail is added, from the squared lengths of halved tails."""
+        order = np.argsort(-squared, kind="stable")
+        longest = min(limit, math.sqrt(squared[order[self.b]]))
+        return Allowance(limit, shrinking(squared, longest), order)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allowance:
+    """How much of each row's tail is added to a result.
+
+    Attributes:
+        limit: half the largest distance of an outlier that counts.
+        scales: the factor by which the tail of each row is scaled down.
+        order: the rows, longest tail first: the order of the sum.
+    """
+
+    limit: float
+    scales: Floats
+    order: NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredRadii:
+    """A request for the sum of the squared radii of a window in all columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class TailNorms:
+    """A request for the squared length of each row's tail (see :class:`Tail`).
+
+    Attributes:
+        limit: half the largest distance of an outlier that counts.
+    """
+
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)

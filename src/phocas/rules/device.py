@@ -25,6 +25,7 @@ from phocas.kernels.triton.calls import DeviceRows
 from phocas.kernels.triton.loader import obstacle
 from phocas.rules.accelerator import BLOCK_VALUES, CUT_BLOCKS, Beyond, DeviceMatrix, ranges
 from phocas.rules.algebra import (
+    Allowance,
     Distances,
     Floats,
     Function,
@@ -35,7 +36,7 @@ from phocas.rules.algebra import (
     needs_double,
     wants_double,
 )
-from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
+from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction, TailBlock
 from phocas.rules.measures import Partial, of_columns
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
@@ -179,6 +180,23 @@ class KernelMatrix(Matrix):
         """Return the filtered rows as a matrix of torch operations."""
         other = _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
         return other.filtered(outliers, excluded)
+
+    def keep_tail(
+        self, reduction: Reduction, spreads: Any, outs: list[Any], outside: Counts, start: int
+    ) -> None:
+        """Add the outliers of the window to the result, by torch operations."""
+        other = _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
+        other.keep_tail(reduction, spreads, outs, outside, start)
+
+    def tails(self, piece: ColumnRange, outliers: Any, limit: float) -> Iterator[TailBlock]:
+        """Raise KernelError, because there is no kernel: :meth:`keep_tail` does without."""
+        del piece, outliers, limit
+        raise KernelError("Triton's kernels keep no tail")
+
+    def add_tail(self, out: Any, block: TailBlock, allowed: Allowance) -> None:
+        """Raise KernelError, because there is no kernel: :meth:`keep_tail` does without."""
+        del out, block, allowed
+        raise KernelError("Triton's kernels keep no tail")
 
     @or_by_torch
     def reduce(self, reduction: Reduction, counts: Counts | None = None, start: int = 0) -> Any:

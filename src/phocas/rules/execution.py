@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,20 +20,26 @@ from phocas.kernels import PLAIN_MEAN, Weighing, Window
 from phocas.rules import measures
 from phocas.rules.algebra import (
     UNMIXED,
+    Allowance,
     Filtering,
     Floats,
     Function,
     Mix,
+    Norms,
     OutlierShares,
     Planning,
     Radii,
     Request,
+    SquaredRadii,
+    Tail,
+    TailNorms,
     by_function,
     select,
 )
 from phocas.rules.measures import Partial
 
 Counts = NDArray[np.int64]
+Measurement: TypeAlias = Request | Radii | OutlierShares | SquaredRadii | TailNorms
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +52,8 @@ class Plan:
         function: a function of the mixed rows that replaces the window.
         weighing: the weights of the workers, which replace the window.
         filtering: which cells are replaced before anything else.
+        tail: the allowance for outliers of the window; only for rows that are neither filtered, nor
+            mixed, nor weighed.
         monitored: if set, the result is the plain mean of this number of rows, from the first, and
             the rest of the plan only counts the values that it would have dropped.
     """
@@ -55,7 +63,18 @@ class Plan:
     function: Function | None = None
     weighing: Weighing | None = None
     filtering: Filtering | None = None
+    tail: Tail | None = None
     monitored: int | None = None
+
+    @property
+    def keeps_tail(self) -> bool:
+        """Tell whether outliers of the window are added to the result."""
+        return (
+            self.tail is not None
+            and self.planning is None
+            and self.filtering is None
+            and self.weighing is None
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +88,8 @@ class Reduction:
         spreads: the scales of blocks of columns, for a window with a cutoff: those of split blocks
             by block number; None: the matrix computes them.
         mean: whether to return the plain mean of all rows, and use the window for the counts only.
+        tail: the allowance for outliers; None: outliers are dropped.
+        allowed: how much of each row's tail is added, if it was measured over more columns.
     """
 
     window: Window
@@ -76,6 +97,8 @@ class Reduction:
     weighing: Weighing | None = None
     spreads: Any = None
     mean: bool = False
+    tail: Tail | None = None
+    allowed: Allowance | None = None
 
     @property
     def sums(self) -> Floats | None:
@@ -100,6 +123,27 @@ class ColumnRange:
     element: str
 
 
+@dataclass(slots=True, eq=False)
+class TailBlock:
+    """Half the weighted distances of outliers from their columns' centres, in a range of columns.
+
+    Attributes:
+        begin: the first column, counted from the first column of the piece.
+        end: the last column + 1.
+        rows: the distances, in the form in which the kernels of the back end read rows.
+        values: the distances; zero if a value is no outlier, or is farther than the limit.
+        lost: the number of values of each column that are farther than the limit; None: no value.
+        lost_of: the number of values of each row that are farther than the limit; None: no value.
+    """
+
+    begin: int
+    end: int
+    rows: Any
+    values: Any
+    lost: Any = None
+    lost_of: Counts | None = None
+
+
 class Outliers(Protocol):
     """The cells of a matrix that a filter replaces, in the form of the back end."""
 
@@ -108,6 +152,9 @@ class Outliers(Protocol):
 
     def partial(self) -> Partial:
         """Return the counts by block of columns, to be added to those of other ranges."""
+
+    def squared_radii(self) -> Partial:
+        """Return the sum of the squared radii of each block of columns."""
 
 
 class Matrix(ABC):
@@ -151,6 +198,14 @@ class Matrix(ABC):
     @abstractmethod
     def filtered(self, outliers: Any, excluded: NDArray[np.bool_]) -> Matrix:
         """Return the rows with these cells replaced and the excluded rows as NaN."""
+
+    @abstractmethod
+    def tails(self, piece: ColumnRange, outliers: Any, limit: float) -> Iterator[TailBlock]:
+        """Yield the distances of outliers from the centres; ranges without outliers may lack."""
+
+    @abstractmethod
+    def add_tail(self, out: Any, block: TailBlock, allowed: Allowance) -> None:
+        """Add the scaled distances to the result, divided by the values that are not lost."""
 
     @abstractmethod
     def empty(self, piece: ColumnRange, reduction: Reduction, rows: Any) -> Any:
@@ -198,20 +253,74 @@ class Matrix(ABC):
         Add the number of dropped values of each row to ``counts``. Blocks of columns are counted
         from ``start`` if their scales are given, and from the first column of this matrix if not.
         """
-        if reduction.spreads is None:
+        given = reduction.spreads
+        if given is None:
             start = 0
             if reduction.window.cutoff:
                 reduction.spreads = self.block_spreads(reduction)
-        answers = []
+        outside = counts if reduction.tail is None else np.zeros(self.m, np.int64)
+        outs = []
         for piece in self.pieces:
             out = None
             for begin, end, rows in self.blocks(piece):
                 if out is None:
                     out = self.empty(piece, reduction, rows)
                 part = out if end - begin == piece.columns else out[begin:end]
-                self.reduce_block(reduction, start + piece.start + begin, rows, part, counts)
-            answers.append(self.stored(piece, out))
-        return self.rebuild(answers)
+                self.reduce_block(reduction, start + piece.start + begin, rows, part, outside)
+            outs.append(out)
+        if reduction.tail is not None and outside is not None:
+            if reduction.allowed is not None or outside.any():
+                self.keep_tail(reduction, given, outs, outside, start)
+            if counts is not None:
+                counts += outside
+        return self.rebuild(
+            [self.stored(piece, out) for piece, out in zip(self.pieces, outs, strict=True)]
+        )
+
+    def tail_partial(self, outliers: Any, limit: float, start: int = 0) -> Partial:
+        """Measure the squared length of each row's tail; see :class:`Tail`."""
+        result = Partial(self.m)
+        done = start
+        for piece in self.pieces:
+            for block in self.tails(piece, outliers, limit):
+                begin, end = (start + piece.start + each for each in (block.begin, block.end))
+                if begin > done:
+                    result += measures.nothing(done, begin - done, self.m)
+                result += self.measured(Norms(), begin, block.rows)
+                done = end
+        if start + self.d > done:
+            result += measures.nothing(done, start + self.d - done, self.m)
+        return result
+
+    def keep_tail(
+        self, reduction: Reduction, spreads: Any, outs: list[Any], outside: Counts, start: int
+    ) -> None:
+        """Add the outliers of the window to the result, as far as the tail allows.
+
+        Args:
+            reduction: the reduction whose result ``outs`` is, one array for each piece.
+            spreads: the scales of split blocks, if the columns are a part of the whole matrix.
+            outs: the results, to which the tail is added unless they are plain means.
+            outside: the number of outliers of each row; those that are kept are subtracted.
+            start: the first column, counted from the first column of the whole matrix.
+        """
+        tail = reduction.tail
+        if tail is None:
+            raise ValueError("the reduction keeps no tail")
+        outliers = self.outliers(tail.outliers(reduction.window, spreads), start)
+        allowed = reduction.allowed
+        if allowed is None:
+            limit = tail.limit(measures.total(SquaredRadii(), [outliers.squared_radii()]))
+            partial = self.tail_partial(outliers, limit, start)
+            allowed = tail.allowance(measures.total(Norms(), [partial]), limit)
+        lost = np.zeros(self.m, np.int64)
+        for piece, out in zip(self.pieces, outs, strict=True):
+            for block in self.tails(piece, outliers, allowed.limit):
+                if not reduction.mean:
+                    self.add_tail(out[block.begin : block.end], block, allowed)
+                if block.lost_of is not None:
+                    lost += block.lost_of
+        outside -= np.rint(allowed.scales * np.maximum(outside - lost, 0)).astype(np.int64)
 
     def apply(self, function: Function, mix: Mix) -> Any:
         """Reduce the mixed rows by a function, which gets all columns in host memory."""
@@ -247,29 +356,41 @@ class Execution:
         self.m = m
         self.d = d
         self.mix = UNMIXED
-        self.request: Request | Radii | OutlierShares | None = None
+        self.request: Measurement | None = None
         self._shared = shared
+        self._allowed: Allowance | None = None
         self._spreads: Mapping[int, float] | None = None
         self._looked_for: OutlierShares | None = None
-        self._outliers: dict[int, Outliers] = {}
+        self._outliers: dict[tuple[int, int], Outliers] = {}
         self._excluded: NDArray[np.bool_] | None = None
         if shared or plan.planning is not None or plan.filtering is not None:
             self._steps = self._questions()
             self.reply(None)
 
-    def _questions(self) -> Generator[Request | Radii | OutlierShares, Any, None]:
+    def _questions(self) -> Generator[Measurement, Any, None]:
         """Yield the requests for measurements over all columns, and store their results."""
         plan = self.plan
         if plan.filtering is not None:
             request = plan.filtering.request
             if self._shared:
                 request = replace(request, spreads=(yield request.radii(self.m)))
-            self._looked_for = request
+            self._look_for(request)
             self._excluded = plan.filtering.excluded((yield request))
         if plan.planning is not None:
             self.mix = yield from plan.planning
         if self._shared and plan.window.cutoff:
             self._spreads = yield Radii(plan.window, self.mix.weights, plan.weighing)
+        if self._shared and plan.tail is not None and plan.keeps_tail:
+            beyond = OutlierShares(plan.window, spreads=self._spreads)
+            self._look_for(beyond)
+            if not (yield beyond).any():
+                return
+            self._look_for(plan.tail.outliers(plan.window, self._spreads))
+            limit = plan.tail.limit((yield SquaredRadii()))
+            self._allowed = plan.tail.allowance((yield TailNorms(limit)), limit)
+
+    def _look_for(self, request: OutlierShares) -> None:
+        self._looked_for, self._outliers = request, {}
 
     def reply(self, answer: Any) -> None:
         """Accept the answer to the request, and set the next request."""
@@ -287,6 +408,10 @@ class Execution:
         """Measure columns that begin at column ``start`` of the whole matrix."""
         if isinstance(self.request, OutlierShares):
             return self._found(matrix, start).partial()
+        if isinstance(self.request, SquaredRadii):
+            return self._found(matrix, start).squared_radii()
+        if isinstance(self.request, TailNorms):
+            return matrix.tail_partial(self._found(matrix, start), self.request.limit, start)
         if self.request is None:
             raise ValueError("there is no request: the aggregation is ready to finish")
         return self._seen(matrix, start).partial(self.request, start)
@@ -302,7 +427,7 @@ class Execution:
         while self.request is not None:
             if isinstance(self.request, OutlierShares):
                 self.reply(self._found(matrix, 0).counts() / max(1, matrix.d))
-            elif isinstance(self.request, Radii):
+            elif isinstance(self.request, Radii | SquaredRadii | TailNorms):
                 raise TypeError("radii are exchanged between ranges of columns: there is one")
             else:
                 self.reply(self._seen(matrix, 0).measure(self.request))
@@ -311,9 +436,10 @@ class Execution:
         """Return the cells to replace; the search runs once per range of columns."""
         if self._looked_for is None:
             raise ValueError("the plan filters nothing")
-        if start not in self._outliers:
-            self._outliers[start] = matrix.outliers(self._looked_for, start)
-        return self._outliers[start]
+        place = start, matrix.d  # a range without columns may begin where another one does
+        if place not in self._outliers:
+            self._outliers[place] = matrix.outliers(self._looked_for, start)
+        return self._outliers[place]
 
     def _seen(self, matrix: Matrix, start: int) -> Matrix:
         """Return the filtered rows, or the matrix if the plan has no filter."""
@@ -326,20 +452,30 @@ class Execution:
         plan = self.plan
         if plan.weighing is not None and not matrix.weighs:
             raise TypeError("weights need rows in host memory: move the tensors to the CPU first")
+        seen = matrix if self._excluded is None else self._seen(matrix, start)
+        if plan.monitored is None and plan.function is not None:
+            return seen.apply(plan.function, self.mix)
+        reduction = self._reduction()
         if plan.monitored is None:
-            seen = matrix if self._excluded is None else self._seen(matrix, start)
-            if plan.function is not None:
-                return seen.apply(plan.function, self.mix)
-            reduction = Reduction(plan.window, self.mix, plan.weighing, self._spreads)
             return seen.reduce(reduction, counts, start)
-        everyone = monitored_mean(plan.monitored, self.m)
-        if counts is None or not self._in_one_pass:
-            if counts is not None:
-                reduction = Reduction(plan.window, self.mix, plan.weighing, self._spreads)
-                self._seen(matrix, start).reduce(reduction, counts, start)
-            return matrix.reduce(everyone)
-        return matrix.reduce(
-            Reduction(plan.window, spreads=self._spreads, mean=True), counts, start
+        if counts is not None and self._in_one_pass:
+            return matrix.reduce(replace(reduction, mean=True), counts, start)
+        if counts is not None:
+            seen.reduce(reduction, counts, start)
+        return matrix.reduce(monitored_mean(plan.monitored, self.m))
+
+    def _reduction(self) -> Reduction:
+        """Return the reduction of the mixed rows, with what was measured over all columns."""
+        plan = self.plan
+        # With ranges of columns there is no tail if no value is beyond twice the cutoff.
+        keeps = plan.keeps_tail and not (self._shared and self._allowed is None)
+        return Reduction(
+            plan.window,
+            self.mix,
+            plan.weighing,
+            self._spreads,
+            tail=plan.tail if keeps else None,
+            allowed=self._allowed,
         )
 
     @property
@@ -371,7 +507,7 @@ class Execution:
         """
         if not self._in_one_pass or self._spreads is not None:
             return None
-        reduction = Reduction(self.plan.window, mean=self.plan.monitored is not None)
+        reduction = replace(self._reduction(), mean=self.plan.monitored is not None)
         reduce = matrix.prepare(reduction)
         if reduce is None:
             return None

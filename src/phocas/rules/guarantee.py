@@ -60,15 +60,16 @@ def survived(window: Window) -> int:
     return window.trim if window.drop is None else min(window.trim, window.drop)
 
 
-def window_spreads(window: Window, n: int, q: int, honest: int) -> float:
+def window_spreads(window: Window, n: int, q: int, honest: int, tail: float = 0.0) -> float:
     """Bound the error of a window of n values, q of them Byzantine.
 
     The other n - q values are among ``honest`` honest values, whose standard deviation is the unit.
+    ``tail`` is the factor of the limit of the window's tail.
     """
     centre = math.sqrt(honest / (n - window.trim - q))
     if window.drop is None:
         return centre
-    return centre + stretch(window, n, q) * (math.sqrt(honest / (n - q)) + centre)
+    return centre + stretch(window, n, q, tail) * (math.sqrt(honest / (n - q)) + centre)
 
 
 def cleaned_spreads(window: Window, m: int, q: int, following: float) -> float:
@@ -108,7 +109,7 @@ def mass_spreads(masses: Masses, units: NDArray[np.int64], wrong: int) -> float:
     return centre + _stretch(masses.drop, masses.cutoff, near, spread, total, wrong) * (1 + centre)
 
 
-def stretch(window: Window, n: int, q: int) -> float:
+def stretch(window: Window, n: int, q: int, tail: float = 0.0) -> float:
     """Bound the distance between the mean of a window of n values and the centre c.
 
     The unit is S, the root mean square distance of the honest values from c, over all columns. The
@@ -122,11 +123,17 @@ def stretch(window: Window, n: int, q: int) -> float:
       most b w (2 - w) h / (n - b + b w), which is largest at the w in the code.
     - Honest values that are kept contribute at most S sqrt((n - q) / (n - b)). The q Byzantine
       values contribute at most q max(r, h) / (n - b).
+
+    A tail adds to that. Each of the n tails is at most as long as the limit, ``tail`` times the
+    root of the sum of r^2 over the columns, and at least n - b values of a column are not lost. So
+    the tails add at most tail n / (n - b) sqrt((n - q) / (b - q + 1)), wherever the Byzantine
+    values are.
     """
     b = window.drop
     if not b or not window.cutoff:
         return 1.0
-    return _stretch(b, window.cutoff, n - b, math.sqrt(2 * (n - q) / (b - q + 1)), n, q)
+    found = _stretch(b, window.cutoff, n - b, math.sqrt(2 * (n - q) / (b - q + 1)), n, q)
+    return found + tail * n / (n - b) * math.sqrt((n - q) / (b - q + 1))
 
 
 def _stretch(b: float, cutoff: float, near: float, spread: float, n: float, q: float) -> float:
@@ -157,8 +164,10 @@ def nearest_delta(m: int, q: int, centre: float, *, adaptive: bool) -> float:
     return 4 + 6 * centre
 
 
-def reaching_delta(window: Window, m: int, q: int, centre: float, *, adaptive: bool) -> float:
+def reaching_delta(
+    window: Window, m: int, q: int, centre: float, *, adaptive: bool, tail: float = 0.0
+) -> float:
     """Return Delta_3 for a window with a cutoff, from the bound of its centre (docs/theory.md)."""
     own = math.sqrt(m / (m - q)) if adaptive else 1.0
     root = math.sqrt(centre)
-    return (root + stretch(window, m, q) * (own + root)) ** 2
+    return (root + stretch(window, m, q, tail) * (own + root)) ** 2

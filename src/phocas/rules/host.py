@@ -6,7 +6,7 @@ Only rows whose values are not adjacent are copied, a block of columns at a time
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,12 +16,13 @@ from phocas import kernels
 from phocas.floats import to_bfloat16
 from phocas.kernels import Rows, SparseMix
 from phocas.rules import measures
-from phocas.rules.algebra import Floats, OutlierShares, Radii, Request, needs_double
-from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
+from phocas.rules.algebra import Allowance, Floats, OutlierShares, Radii, Request, needs_double
+from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction, TailBlock
 from phocas.rules.masking import OutlierMasks
 from phocas.rules.measures import Partial, rows_of
 
 COPIED_COLUMNS = 1 << 15
+TAIL_VALUES = 1 << 17  # distances of outliers that are computed at a time, which stay in a cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +32,7 @@ class PreparedReduction:
     A call reduces the present values and overwrites the previous result.
     """
 
+    matrix: HostMatrix
     rows: Rows
     reduction: Reduction
     out: NDArray[Any]
@@ -40,6 +42,8 @@ class PreparedReduction:
         """Reduce the rows, and add the number of dropped values of each row to ``counts``."""
         window, mean = self.reduction.window, self.reduction.mean
         kernels.reduce(self.rows, window, kernels.address(self.out), counts, mean=mean)
+        if self.reduction.tail is not None and counts.any():
+            self.matrix.keep_tail(self.reduction, None, [self.out], counts, 0)
         return self.answer
 
 
@@ -105,6 +109,59 @@ class HostMatrix(Matrix):
         found._replaced = outliers, excluded
         return found
 
+    def tails(
+        self, piece: ColumnRange, outliers: OutlierMasks, limit: float
+    ) -> Iterator[TailBlock]:
+        """Yield the distances of outliers from the centres, a few blocks of columns at a time."""
+        for begin, _, rows, _ in _cut(piece, outliers.spreads, outliers.start):
+            place = outliers.start + piece.start + begin
+            if outliers.mask(place) is None:
+                continue
+            for first, last in _steps(place, rows.columns, self.m):
+                mask = outliers.mask(place, first)
+                if mask is None or not mask.marks["counts"].any():
+                    continue
+                part = rows.shifted(first, last)
+                values = np.empty((self.m, last - first), kernels.compute_dtype(rows.element))
+                kernels.tail(part, mask, limit, values)
+                bad = np.isnan(values)
+                block = TailBlock(begin + first, begin + last, rows_of(values), values)
+                if bad.any():
+                    values[bad] = 0
+                    block.lost, block.lost_of = bad.sum(axis=0), bad.sum(axis=1)
+                yield block
+
+    def add_tail(self, out: NDArray[Any], block: TailBlock, allowed: Allowance) -> None:
+        """Add the scaled distances to the result, divided by the values that are not lost."""
+        total = np.zeros(len(out), block.values.dtype)
+        with np.errstate(over="ignore"):
+            for i in allowed.order:
+                if allowed.scales[i] and block.values[i].any():
+                    total += block.values[i] * total.dtype.type(allowed.scales[i])
+            total /= self.m if block.lost is None else np.maximum(self.m - block.lost, 1)
+            out += 2 * total
+
+    def keep_tail(
+        self, reduction: Reduction, spreads: Any, outs: list[Any], outside: Counts, start: int
+    ) -> None:
+        """Add the outliers of the window to the result, which is rounded to half precision once."""
+        halves = [piece.element in ("float16", "bfloat16") for piece in self.pieces]
+        if not any(halves):
+            super().keep_tail(reduction, spreads, outs, outside, start)
+            return
+        pieces = [
+            _single(piece) if half else piece
+            for piece, half in zip(self.pieces, halves, strict=True)
+        ]
+        wide: Matrix = HostMatrix(pieces, list)
+        counts = np.zeros_like(outside)
+        found = wide.reduce(replace(reduction, spreads=spreads), counts, start)
+        outside[:] = counts
+        if not reduction.mean:
+            for piece, out, values in zip(self.pieces, outs, found, strict=True):
+                with np.errstate(over="ignore"):
+                    out[:] = self.stored(piece, values)
+
     def empty(self, piece: ColumnRange, reduction: Reduction, rows: Rows) -> NDArray[Any]:
         """Return an empty array of the stored type, or of the computed type if rows are mixed."""
         if reduction.sums is not None or rows.element != piece.element:
@@ -154,7 +211,15 @@ class HostMatrix(Matrix):
         if rows is None:
             return None
         out = np.empty(piece.columns, piece.arrays[0].dtype.newbyteorder("="))
-        return PreparedReduction(rows, reduction, out, self.rebuild([self.stored(piece, out)]))
+        return PreparedReduction(
+            self, rows, reduction, out, self.rebuild([self.stored(piece, out)])
+        )
+
+
+def _single(piece: ColumnRange) -> ColumnRange:
+    """Return a copy of a piece in single precision."""
+    parts = [kernels.values(rows) for _, _, rows in _blocks(piece)]
+    return ColumnRange(piece.start, piece.columns, np.concatenate(parts, axis=1), "float32")
 
 
 def _in_place(piece: ColumnRange) -> Rows | None:
@@ -191,6 +256,17 @@ def _cut(
     for begin, end, rows in _blocks(piece):
         for first, last, spread in _segments(start + piece.start + begin, end - begin, spreads):
             yield begin + first, begin + last, rows.shifted(first, last), spread
+
+
+def _steps(place: int, columns: int, m: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of columns that end where a granule ends, and fit into a cache together."""
+    granule = kernels.granule_columns(m)
+    together = max(1, TAIL_VALUES // (m * granule))
+    begin = 0
+    while begin < columns:
+        end = min(columns, ((place + begin) // granule + together) * granule - place)
+        yield begin, end
+        begin = end
 
 
 def _filtered(

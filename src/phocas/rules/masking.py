@@ -7,7 +7,7 @@ they read them, block by block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,19 +57,43 @@ class OutlierMasks:
 
         The counts of a split block are stored at the first of its columns in this range.
         """
+        return self._by_block(lambda marks: marks["counts"].astype(np.float64))
+
+    def squared_radii(self) -> Partial:
+        """Return the mean of the squared radii of each block of columns.
+
+        The mean of a split block is stored at the first of its columns in this range.
+        """
+        scale = kernels.scale_for(self.window.kept(self.rows or self.m))
+        with np.errstate(over="ignore"):
+            return self._by_block(lambda marks: ((marks["spread"] / scale) ** 2)[:, None])
+
+    def _by_block(self, of: Callable[[NDArray[np.void]], NDArray[np.float64]]) -> Partial:
         block = kernels.BLOCK_COLUMNS
         sums, edges = [], []
         for place, (columns, marks) in self.ranges.items():
             whole = 0 if place % block else columns // block
-            counts = marks["counts"]
+            found = of(marks)
             if whole:
-                sums.append((place // block, counts[:whole].astype(np.float64)))
+                sums.append((place // block, found[:whole]))
             rest = columns - whole * block
             if rest:
-                edge = np.zeros((self.m, rest), np.float32)
-                edge[:, 0] = counts[whole]
+                edge = np.zeros((found.shape[1], rest))
+                edge[:, 0] = found[whole]
                 edges.append((place + whole * block, edge))
         return Partial(self.m, tuple(sums), tuple(edges))
+
+    def mask(self, place: int, begin: int = 0) -> OutlierMask | None:
+        """Return the outliers of a range from its column ``begin``, the first column of a block.
+
+        None: the range has no outliers.
+        """
+        _, marks = self.ranges[place]
+        if not marks["counts"].any():
+            return None
+        scale = kernels.scale_for(self.window.kept(self.rows or self.m))
+        here = marks[begin // kernels.BLOCK_COLUMNS :]
+        return OutlierMask(here, scale, np.zeros(self.m, bool), np.arange(self.m))
 
     def of(self, place: int, rows: Rows, excluded: NDArray[np.bool_], stored: str) -> Rows:
         """Return a range of columns that kernels read filtered, with excluded rows as NaN."""

@@ -26,6 +26,8 @@ from phocas.rules.algebra import (
     OutlierShares,
     Radii,
     Request,
+    SquaredRadii,
+    TailNorms,
     wants_double,
 )
 
@@ -118,8 +120,20 @@ def of_columns(
     return Partial(m, ((first, sums(head, tail)),) if tail > head else (), edges)
 
 
+def nothing(start: int, columns: int, m: int) -> Partial:
+    """Return the measurement of columns in which the squares of all rows are zero."""
+    granule = kernels.granule_columns(m)
+    return of_columns(
+        m,
+        start,
+        columns,
+        lambda begin, end: kernels.packed_sums(np.zeros(((end - begin) // granule, m))),
+        lambda begin, end: np.zeros((m, end - begin), np.float32),
+    )
+
+
 def total(
-    request: Request | Radii | OutlierShares,
+    request: Request | Radii | OutlierShares | SquaredRadii | TailNorms,
     partials: Iterable[Partial],
     columns: int | None = None,
 ) -> Any:
@@ -134,6 +148,8 @@ def total(
         return _spreads(parts, columns)
     if isinstance(request, OutlierShares):
         return _shares(parts, columns)
+    if isinstance(request, SquaredRadii):
+        return _squared_radii(parts, columns)
     m = parts[0].m
     granule = kernels.granule_columns(m)
     blocks, edges = _covering(parts, granule, columns)
@@ -198,6 +214,19 @@ def _shares(parts: list[Partial], columns: int | None) -> Floats:
         counts += values.sum(axis=1)
         width += values.shape[1]
     return counts / max(1, width)
+
+
+def _squared_radii(parts: list[Partial], columns: int | None) -> float:
+    """Return the sum of squared radii, from the mean square of each block of columns."""
+    block = kernels.BLOCK_COLUMNS
+    blocks, edges = _covering(parts, block, columns)
+    means = {first + i: float(each[0]) for first, sums in blocks for i, each in enumerate(sums)}
+    end = max((start + values.shape[1] for start, values in edges), default=0)
+    total = {number: block * mean for number, mean in means.items()}
+    for start, values in edges:
+        number = start // block
+        total[number] = min(block, end - number * block) * float(values[0, 0])
+    return float(sum(total[number] for number in sorted(total)))
 
 
 def _checked(partials: Iterable[Partial]) -> list[Partial]:
@@ -270,8 +299,8 @@ def _complete(
     return joined
 
 
-def _sums(request: Request, rows: Rows, granule: int) -> Floats:
-    if isinstance(request, Norms):
+def _sums(request: Request | TailNorms, rows: Rows, granule: int) -> Floats:
+    if isinstance(request, Norms | TailNorms):
         return kernels.square_sums(rows, granule)
     return kernels.pair_sums(rows, granule, request.wide)
 

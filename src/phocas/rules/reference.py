@@ -38,15 +38,23 @@ def reference(rule: Rule, rows: Any) -> Matrix:
     matrix = np.asanyarray(rows, np.float64)
     with np.errstate(all="ignore"):
         if isinstance(rule, Pipeline):
-            stage, following = rule.stages[0], rule.following
+            stage, following = rule.stages[0], _without_tail(rule.following)
             return reference(following, _STAGES[type(stage)](stage, matrix, following))
         if isinstance(rule, Relative):
-            return np.asarray(matrix[-1] + reference(rule.rule, matrix[:-1] - matrix[-1]))
+            inner = _without_tail(rule.rule)
+            return np.asarray(matrix[-1] + reference(inner, matrix[:-1] - matrix[-1]))
         if isinstance(rule, Weighted):
-            return _weighted(rule.rule, matrix[rule.present], rule.units)
+            return _weighted(_without_tail(rule.rule), matrix[rule.present], rule.units)
         if type(rule) in _CHOICES:
             return _averaged(matrix, _CHOICES[type(rule)](rule, matrix), np.ones(len(matrix)))
         return _RULES[type(rule)](rule, matrix)
+
+
+def _without_tail(rule: Rule) -> Rule:
+    """Return the rule for rows that are mixed, filtered or weighed, where Heraclius has no tail."""
+    if isinstance(rule, Pipeline):
+        return replace(rule, rule=_without_tail(rule.rule))
+    return replace(rule, tail=0.0) if isinstance(rule, Heraclius) else rule
 
 
 def _weighted(rule: Rule, rows: Matrix, units: NDArray[np.int64]) -> Matrix:
@@ -136,31 +144,60 @@ def _phocas(rule: Phocas, rows: Matrix) -> Matrix:
 HERACLIUS_BLOCK = 1024
 
 
-def weights(rule: Heraclius, rows: Matrix) -> Matrix:
-    """Return the weight of each value."""
-    m, d = rows.shape
+def _distances(rule: Heraclius, rows: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+    """Return the distances from the trimmed mean, the radii, and the cutoff of each column.
+
+    Distances have a sign. All are halved, so that no finite distance overflows.
+    """
     values = np.where(np.isnan(rows), np.inf, rows)
     centres = _by_column(lambda column: trimmed(column, rule.b), values)
-    # Halved, so that no finite distance overflows.
-    distances = np.abs(values / 2 - centres / 2)
-    radii = np.sort(distances, axis=0)[m - rule.b - 1]
-    kept = (distances <= radii).astype(np.float64)
-    for start in range(0, d, HERACLIUS_BLOCK):
+    distances = values / 2 - centres / 2
+    radii = np.sort(np.abs(distances), axis=0)[len(rows) - rule.b - 1]
+    cutoffs = np.empty_like(radii)
+    for start in range(0, rows.shape[1], HERACLIUS_BLOCK):
         block = slice(start, start + HERACLIUS_BLOCK)
-        near, radius = distances[:, block], radii[block]
-        known = np.where(np.isfinite(radius), radius, 0)
+        known = np.where(np.isfinite(radii[block]), radii[block], 0)
         largest = known.max() or 1.0
-        spread = np.maximum(radius, np.sqrt(np.mean((known / largest) ** 2)) * largest)
-        falling = np.clip(2 - near / (rule.cutoff * spread), 0, 1)
-        kept[:, block] = np.where(near <= radius, 1, np.nan_to_num(falling))
-    return np.asarray(kept)
+        spread = np.sqrt(np.mean((known / largest) ** 2)) * largest
+        cutoffs[block] = rule.cutoff * np.maximum(radii[block], spread)
+    return distances, radii, cutoffs
+
+
+def weights(rule: Heraclius, rows: Matrix) -> Matrix:
+    """Return the weight of each value."""
+    signed, radii, cutoffs = _distances(rule, rows)
+    near = np.abs(signed)
+    falling = np.clip(2 - near / cutoffs, 0, 1)
+    return np.asarray(np.where(near <= radii, 1, np.nan_to_num(falling)))
 
 
 def _heraclius(rule: Heraclius, rows: Matrix) -> Matrix:
     values = np.where(np.isnan(rows), np.inf, rows)
     kept = weights(rule, rows)
     share = kept / kept.sum(axis=0)  # NaN if all weights of a column are 0
-    return np.asarray(np.where(kept == 0, 0 * share, share * values).sum(axis=0))
+    core = np.asarray(np.where(kept == 0, 0 * share, share * values).sum(axis=0))
+    return core + _tail(rule, rows) if rule.keeps_tail and (kept == 0).any() else core
+
+
+def _tail(rule: Heraclius, rows: Matrix) -> Matrix:
+    """Return what the tails add to the result: distances times 1 - w, each row's scaled down.
+
+    Distances are halved, so that no finite one overflows.
+    """
+    m = len(rows)
+    distances, radii, cutoffs = _distances(rule, rows)
+    limit = rule.tail * np.sqrt(np.sum(radii[np.isfinite(radii)] ** 2))
+    limit = min(limit, np.finfo(np.float64).max)
+    edges = np.maximum(radii, cutoffs)
+    outside = ~(np.abs(distances) <= edges)
+    lost = outside & ~(np.abs(distances) <= limit)
+    share = np.minimum(np.abs(distances) / edges - 1, 1)
+    tails = np.where(outside & ~lost, distances * share, 0)
+    lengths = np.sqrt(np.sum(tails**2, axis=1))
+    longest = min(limit, np.sort(lengths)[m - rule.b - 1])
+    scales = np.where(lengths > longest, longest / lengths, 1.0)
+    total = (scales[:, None] * tails).sum(axis=0)
+    return np.asarray(2 * (total / np.maximum(m - lost.sum(axis=0), 1)))
 
 
 def _monitor(_: Monitor, rows: Matrix) -> Matrix:

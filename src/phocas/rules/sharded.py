@@ -24,9 +24,8 @@ from functools import partial
 from typing import Any
 
 from phocas.deprecation import former_attributes
-from phocas.rules.algebra import OutlierShares, Radii, Request
 from phocas.rules.base import Explanation, Randomness, Rule, as_generator, plan_of
-from phocas.rules.execution import Execution, Matrix
+from phocas.rules.execution import Execution, Matrix, Measurement
 from phocas.rules.inputs import open_rows
 from phocas.rules.measures import Partial
 from phocas.rules.table import RULES
@@ -38,10 +37,11 @@ class ShardedAggregation:
 
     ``request`` is the next measurement; None: columns can be finished. For most column rules
     ``request`` is None from the start. Heraclius requests the radii of columns whose block is split
-    between servers. (A block is 1024 columns, counted from the first column of the matrix.) With
-    ``whole_blocks=False`` Heraclius requests nothing: every server counts blocks from its own first
-    column. A rule that filters cells always requests these radii, and then the number of replaced
-    cells. With ``d``, an answer without the last columns is rejected as well.
+    between servers, then whether there are outliers, and then the lengths of the rows' tails. (A
+    block is 1024 columns, counted from the first column of the matrix.) With ``whole_blocks=False``
+    Heraclius requests nothing: every server counts blocks from its own first column, and measures
+    tails in its own columns. A rule that filters cells always requests these radii, and then the
+    number of replaced cells. With ``d``, an answer without the last columns is rejected as well.
 
     Args:
         rule: the rule, or its text.
@@ -79,7 +79,7 @@ class ShardedAggregation:
         self._run = Execution(plan, m, d=d, shared=whole_blocks or self.filters)
 
     @property
-    def request(self) -> Request | Radii | OutlierShares | None:
+    def request(self) -> Measurement | None:
         """Return the next measurement over all columns; None: columns can be finished."""
         return self._run.request
 
