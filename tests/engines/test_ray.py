@@ -41,6 +41,7 @@ from phocas.engines.faults import Corrupt, FaultScript, NaN, Stale, random_scrip
 from phocas.engines.local import LocalSettings
 from phocas.engines.ray import RaySettings
 from phocas.engines.ray import session as ray_session
+from phocas.engines.ray import shard as ray_shard
 from phocas.engines.ray.asynchronous import AsynchronousRayCluster
 from phocas.engines.ray.cluster import RayCluster
 from phocas.engines.ray.hosts import MissingRowsError
@@ -546,17 +547,35 @@ def test_unusable_pieces_are_reported_and_cost_no_other_row(
         assert np.array_equal(row, DUE)
 
 
-def test_missing_slices_cost_one_deadline_however_many_they_are(ray: Any, never: Any) -> None:
+def test_missing_slices_cost_one_deadline_however_many_they_are(
+    ray: Any, never: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     silent = [ray.remote(num_cpus=0)(Silent).remote() for _ in range(2)]
     late = [never, *(actor.hang.remote() for actor in silent)]
     # An actor that died is an error at once, and no reason to wait for anything else.
     ray.kill(silent[1])
     ray.wait(late[2:])
     parts = [(i, i + 1, reference) for i, reference in enumerate([*late, ray.put([[DUE]])])]
-    start = time.monotonic()
+    waits: list[tuple[Any, float]] = []
+
+    def counted(call: Any) -> Any:
+        def counting(what: Any, *, timeout: float, **options: Any) -> Any:
+            waits.append((what, timeout))
+            return call(what, timeout=timeout, **options)
+
+        return counting
+
+    seen = types.SimpleNamespace(
+        get=counted(ray.get), wait=counted(ray.wait), exceptions=ray.exceptions
+    )
+    monkeypatch.setattr(ray_shard, "the_ray", lambda: seen)
     rows, problems = read_rows(parts, np.zeros_like(DUE), 5, 1.5)
-    assert 1.5 <= time.monotonic() - start < 4
     ray.kill(silent[0])
+    every = [reference for *_, reference in parts]
+    # Once for all values, then for what is left of the same time; then those that are ready alone.
+    assert [what for what, _ in waits] == [every, every, every[2], every[3]]
+    assert waits[0][1] == 1.5
+    assert all(0 <= timeout <= 1.5 for _, timeout in waits)
     assert [row is not None for row in rows] == [False, False, False, True, False]
     assert problems[0] == problems[1] == "did not deliver its values within 1.5 s"
     assert "lost its values on the way (ActorDiedError)" in problems[2]
@@ -923,13 +942,14 @@ def test_ray_that_does_not_start_is_reported_whatever_it_raises(
     assert "\n" not in str(ended.value)
 
 
-def test_unreachable_addresses_are_reported_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_addresses_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = free.getsockname()[1]
     monkeypatch.setattr(ray_session, "CONNECT_SECONDS", 1.0)
-    start = time.monotonic()
-    with pytest.raises(RayUnreachableError, match=rf"127.0.0.1 port {closed} gave Connection"):
+    with pytest.raises(
+        RayUnreachableError, match=rf"127.0.0.1 port {closed} gave Connection.* within 1 s"
+    ):
         reachable(f"127.0.0.1:{closed}")
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed}")
     with pytest.raises(RayUnreachableError, match=rf"auto \(that is 127.0.0.1:{closed}\)"):
@@ -939,10 +959,9 @@ def test_unreachable_addresses_are_reported_in_seconds(monkeypatch: pytest.Monke
         silent.listen()
         port = silent.getsockname()[1]
         with pytest.raises(
-            RayUnreachableError, match=r"does not answer as a Ray head node.*set that"
+            RayUnreachableError, match=r"answer as a Ray head node does within 1 s.*set that"
         ):
             reachable(f"127.0.0.1:{port}")
-    assert time.monotonic() - start < 10
     for bad in ("nowhere", "host:", "host:port", "host:0", "host:99999", ""):
         with pytest.raises(RayUnreachableError, match=r"auto or host:port"):
             reachable(bad)
@@ -1123,9 +1142,7 @@ def test_command_line_trains_on_ray_with_a_script_of_faults(tmp_path: Path) -> N
     assert "round 3: worker 1 sent shape" in ended.stderr
     assert "round 4: server 1 died: restored from its checkpoint" in ended.stderr
     assert "complete" in ended.stdout
-    start = time.monotonic()
     refused = phocas(*arguments, "--restart", "--address", "127.0.0.1:1")
-    assert time.monotonic() - start < 60  # most of it is loading the data set and torch
     assert refused.returncode == 3
     assert "no Ray at 127.0.0.1:1" in refused.stderr
     assert "Traceback" not in refused.stderr
