@@ -12,7 +12,7 @@ from phocas.engines.asynchronous.settings import AsynchronousSettings
 from phocas.engines.asynchronous.speeds import SPEEDS, Even, Speeds, VirtualRounds
 from phocas.settings import Conflict, setting
 from phocas.specs import positive
-from phocas.training.cluster import Clock, Gathered
+from phocas.training.cluster import Gathered
 from phocas.training.local_steps import local_steps
 from phocas.training.pool import DeterministicPool, kernel_threads
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from phocas.settings import Spelling
     from phocas.training.server import Action, Aggregate
     from phocas.training.task import Task, TaskSettings
+    from phocas.training.trainer import Clock
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,16 @@ class LocalCluster:
         self._has_previous = False
 
     def gather(
-        self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
+        self,
+        round: int,
+        clock: Clock,
+        *,
+        by_server: bool,
+        honest: bool,
+        samples: Sequence[Sample] = (),
     ) -> Gathered:
         """Draw the batches, compute the rows, apply the attack, and aggregate the rows."""
-        task, clock = self.task, Clock()
-        rows = self.server.rows
+        task, rows = self.task, self.server.rows
         if self.steps is None:
             inputs, targets = task.batches(round)
             clock.stop("data")
@@ -138,7 +144,6 @@ class LocalCluster:
             losses.cpu().numpy(),
             distance,
             touched,
-            clock.seconds,
             sampled=sampled,
             participants=task.participants(round),
             missing=late,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.server import Action, Aggregate, ParameterServer
     from phocas.training.task import Task
+    from phocas.training.trainer import Clock
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +33,6 @@ class Gathered:
     """The distance of the aggregate from the mean of the uncorrupted gradients, if known."""
     touched: int
     """The number of cells that the attack changed."""
-    seconds: dict[str, float]
-    """The time of each phase."""
     missing: tuple[int, ...] = ()
     """Workers whose row was late or unusable; each counts as a row of NaN."""
     news: tuple[str, ...] = ()
@@ -64,12 +62,19 @@ class Cluster(Protocol):
     """Whether row i is worker i in every round, so that workers can be compared over rounds."""
 
     def gather(
-        self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
+        self,
+        round: int,
+        clock: Clock,
+        *,
+        by_server: bool,
+        honest: bool,
+        samples: Sequence[Sample] = (),
     ) -> Gathered:
         """Run a round up to the aggregate.
 
         Args:
             round: the number of the round, from 0.
+            clock: the clock of the round; a cluster calls ``stop`` at the end of each phase.
             by_server: whether to return the dropped shares of each server.
             honest: whether to return the distance from the mean of uncorrupted gradients.
             samples: columns whose values to return.
@@ -120,17 +125,3 @@ def find_engine(engine: Engine | str) -> Engine:
             raise TypeError(f"an engine is a name or has build(task): got {engine!r}")
         return engine
     raise ValueError(unknown("engine", engine, ENGINES))
-
-
-class Clock:
-    """The times of the phases of a round, each from the end of the phase before."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def stop(self, phase: str) -> None:
-        """Add the time since the last call to a phase."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now

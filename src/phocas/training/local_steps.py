@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from phocas.training.dropout import worker_generator
-from phocas.training.gradients.base import SAMPLES_A_BLOCK, Buffers, WorkerGradients, empty_losses
+from phocas.training.gradients.base import SAMPLES_A_BLOCK, Buffers, WorkerGradients
 from phocas.training.gradients.merged import MergedBatchGradients
 from phocas.training.optimizers import OPTIMIZERS, Optimizers, is_plain
 from phocas.training.parameters import apart, set_apart
@@ -132,7 +132,8 @@ class MergedSteps(LocalSteps):
     gradients: MergedBatchGradients
 
     def _run(self, batches: Batches, out: torch.Tensor, steps: RoundSteps) -> torch.Tensor:
-        merged, total = self.gradients, torch.zeros_like(empty_losses(len(out), out))
+        merged = self.gradients
+        total = torch.zeros(len(out), dtype=merged.loss_dtype, device=out.device)
         tensors = merged.flat.tensors
         out.copy_(torch.cat([tensor.detach().t().flatten() for tensor in tensors]).expand_as(out))
         random = any(isinstance(layer, nn.Dropout) and layer.p for layer in merged.layers)
@@ -214,7 +215,7 @@ class _Block:
                     rows.bernoulli_(1 - layer.p, generator=generator)
                 values = values * mask.div_(1 - layer.p)
                 tape.append((layer, mask))
-        losses = empty_losses(k, values)
+        losses = torch.empty(k, dtype=self.merged.loss_dtype, device=values.device)
         delta = self.merged.output_gradient(values.reshape(k * n, -1), targets, losses).view(
             k, n, -1
         )
@@ -273,7 +274,7 @@ class OneByOne(LocalSteps):
                 tensor.grad = view
             optimizers.append(self.local.make(tensors, steps.lr))
         kept = [{name: tensor.clone() for name, tensor in begun.items()} for _ in range(m)]
-        total = torch.zeros_like(empty_losses(m, out))
+        total = torch.zeros(m, dtype=self.gradients.loss_dtype, device=out.device)
         for step in range(self.local.steps):
             inputs, targets = batches(step)
             for i, worker in enumerate(steps.workers):

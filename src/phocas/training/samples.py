@@ -1,10 +1,11 @@
-"""Training and test samples as tensors of the model's dtype."""
+"""Training and test samples as tensors of the model's dtype, and the source of a Dataset."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +13,15 @@ import numpy.typing as npt
 import torch
 
 from phocas.data import IID, Assignment, Dataset, Split
-from phocas.training.sources import KINDS, Joined, Numbers, SampleSource, open_source
+from phocas.training.sources import (
+    KINDS,
+    Batch,
+    Joined,
+    Numbers,
+    SampleSource,
+    as_tensor,
+    open_foreign,
+)
 
 
 class Samples:
@@ -150,3 +159,86 @@ class Samples:
         if values.is_floating_point() or values.dtype == torch.bool:
             return values.to(self.dtype)
         return values if values.is_complex() else values.to(torch.int64)
+
+
+class Images:
+    """The training or test half of a :class:`Dataset`.
+
+    Bytes are converted to numbers from 0 to 1 when they are drawn, so that all processes share a
+    memory-mapped file. With ``reuse`` a batch is valid until the next one is drawn.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        images: npt.NDArray[Any],
+        labels: npt.NDArray[Any],
+        *,
+        standardise: bool,
+        reuse: bool,
+    ) -> None:
+        # Without the other half, which would be sent to remote workers for nothing.
+        self.dataset = replace(
+            dataset,
+            train_images=images,
+            train_labels=labels,
+            test_images=images[:1],
+            test_labels=labels[:1],
+        )
+        self.standardise = standardise
+        self.reuse = reuse
+        self.nbytes = images.nbytes
+        self._labels = labels.astype(labels.dtype.newbyteorder("="), copy=False)
+        self._batch = torch.empty(0)
+
+    def __len__(self) -> int:
+        return len(self.dataset.train_labels)
+
+    def take(self, numbers: Numbers) -> Batch:
+        """Return floats for bytes; other numbers are not converted."""
+        flat = numbers.reshape(-1)
+        values = np.take(self.dataset.train_images, flat, axis=0)
+        targets = torch.from_numpy(self._labels[flat])
+        if self.standardise:
+            return as_tensor(self.dataset.floats(values, standardise=True)), targets
+        if values.dtype != np.uint8:
+            return as_tensor(values), targets
+        # The same bits as Dataset.floats in a third of its time: 0.1 ms for the paper's 640 images.
+        floats = self._buffer(values.shape).copy_(torch.from_numpy(values))
+        return floats.mul_(self.dataset.scale), targets
+
+    def _buffer(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if not self.reuse:
+            return torch.empty(shape)
+        if self._batch.shape != shape:
+            self._batch = torch.empty(shape)  # new memory pages in every round would cost 0.2 ms
+        return self._batch
+
+    def labels(self) -> npt.NDArray[Any]:
+        """Return the labels."""
+        return self.dataset.train_labels
+
+
+def open_source(
+    data: Any, name: str, *, standardise: bool = False, test: bool = False
+) -> SampleSource:
+    """Return the source of the user's data; ``test`` selects the test half of a Dataset."""
+    if isinstance(data, Dataset):
+        images, labels = (
+            (data.test_images, data.test_labels) if test else (data.train_images, data.train_labels)
+        )
+        return Images(data, images, labels, standardise=standardise, reuse=not test)
+    if isinstance(data, list):
+        if not data:
+            raise ValueError(f"{name} needs at least one data set in its list: got none")
+        sources = [
+            open_source(each, f"{name}[{index}]", standardise=standardise, test=test)
+            for index, each in enumerate(data)
+        ]
+        return Joined(sources, name)
+    if standardise:
+        raise ValueError(
+            f"standardise needs a phocas Dataset, which knows its mean and std: {name} is"
+            f" {type(data).__name__}; standardise its inputs beforehand"
+        )
+    return open_foreign(data, name)

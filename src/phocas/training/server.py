@@ -20,7 +20,7 @@ from phocas.training.optimizers import is_plain, parse_optimizer
 from phocas.training.parameters import FlatParameters
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
@@ -126,6 +126,7 @@ class ParameterServer:
             self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
             self._gradient = torch.zeros_like(self.vector)
         self._arrived: set[int] | None = None
+        self._prepared: dict[int, Callable[[], list[Explanation]] | None] = {}
 
     @property
     def vector(self) -> torch.Tensor:
@@ -161,33 +162,42 @@ class ParameterServer:
         if self._arrived is not None:
             for worker in set(range(self.num_workers)) - self._arrived:
                 self.rows[worker].fill_(float("nan"))
-        s = self.num_servers
-        parts = self._by_server(rng) if by_server and s > 1 else []
-        if parts:
-            value = torch.cat([part.value for part in parts])
-            shares = np.stack([part.dropped for part in parts])
-            widths = np.array([bounds.stop - bounds.start for bounds in self.bounds])
-            dropped = widths @ shares / widths.sum()
-            expected = parts[0].expected
-        else:
+        bounds = self.bounds if by_server else [slice(0, self.parameters.size)]
+        if len(bounds) not in self._prepared:
+            self._prepared[len(bounds)] = self._prepare(bounds)
+        prepared = self._prepared[len(bounds)]
+        if prepared is None:
             whole = self.rule.explain(self.rows, rng=rng)
-            value, dropped, expected = whole.value, whole.dropped, whole.expected
-            shares = np.broadcast_to(dropped, (s, self.num_workers))
-        return Aggregate(value, dropped, float(expected), shares)
+            shares = np.broadcast_to(whole.dropped, (self.num_servers, self.num_workers))
+            return Aggregate(whole.value, whole.dropped, float(whole.expected), shares)
+        parts = prepared()
+        value = torch.cat([part.value for part in parts])  # the next round overwrites the parts
+        widths = np.array([part.stop - part.start for part in bounds])
+        shares = np.stack([part.dropped for part in parts])
+        dropped = widths @ shares / widths.sum() if len(parts) > 1 else shares[0]
+        shares = np.broadcast_to(shares, (self.num_servers, self.num_workers))
+        return Aggregate(value, dropped, float(parts[0].expected), shares)
 
-    def _by_server(self, rng: np.random.Generator | None) -> list[Explanation]:
-        """Aggregate each server's columns separately; return [] if the rule does not allow it."""
+    def _prepare(self, bounds: list[slice]) -> Callable[[], list[Explanation]] | None:
+        """Prepare the reduction of ranges of columns; return None if the rule needs whole rows."""
         m, rows = self.num_workers, self.rows
-        if not self.rule.columnwise:
-            return []
-        if rows.device.type != "cpu":
-            # Blocks of columns that are cut between servers are supported in host memory only.
-            reaches = bool(self.rule.window(m).cutoff)
-            return [] if reaches else [self.rule.explain(rows[:, part]) for part in self.bounds]
-        evaluation = ShardedAggregation(self.rule, m, rng)
-        while evaluation.request is not None:
-            evaluation.answer(evaluation.partial(rows[:, part], part.start) for part in self.bounds)
-        return [evaluation.explain(rows[:, part], part.start) for part in self.bounds]
+        split, on_host = len(bounds) > 1, rows.device.type == "cpu"
+        # Blocks of columns that are cut between servers are supported in host memory only.
+        if not self.rule.columnwise or (split and not on_host and self.rule.window(m).cutoff):
+            return None
+        make = functools.partial(ShardedAggregation, self.rule, m, whole_blocks=split and on_host)
+        parts = [(rows[:, part], part.start) for part in bounds]
+        if make().request is None:
+            calls = [make().prepare(*part) for part in parts]
+            return lambda: [explain() for explain in calls]
+
+        def measured() -> list[Explanation]:
+            aggregation = make()
+            while aggregation.request is not None:
+                aggregation.answer([aggregation.partial(*part) for part in parts])
+            return [aggregation.explain(*part) for part in parts]
+
+        return measured
 
     def verdict(self, aggregate: Aggregate) -> Action:
         """Return what the policy for aggregates that are not finite decides."""

@@ -1,4 +1,4 @@
-"""Sources of samples: image files, arrays, torch data sets, or one of these for each worker.
+"""Other sources of samples: arrays, torch data sets, or one source for each worker.
 
 A source returns samples by index. The indices are drawn elsewhere: a batch depends only on (seed,
 round, worker), so a run can be resumed and every engine sees the same batches. So order, batch size
@@ -10,15 +10,12 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils import data as torch_data
-
-from phocas.data import Dataset
 
 Numbers = npt.NDArray[np.integer[Any]]
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -46,63 +43,6 @@ class SampleSource(Protocol):
 
     def labels(self) -> npt.NDArray[Any]:
         """Return the targets of all samples, reading them one by one if necessary."""
-
-
-class Images:
-    """The training or test half of a :class:`Dataset`.
-
-    Bytes are converted to numbers from 0 to 1 when they are drawn, so that all processes share a
-    memory-mapped file. With ``reuse`` a batch is valid until the next one is drawn.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        images: npt.NDArray[Any],
-        labels: npt.NDArray[Any],
-        *,
-        standardise: bool,
-        reuse: bool,
-    ) -> None:
-        # Without the other half, which would be sent to remote workers for nothing.
-        self.dataset = replace(
-            dataset,
-            train_images=images,
-            train_labels=labels,
-            test_images=images[:1],
-            test_labels=labels[:1],
-        )
-        self.standardise = standardise
-        self.reuse = reuse
-        self.nbytes = images.nbytes
-        self._batch = torch.empty(0)
-
-    def __len__(self) -> int:
-        return len(self.dataset.train_labels)
-
-    def take(self, numbers: Numbers) -> Batch:
-        """Return floats for bytes; other numbers are not converted."""
-        flat = numbers.reshape(-1)
-        values = np.take(self.dataset.train_images, flat, axis=0)
-        targets = _tensor(self.dataset.train_labels[flat])
-        if self.standardise:
-            return _tensor(self.dataset.floats(values, standardise=True)), targets
-        if values.dtype != np.uint8:
-            return _tensor(values), targets
-        # The same bits as Dataset.floats in a third of its time: 0.1 ms for the paper's 640 images.
-        floats = self._buffer(values.shape).copy_(torch.from_numpy(values))
-        return floats.mul_(self.dataset.scale), targets
-
-    def _buffer(self, shape: tuple[int, ...]) -> torch.Tensor:
-        if not self.reuse:
-            return torch.empty(shape)
-        if self._batch.shape != shape:
-            self._batch = torch.empty(shape)  # new memory pages in every round would cost 0.2 ms
-        return self._batch
-
-    def labels(self) -> npt.NDArray[Any]:
-        """Return the labels."""
-        return self.dataset.train_labels
 
 
 class Arrays:
@@ -273,28 +213,8 @@ class Joined:
 _FIRST = np.zeros((1, 1), np.int64)
 
 
-def open_source(
-    data: Any, name: str, *, standardise: bool = False, test: bool = False
-) -> SampleSource:
-    """Return the source of the user's data; ``test`` selects the test half of a Dataset."""
-    if isinstance(data, Dataset):
-        images, labels = (
-            (data.test_images, data.test_labels) if test else (data.train_images, data.train_labels)
-        )
-        return Images(data, images, labels, standardise=standardise, reuse=not test)
-    if isinstance(data, list):
-        if not data:
-            raise ValueError(f"{name} needs at least one data set in its list: got none")
-        sources = [
-            open_source(each, f"{name}[{index}]", standardise=standardise, test=test)
-            for index, each in enumerate(data)
-        ]
-        return Joined(sources, name)
-    if standardise:
-        raise ValueError(
-            f"standardise needs a phocas Dataset, which knows its mean and std: {name} is"
-            f" {type(data).__name__}; standardise its inputs beforehand"
-        )
+def open_foreign(data: Any, name: str) -> SampleSource:
+    """Return the source of a pair of arrays, a torch Dataset or a DataLoader."""
     if isinstance(data, tuple) and len(data) == 2:
         return Arrays(*data, name)
     if isinstance(data, torch_data.DataLoader):
@@ -361,10 +281,11 @@ def _as_array(part: Any, name: str) -> npt.NDArray[Any] | torch.Tensor:
 def _rows(values: npt.NDArray[Any] | torch.Tensor, numbers: Numbers) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values[torch.from_numpy(numbers)]
-    return _tensor(np.take(values, numbers, axis=0))
+    return as_tensor(np.take(values, numbers, axis=0))
 
 
-def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
+def as_tensor(values: npt.NDArray[Any]) -> torch.Tensor:
+    """Return a tensor in the memory of an array if it is contiguous and in native byte order."""
     return torch.from_numpy(
         np.ascontiguousarray(values, values.dtype.newbyteorder("=")).reshape(values.shape)
     )

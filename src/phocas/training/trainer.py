@@ -111,6 +111,20 @@ class Round:
     """The number of rows that were rejected as too stale."""
 
 
+class Clock:
+    """The times of the phases of a round, each from the end of the phase before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def stop(self, phase: str) -> None:
+        """Add the time since the last call to a phase."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
 @former_attributes(suspicion="detector", attendance="participation", course="recent_direction")
 class Trainer:
     """The training of a model by rounds of m workers and s servers, with a rule and an attack.
@@ -208,19 +222,22 @@ class Trainer:
             detailed: whether to compute the fields that need another pass over the matrix.
             picture: columns whose values, and dropped shares, the round returns.
         """
-        start = time.perf_counter()
+        clock = Clock()
         with one_torch_thread():
             round_ = self.rounds_done
             samples = self._samples(round_)
             asked = samples if picture is None else [*samples, picture]
-            seen = self.cluster.gather(round_, by_server=detailed, honest=detailed, samples=asked)
+            clock.stop("metrics")
+            seen = self.cluster.gather(
+                round_, clock, by_server=detailed, honest=detailed, samples=asked
+            )
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
             direction = self.recent_direction.sampled(samples[0]) if samples else None
             self._judge_model(seen.losses)
-            before = time.perf_counter()
+            clock.stop("metrics")
             action = self.cluster.update(aggregate, factor)
-            updated = time.perf_counter()
+            clock.stop("update")
             self.participation.update(seen.participants, aggregate.dropped)
             self._detect(seen, samples, direction)
             whole = self.lost is None
@@ -228,12 +245,7 @@ class Trainer:
             counts = count_outliers(seen.sampled[0]) if counted else ()
             self.rounds_done += 1
             self.recent_direction.advance(self.rounds_done)
-        seconds = {**seen.seconds, "update": updated - before}
-        seconds["metrics"] = (
-            time.perf_counter()
-            - start
-            - sum(value for phase, value in seconds.items() if phase != "metrics")
-        )
+        clock.stop("metrics")
         return Round(
             number=self.rounds_done,
             loss=float(seen.losses.mean()),
@@ -251,7 +263,7 @@ class Trainer:
             flagged_servers=self.detector.servers() if self.cluster.same_rows else (),
             lost=self.lost,
             outlier_counts=counts,
-            seconds=seconds,
+            seconds=clock.seconds,
             missing=seen.missing,
             news=seen.news,
             picture=None if picture is None else self._picture(picture, seen),

@@ -22,7 +22,7 @@ from phocas.engines.asynchronous.buffers import SilenceError
 from phocas.engines.asynchronous.policy import Policy
 from phocas.engines.asynchronous.server import AsynchronousServer
 from phocas.engines.asynchronous.speeds import Speeds
-from phocas.training.cluster import Clock, Gathered
+from phocas.training.cluster import Gathered
 from phocas.training.gradients.merged import MergedBatchGradients
 from phocas.training.server import Aggregate
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from phocas.detection.sampling import Sample
     from phocas.training.server import Action
     from phocas.training.task import Task
+    from phocas.training.trainer import Clock
 
 
 class AsynchronousCluster:
@@ -59,14 +60,20 @@ class AsynchronousCluster:
             self._take(worker)
 
     def gather(
-        self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
+        self,
+        round: int,
+        clock: Clock,
+        *,
+        by_server: bool,
+        honest: bool,
+        samples: Sequence[Sample] = (),
     ) -> Gathered:
         """Deliver rows to the policy in the order of the virtual clock, until the round ends.
 
         The round ends when the policy takes a step or rejects a row.
         """
         del by_server, honest, samples
-        clock = self.async_server.begin()
+        self.async_server.begin(clock)
         decided = False
         while not decided:
             if self._back is not None:

@@ -13,7 +13,7 @@ from phocas.engines.asynchronous.policy import Arrival, Policy, State, Verdict
 from phocas.engines.asynchronous.zeno import ZenoState
 from phocas.rules import Mean
 from phocas.seeds import Stream, generator
-from phocas.training.cluster import Clock, Gathered
+from phocas.training.cluster import Gathered
 from phocas.training.gradients import Looped
 from phocas.training.pool import DeterministicPool, kernel_threads, one_torch_thread
 from phocas.training.server import Aggregate, ParameterServer
@@ -21,6 +21,7 @@ from phocas.training.server import Aggregate, ParameterServer
 if TYPE_CHECKING:
     from phocas.training.server import Action
     from phocas.training.task import Task
+    from phocas.training.trainer import Clock
 
 
 class AsynchronousServer:
@@ -69,14 +70,12 @@ class AsynchronousServer:
         self._given = like.new_zeros(m, d) if policy.needs_given else None
         self._validation = _validation(task, policy)
         self._verdict: Verdict | None = None
-        self.begin()
 
-    def begin(self) -> Clock:
-        """Begin a round: reset the metrics, and return the clock that times the round's phases."""
+    def begin(self, clock: Clock) -> None:
+        """Begin a round: reset the metrics; ``clock`` times the phases."""
         self.news: list[str] = []
         self.staleness = self.refused = self.touched = 0
-        self.clock = Clock()
-        return self.clock
+        self.clock = clock
 
     def give(self, worker: int) -> None:
         """Record that a worker gets the current parameters."""
@@ -155,7 +154,6 @@ class AsynchronousServer:
             self.losses[workers],
             None,
             self.touched,
-            self.clock.seconds,
             news=tuple(self.news),
             participants=workers,
             virtual_seconds=now,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from phocas.engines.ray.settings import RaySettings
     from phocas.training.server import Action
     from phocas.training.task import Task
+    from phocas.training.trainer import Clock
 
 _REQUESTS = 2  # at a process at a time
 _PAUSE = 0.2  # seconds before a failed process gets another request
@@ -131,11 +132,17 @@ class AsynchronousRayCluster:
     # -- a round -----------------------------------------------------------------------------------
 
     def gather(
-        self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
+        self,
+        round: int,
+        clock: Clock,
+        *,
+        by_server: bool,
+        honest: bool,
+        samples: Sequence[Sample] = (),
     ) -> Gathered:
         """Receive rows until the policy takes a step or rejects a row."""
         del by_server, honest, samples
-        clock = self.async_server.begin()
+        self.async_server.begin(clock)
         begun = time.monotonic()
         pause = begun - self._left  # no answer was read in this time
         self._heard = {host: heard + pause for host, heard in self._heard.items()}

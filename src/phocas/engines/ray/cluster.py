@@ -34,7 +34,7 @@ from phocas.engines.ray.start import (
 from phocas.engines.ray.values import array_of, tensor_of
 from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut
 from phocas.machine import available_cores
-from phocas.training.cluster import Clock, Gathered
+from phocas.training.cluster import Gathered
 from phocas.training.gradients import Looped
 from phocas.training.pool import DeterministicPool
 from phocas.training.server import Action, Aggregate, ParameterServer
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from phocas.engines.ray.settings import RaySettings
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.task import Task
+    from phocas.training.trainer import Clock
 
 
 class RayCluster:
@@ -148,11 +149,16 @@ class RayCluster:
         return references
 
     def gather(
-        self, round: int, *, by_server: bool, honest: bool, samples: Sequence[Sample] = ()
+        self,
+        round: int,
+        clock: Clock,
+        *,
+        by_server: bool,
+        honest: bool,
+        samples: Sequence[Sample] = (),
     ) -> Gathered:
         """Request the rows, wait for them until the deadline, and let the servers aggregate."""
         del by_server  # the shares of each server are always known
-        clock = Clock()
         gathered = self.hosts.begin(round)
         missing, results = self._reduce(gathered, clock, honest, samples)
         aggregate = self._aggregate(results)
@@ -178,7 +184,6 @@ class RayCluster:
             losses,
             distance,
             sum(answer.touched for answer in answers),
-            clock.seconds,
             tuple(sorted(missing)),
             tuple(gathered.news),
             tuple(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from phocas.engines.ray.settings import RaySettings
     from phocas.training.cluster import Gathered
     from phocas.training.task import Task
+    from phocas.training.trainer import Clock
 
 
 class FaultyShard(Shard):
@@ -132,11 +133,11 @@ class FaultyRayCluster(RayCluster):
         self.script = script
         super().__init__(task, settings)
 
-    def gather(self, round: int, **options: Any) -> Gathered:
+    def gather(self, round: int, clock: Clock, **options: Any) -> Gathered:
         """Send the servers their faults of the round, then run the round."""
         for number, actor in enumerate(self.servers.actors):
             _inject(actor, self.script.take(round + 1, server=number))
-        return super().gather(round, **options)
+        return super().gather(round, clock, **options)
 
     def _ask(self, host: Host, round: int) -> list[Any]:
         _inject(host.actor, self.script.take(round + 1, workers=host.workers))
@@ -160,10 +161,10 @@ class FaultyAsynchronousRayCluster(AsynchronousRayCluster):
         self.script = script
         super().__init__(task, policy, settings)
 
-    def gather(self, round: int, **options: Any) -> Gathered:
+    def gather(self, round: int, clock: Clock, **options: Any) -> Gathered:
         """Run a round; its faults, and those of earlier rounds, strike with its requests."""
         self._round = round
-        return super().gather(round, **options)
+        return super().gather(round, clock, **options)
 
     def _request(self, host: Host, worker: int) -> None:
         _inject(host.actor, self.script.take(self._round + 1, workers=[worker], late=True))

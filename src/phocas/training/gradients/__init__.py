@@ -15,6 +15,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +37,6 @@ from phocas.training.gradients.base import (
     Loss,
     Reduction,
     WorkerGradients,
-    empty_losses,
 )
 from phocas.training.gradients.merged import MergedBatchGradients, is_dense
 
@@ -51,16 +51,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Vectorised(WorkerGradients):
     """Gradients by ``torch.func.vmap`` over the workers of a block."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        flat: FlatParameters,
-        pool: DeterministicPool,
-        reduction: Reduction,
-    ) -> None:
-        super().__init__(model, loss, flat, pool, reduction)
-        self.replica = _replica(model).train()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.replica = _replica(self.model).train()
 
     def __call__(
         self,
@@ -75,8 +68,8 @@ class Vectorised(WorkerGradients):
         del seed, round, first_worker  # models that draw random numbers use Looped
         num_workers, batch_size = targets.shape[:2]
         step = math.ceil(SAMPLES_A_BLOCK / batch_size)
-        scale = self._scale(batch_size)
-        losses = empty_losses(num_workers, out)
+        scale = 1 if self.reduction == "mean" else batch_size
+        losses = torch.empty(num_workers, dtype=self.loss_dtype, device=self.device)
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         parameters = {names[id(tensor)]: tensor.detach() for tensor in self.flat.tensors}
 
@@ -114,29 +107,19 @@ class Looped(WorkerGradients):
     send wrong buffers, too.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        flat: FlatParameters,
-        pool: DeterministicPool,
-        reduction: Reduction,
-        *,
-        channels_last: bool,
-    ) -> None:
-        super().__init__(model, loss, flat, pool, reduction)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.noise = Noise()
-        self.replica = _replica(model)
+        self.replica = _replica(self.model)
         seed_dropout(self.replica, self.noise)
         self.replica.train()
         self.drops = any(isinstance(part, SeededDropout) for part in self.replica.modules())
-        self.channels_last = channels_last
         own = dict(self.replica.named_parameters())
-        names = {id(tensor): name for name, tensor in model.named_parameters()}
-        self.tensors = [own[names[id(tensor)]] for tensor in flat.tensors]
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        self.tensors = [own[names[id(tensor)]] for tensor in self.flat.tensors]
         self._relaid = [
             (mine, theirs)
-            for mine, theirs in zip(self.tensors, flat.tensors, strict=True)
+            for mine, theirs in zip(self.tensors, self.flat.tensors, strict=True)
             if self.channels_last and mine.dim() == 4
         ]
         for mine, _ in self._relaid:
@@ -154,8 +137,8 @@ class Looped(WorkerGradients):
     ) -> torch.Tensor:
         """Run the workers in parallel, or in order if they would change each other's state."""
         num_workers, batch_size = targets.shape[:2]
-        scale = self._scale(batch_size)
-        losses = empty_losses(num_workers, out)
+        scale = 1 if self.reduction == "mean" else batch_size
+        losses = torch.empty(num_workers, dtype=self.loss_dtype, device=self.device)
         for mine, theirs in self._relaid:
             mine.data.copy_(theirs.data)
 
@@ -226,11 +209,12 @@ def worker_gradients(
     ways = {"merged": MergedBatchGradients, "vectorised": Vectorised, "looped": Looped}
     if path is not None and path not in ways:
         raise ValueError(unknown("gradient path", path, ways))
+    given = (model, loss, flat, pool, reduction)
     whole = not sample[0].is_floating_point()
     if path == "merged" or (path is None and is_dense(model, sample[0].dim() - 2, whole=whole)):
-        return MergedBatchGradients(model, loss, flat, pool, reduction)
+        return MergedBatchGradients(*given)
     try:
-        looped = _looped(model, loss, flat, pool, reduction, sample)
+        looped = _looped(partial(Looped, *given), model, sample)
     except RuntimeError as error:
         if not whole:
             raise
@@ -240,28 +224,23 @@ def worker_gradients(
         ) from error
     small = not any(isinstance(part, _CONVOLUTIONS) for part in model.modules())
     if path == "vectorised" or (path is None and small and not looped.serial):
-        vectorised = Vectorised(model, loss, flat, pool, reduction)
+        vectorised = Vectorised(*given)
         if path == "vectorised" or _agrees(vectorised, looped, sample):
             return vectorised
     return looped
 
 
 def _looped(
-    model: nn.Module,
-    loss: Loss,
-    flat: FlatParameters,
-    pool: DeterministicPool,
-    reduction: Reduction,
-    sample: tuple[torch.Tensor, torch.Tensor],
+    make: Callable[..., Looped], model: nn.Module, sample: tuple[torch.Tensor, torch.Tensor]
 ) -> Looped:
     """Use channels-last layout for convolutions, unless the model does not accept it."""
     if any(isinstance(part, nn.Conv2d) for part in model.modules()):
-        looped = Looped(model, loss, flat, pool, reduction, channels_last=True)
+        looped = make(channels_last=True)
         # A view after a convolution needs the usual layout; other errors are raised again below.
         with contextlib.suppress(RuntimeError):
             looped.serial = _disturbs(looped, sample)
             return looped
-    looped = Looped(model, loss, flat, pool, reduction, channels_last=False)
+    looped = make()
     looped.serial = _disturbs(looped, sample)
     return looped
 

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from phocas.training.dropout import worker_generator
-from phocas.training.gradients.base import (
-    SAMPLES_A_BLOCK,
-    Loss,
-    Reduction,
-    WorkerGradients,
-    empty_losses,
-)
-
-if TYPE_CHECKING:
-    from phocas.training.parameters import FlatParameters
-    from phocas.training.pool import DeterministicPool
+from phocas.training.gradients.base import SAMPLES_A_BLOCK, Loss, WorkerGradients
 
 
 class MergedBatchGradients(WorkerGradients):
@@ -31,20 +20,13 @@ class MergedBatchGradients(WorkerGradients):
     matrix.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        flat: FlatParameters,
-        pool: DeterministicPool,
-        reduction: Reduction,
-    ) -> None:
-        super().__init__(model, loss, flat, pool, reduction)
-        self.layers = _dense_layers(model)
-        self.plain_cross_entropy = is_cross_entropy(loss)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.layers = _dense_layers(self.model)
+        self.plain_cross_entropy = is_cross_entropy(self.loss)
         self._starts: dict[int, int] = {}
         offset = 0
-        for tensor in flat.tensors:
+        for tensor in self.flat.tensors:
             self._starts[id(tensor)] = offset
             offset += tensor.numel()
 
@@ -70,7 +52,7 @@ class MergedBatchGradients(WorkerGradients):
         """Run blocks of workers in parallel; their size depends only on the batch size."""
         num_workers, batch_size = targets.shape[:2]
         step = math.ceil(SAMPLES_A_BLOCK / batch_size)
-        losses = empty_losses(num_workers, out)
+        losses = torch.empty(num_workers, dtype=self.loss_dtype, device=self.device)
         random = any(isinstance(layer, nn.Dropout) and layer.p for layer in self.layers)
 
         def block(start: int) -> None:
@@ -166,7 +148,7 @@ class MergedBatchGradients(WorkerGradients):
     ) -> torch.Tensor:
         """Store the losses and return the gradient at the outputs."""
         k, n = targets.shape[:2]
-        scale = self._scale(n)
+        scale = 1 if self.reduction == "mean" else n
         if self.plain_cross_entropy and targets.dtype == torch.int64:
             logs = functional.log_softmax(outputs, 1)
             chosen = targets.reshape(-1, 1)
