@@ -320,17 +320,12 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
     columns["final"] = [_number(record.final_accuracy, 3) for record in records]
     columns["best"] = [_number(record.best_accuracy, 3) for record in records]
     columns["ms/round"] = [_number(record.ms_per_round, 1) for record in records]
-    if any(record.lost is not None for record in records):
-        columns["model lost"] = [
-            "" if record.lost is None else f"round {record.lost}" for record in records
-        ]
     alike = [record.config.get("split", "iid") == "iid" for record in records]
     flagged = [record.suspects for record in records]
     for heading, numbers in {
         "flagged": [each if same else () for each, same in zip(flagged, alike, strict=True)],
         "differing": [() if same else each for each, same in zip(flagged, alike, strict=True)],
         "unusual": [_besides(record.unusual, record.suspects) for record in records],
-        "flagged servers": [record.suspect_servers for record in records],
     }.items():
         if any(numbers):
             columns[heading] = list(map(listing, numbers))
@@ -345,11 +340,32 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
             "best",
             "resumed from",
             "name",
-            "flagged servers",
             "differing",
             "flagged",
-            "model lost",
         ),
+    )
+    print_facts(
+        {
+            "model lost": _by_run(
+                {r.id: "" if r.lost is None else f"round {r.lost}" for r in records}
+            ),
+            "flagged servers": _by_run({r.id: listing(r.suspect_servers) for r in records}),
+        }
+    )
+
+
+def _by_run(texts: Mapping[int, str]) -> str:
+    """Return the texts that are not empty, each with the runs that it is about.
+
+    >>> _by_run({1: "round 1", 2: "", 3: "round 8", 4: "round 8", 5: "round 8"})
+    'run 1: round 1; runs 3-5: round 8'
+    """
+    about: dict[str, list[int]] = {}
+    for run, text in texts.items():
+        if text:
+            about.setdefault(text, []).append(run)
+    return "; ".join(
+        f"run{'s' * (len(runs) > 1)} {listing(tuple(runs))}: {text}" for text, runs in about.items()
     )
 
 
