@@ -11,10 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from phocas.specs import count, number, one_of
-
-Check = Callable[[str, str, Any], Any]
-"""A function of (owner, name, value) that returns the checked value, or raises an error."""
+from phocas.specs import Check, count, number, one_of
 
 Spelling = Callable[[str], str]
 """A function from a setting's Python name to the name that the user writes: key or option."""

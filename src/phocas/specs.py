@@ -47,6 +47,12 @@ class Spec:
         else:
             cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every Spec is a dataclass
+            check, value = field.metadata.get("check"), getattr(self, field.name)
+            if check is not None and (value is not None or field.default is not None):
+                object.__setattr__(self, field.name, check(self.name, field.name, value))
+
     @classmethod
     def spelling(cls) -> str:
         """Return the registered name, or ``module:Class`` for user-defined classes."""
@@ -76,6 +82,23 @@ class Spec:
 
 
 S = TypeVar("S", bound=Spec)
+Check = Callable[[str, str, Any], Any]
+"""A function of (owner, name, value) that returns the checked value, or raises an error."""
+
+
+def checks(check: Check) -> dict[str, Check]:
+    """Return the metadata of a field of a Spec whose values are checked on construction.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Noise(Spec):
+    ...     name = "noise"
+    ...     std: float = dataclasses.field(default=1.0, metadata=checks(positive))
+    >>> Noise(std=0)
+    Traceback (most recent call last):
+        ...
+    ValueError: noise needs a finite std > 0: got std=0.0
+    """
+    return {"check": check}
 
 
 @dataclasses.dataclass(frozen=True)

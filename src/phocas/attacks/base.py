@@ -245,6 +245,7 @@ class RowAttack(Attack):
 
     def __post_init__(self) -> None:
         normalise(self, q=count(self.name, "q", self.q))
+        super().__post_init__()
         one_of(self.name, "who", self.who, get_args(Who))
 
     def problems(self, setting: Setting) -> Iterator[str]:

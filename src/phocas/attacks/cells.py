@@ -63,9 +63,9 @@ def distinct(rng: np.random.Generator, m: int, take: int, times: int) -> np.ndar
     return chosen
 
 
-def read_bits(owner: str, bits: Iterable[int]) -> tuple[int, ...]:
+def read_bits(owner: str, name: str, bits: Iterable[int]) -> tuple[int, ...]:
     """Return bit numbers as a tuple; raise if there are none, duplicates, or bits above 64."""
-    numbers = tuple(count(owner, "bit", bit, 1) for bit in bits)
+    numbers = tuple(count(owner, name.removesuffix("s"), bit, 1) for bit in bits)
     if not numbers:
         raise ValueError(f"{owner} needs at least one bit: got none, which changes nothing")
     if len(set(numbers)) < len(numbers):

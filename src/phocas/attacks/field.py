@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from phocas.attacks.base import ColumnLie, RowAttack, Scene, Who
 from phocas.attacks.blocks import column_blocks, run, sum_rows
 from phocas.attacks.memory import is_tensor
 from phocas.attacks.touched import Touched
-from phocas.specs import count, normalise, number
+from phocas.specs import checks, count, normalise, number
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,8 @@ class SignFlip(RowAttack):
 
     name: ClassVar[str] = "sign-flip"
     q: int
-    scale: float = 1.0
+    scale: float = field(default=1.0, metadata=checks(number))
     who: Who = "fixed"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        normalise(self, scale=number(self.name, "scale", self.scale))
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
         """Multiply each row by -scale."""
@@ -81,12 +77,8 @@ class InnerProduct(ColumnLie):
     name: ClassVar[str] = "inner-product"
     aliases: ClassVar[tuple[str, ...]] = ("ipm", "empire")
     q: int
-    epsilon: float = 0.1
+    epsilon: float = field(default=0.1, metadata=checks(number))
     who: Who = "fixed"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        normalise(self, epsilon=number(self.name, "epsilon", self.epsilon))
 
     def lie(self, honest: np.ndarray, m: int) -> np.ndarray:
         """Return - epsilon * mean of the honest values."""

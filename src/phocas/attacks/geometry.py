@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -13,7 +13,7 @@ from phocas.attacks.base import HonestRows, RowAttack, Scene, Setting, Who
 from phocas.attacks.blocks import column_blocks, deviations, run, sum_rows
 from phocas.rules.algebra import Distances
 from phocas.rules.inputs import open_rows
-from phocas.specs import count, normalise, one_of
+from phocas.specs import checks, count, one_of
 
 Direction = Literal["unit", "std", "sign"]
 
@@ -203,14 +203,9 @@ class Mimic(RowAttack):
 
     name: ClassVar[str] = "mimic"
     q: int
-    worker: int | None = None
+    worker: int | None = field(default=None, metadata=checks(count))
     who: Who = "fixed"
     needs_honest = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.worker is not None:
-            normalise(self, worker=count(self.name, "worker", self.worker))
 
     @property
     def sharded(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +13,8 @@ from phocas.attacks.base import Attack, RowAttack, Scene, Setting, Who
 from phocas.attacks.cells import bernoulli, bit_mask, missing_bits, read_bits, rows_and_columns
 from phocas.attacks.touched import Touched
 from phocas.floats import Format
-from phocas.specs import count, normalise, probability
+from phocas.settings import at_least
+from phocas.specs import checks, count, normalise, probability
 
 
 class OneWorker(Attack):
@@ -23,6 +24,7 @@ class OneWorker(Attack):
 
     def __post_init__(self) -> None:
         normalise(self, worker=count(self.name, "worker", self.worker))
+        super().__post_init__()
 
     def byzantine(self) -> tuple[int, ...]:
         """Return the faulty worker."""
@@ -56,11 +58,7 @@ class Crash(OneWorker):
 
     name: ClassVar[str] = "crash"
     worker: int
-    round: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        normalise(self, round=count(self.name, "round", self.round))
+    round: int = field(default=0, metadata=checks(count))
 
     def _corrupt(self, scene: Scene) -> Touched:
         if scene.round < self.round:
@@ -133,18 +131,12 @@ class Stuck(OneWorker):
 
     name: ClassVar[str] = "stuck"
     worker: int
-    column: int = 0
-    bits: tuple[int, ...] = (31,)
-    at: int = 1
+    column: int = field(default=0, metadata=checks(count))
+    bits: tuple[int, ...] = field(default=(31,), metadata=checks(read_bits))
+    at: int = field(default=1, metadata=checks(count))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        normalise(
-            self,
-            column=count(self.name, "column", self.column),
-            bits=read_bits(self.name, self.bits),
-            at=count(self.name, "at", self.at),
-        )
         if self.at not in (0, 1):
             raise ValueError(f"{self.name} needs at = 0 or 1: got at={self.at}")
 
@@ -182,10 +174,7 @@ class RandomCells(Attack):
     """
 
     name: ClassVar[str] = "random-cells"
-    rate: float
-
-    def __post_init__(self) -> None:
-        normalise(self, rate=probability(self.name, "rate", self.rate))
+    rate: float = field(metadata=checks(probability))
 
     def _corrupt(self, scene: Scene) -> Touched:
         kind = scene.matrix.kind
@@ -225,20 +214,10 @@ class SilentCorruption(OneWorker):
 
     name: ClassVar[str] = "silent-corruption"
     worker: int
-    round: int = 0
-    stride: int = 64
-    first: int = 0
-    nan: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        normalise(
-            self,
-            round=count(self.name, "round", self.round),
-            stride=count(self.name, "stride", self.stride, 1),
-            first=count(self.name, "first", self.first),
-            nan=probability(self.name, "nan", self.nan),
-        )
+    round: int = field(default=0, metadata=checks(count))
+    stride: int = field(default=64, metadata=checks(at_least(1)))
+    first: int = field(default=0, metadata=checks(count))
+    nan: float = field(default=0.01, metadata=checks(probability))
 
     def problems(self, setting: Setting) -> Iterator[str]:
         """Yield a message if there is no such worker, or no column with the number ``first``."""

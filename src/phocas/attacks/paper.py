@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -20,8 +20,9 @@ from phocas.attacks.cells import (
     rows_and_columns,
 )
 from phocas.attacks.touched import Touched
+from phocas.settings import at_least
 from phocas.sharding import shard_bounds
-from phocas.specs import count, normalise, number, positive, probability
+from phocas.specs import checks, count, number, positive, probability
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,8 @@ class Gaussian(RowAttack):
 
     name: ClassVar[str] = "gaussian"
     q: int
-    std: float = 200.0
+    std: float = field(default=200.0, metadata=checks(positive))
     who: Who = "fixed"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        normalise(self, std=positive(self.name, "std", self.std))
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
         """Draw the values of each Byzantine row."""
@@ -89,12 +86,8 @@ class Omniscient(ColumnLie):
 
     name: ClassVar[str] = "omniscient"
     q: int
-    scale: float = 1e20
+    scale: float = field(default=1e20, metadata=checks(number))
     who: Who = "fixed"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        normalise(self, scale=number(self.name, "scale", self.scale))
 
     def lie(self, honest: np.ndarray, m: int) -> np.ndarray:
         """Return - scale * sum of the honest values."""
@@ -124,17 +117,9 @@ class BitFlip(Attack):
     """
 
     name: ClassVar[str] = "bit-flip"
-    columns: int = 1000
-    per_column: int = 1
-    bits: tuple[int, ...] = (22, 30, 31, 32)
-
-    def __post_init__(self) -> None:
-        normalise(
-            self,
-            columns=count(self.name, "columns", self.columns),
-            per_column=count(self.name, "per_column", self.per_column),
-            bits=read_bits(self.name, self.bits),
-        )
+    columns: int = field(default=1000, metadata=checks(count))
+    per_column: int = field(default=1, metadata=checks(count))
+    bits: tuple[int, ...] = field(default=(22, 30, 31, 32), metadata=checks(read_bits))
 
     def problems(self, setting: Setting) -> Iterator[str]:
         """Yield a message if per_column > m, columns > d, or the format lacks one of the bits."""
@@ -173,19 +158,13 @@ class Gambler(Attack):
     """
 
     name: ClassVar[str] = "gambler"
-    servers: int = 20
-    server: int = 0
-    probability: float = 0.0005
-    scale: float = -1e20
+    servers: int = field(default=20, metadata=checks(at_least(1)))
+    server: int = field(default=0, metadata=checks(count))
+    probability: float = field(default=0.0005, metadata=checks(probability))
+    scale: float = field(default=-1e20, metadata=checks(number))
 
     def __post_init__(self) -> None:
-        normalise(
-            self,
-            servers=count(self.name, "servers", self.servers, 1),
-            server=count(self.name, "server", self.server),
-            probability=probability(self.name, "probability", self.probability),
-            scale=number(self.name, "scale", self.scale),
-        )
+        super().__post_init__()
         if self.server >= self.servers:
             raise ValueError(
                 f"{self.name} needs server < servers: got server={self.server} with"

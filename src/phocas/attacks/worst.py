@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import ClassVar, Literal, get_args
 
@@ -21,7 +21,8 @@ from phocas.kernels import Window
 from phocas.rules import RULES, Rule
 from phocas.rules.base import plan_of
 from phocas.rules.guarantee import survived
-from phocas.specs import count, normalise, number, one_of
+from phocas.settings import at_least
+from phocas.specs import checks, count, normalise, number, one_of
 
 TRIES = 24  # evaluations of the rule along one direction: 12 doublings, then 12 halvings
 
@@ -163,8 +164,8 @@ class WorstCase(RowAttack):
     name: ClassVar[str] = "worst-case"
     rule: Rule
     q: int
-    budget: int = 200
-    seed: int = 0
+    budget: int = field(default=200, metadata=checks(at_least(1)))
+    seed: int = field(default=0, metadata=checks(count))
     objective: Objective = "distance"
     model: Literal["rows", "cells"] = "rows"
     who: Who = "fixed"
@@ -172,12 +173,7 @@ class WorstCase(RowAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        normalise(
-            self,
-            rule=RULES.of(self.rule, self.name),
-            budget=count(self.name, "budget", self.budget, 1),
-            seed=count(self.name, "seed", self.seed),
-        )
+        normalise(self, rule=RULES.of(self.rule, self.name))
         one_of(self.name, "objective", self.objective, get_args(Objective))
         one_of(self.name, "model", self.model, ("rows", "cells"))
 

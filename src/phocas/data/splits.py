@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from phocas.specs import Spec, Table, count, normalise, positive
+from phocas.settings import at_least
+from phocas.specs import Spec, Table, checks, count, positive
 
 Indices = npt.NDArray[np.int64]
 Labels = npt.NDArray[np.integer[Any]]
@@ -175,15 +176,8 @@ class Dirichlet(Split):
 
     name = "dirichlet"
 
-    alpha: float
-    minimum: int = 1
-
-    def __post_init__(self) -> None:
-        normalise(
-            self,
-            alpha=positive("dirichlet", "alpha", self.alpha),
-            minimum=count("dirichlet", "minimum", self.minimum, 1),
-        )
+    alpha: float = field(metadata=checks(positive))
+    minimum: int = field(default=1, metadata=checks(at_least(1)))
 
     @property
     def least(self) -> int:
@@ -225,10 +219,7 @@ class ByLabel(Split):
     name = "by-label"
     aliases = ("label",)
 
-    shards: int = 1
-
-    def __post_init__(self) -> None:
-        normalise(self, shards=count("by-label", "shards", self.shards, 1))
+    shards: int = field(default=1, metadata=checks(at_least(1)))
 
     @property
     def least(self) -> int:

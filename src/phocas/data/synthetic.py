@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from phocas.data.dataset import Dataset, DataSpec
-from phocas.specs import count, normalise, positive
+from phocas.settings import at_least
+from phocas.specs import checks, count, positive
 
 if TYPE_CHECKING:
     import os
@@ -43,27 +44,13 @@ class Synthetic(DataSpec):
 
     name = "synthetic"
 
-    train: int = 10000
-    test: int = 2000
-    classes: int = 10
-    channels: int = 1
-    side: int = 28
-    noise: float = 80.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        checked = {
-            field: count("synthetic", field, getattr(self, field), minimum)
-            for field, minimum in (
-                ("train", 1),
-                ("test", 1),
-                ("classes", 2),
-                ("channels", 1),
-                ("side", 1),
-                ("seed", 0),
-            )
-        }
-        normalise(self, **checked, noise=positive("synthetic", "noise", self.noise))
+    train: int = field(default=10000, metadata=checks(at_least(1)))
+    test: int = field(default=2000, metadata=checks(at_least(1)))
+    classes: int = field(default=10, metadata=checks(at_least(2)))
+    channels: int = field(default=1, metadata=checks(at_least(1)))
+    side: int = field(default=28, metadata=checks(at_least(1)))
+    noise: float = field(default=80.0, metadata=checks(positive))
+    seed: int = field(default=0, metadata=checks(count))
 
     def load(
         self, folder: str | os.PathLike[str] | None = None, *, download: bool = True

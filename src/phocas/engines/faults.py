@@ -21,14 +21,17 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from phocas.seeds import Stream, generator
-from phocas.specs import Spec, Table, count, normalise, positive
+from phocas.settings import at_least
+from phocas.specs import Spec, Table, checks, count, positive
+
+Slice = npt.NDArray[np.floating]
 
 
 class InjectedError(RuntimeError):
@@ -39,17 +42,14 @@ class InjectedError(RuntimeError):
 class Fault(Spec):
     """One fault, of a worker or of a server, in a round (from 1)."""
 
-    round: int
-    worker: int | None = None
-    server: int | None = None
+    round: int = field(metadata=checks(at_least(1)))
+    worker: int | None = field(default=None, metadata=checks(count))
+    server: int | None = field(default=None, metadata=checks(count))
 
     def __post_init__(self) -> None:
-        normalise(self, round=count(self.name, "round", self.round, 1))
+        super().__post_init__()
         if (self.worker is None) == (self.server is None):
             raise ValueError(f"{self.name} needs a worker or a server, and not both: got {self}")
-        for who in ("worker", "server"):
-            if getattr(self, who) is not None:
-                normalise(self, **{who: count(self.name, who, getattr(self, who))})
 
 
 class ProcessFault(Fault):
@@ -69,9 +69,7 @@ class RowFault(Fault):
             raise ValueError(f"{self.name} changes a worker's row: got server={self.server}")
 
     @abstractmethod
-    def change(
-        self, values: npt.NDArray[np.floating], before: npt.NDArray[np.floating] | None, start: int
-    ) -> Any:
+    def change(self, values: Slice, before: Slice | None, start: int) -> Any:
         """Return the values that the worker sends instead of a slice of its row.
 
         Args:
@@ -107,13 +105,9 @@ class Hang(ProcessFault):
 class Delay(ProcessFault):
     """Delay the process by some seconds."""
 
-    seconds: float = 1.0
+    seconds: float = field(default=1.0, metadata=checks(positive))
 
     name: ClassVar[str] = "delay"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        normalise(self, seconds=positive(self.name, "seconds", self.seconds))
 
     def strike(self) -> None:
         """Sleep."""
@@ -142,12 +136,7 @@ class NaN(RowFault):
 
     name: ClassVar[str] = "nan"
 
-    def change(
-        self,
-        values: npt.NDArray[np.floating],
-        before: npt.NDArray[np.floating] | None,  # noqa: ARG002
-        start: int,  # noqa: ARG002
-    ) -> Any:
+    def change(self, values: Slice, *_: object) -> Any:
         """Return a slice of NaN."""
         return np.full_like(values, np.nan)
 
@@ -156,20 +145,11 @@ class NaN(RowFault):
 class Corrupt(RowFault):
     """Send normal noise of a scale, seeded by the worker, the round and the column."""
 
-    scale: float = 1e3
+    scale: float = field(default=1e3, metadata=checks(positive))
 
     name: ClassVar[str] = "corrupt"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        normalise(self, scale=positive(self.name, "scale", self.scale))
-
-    def change(
-        self,
-        values: npt.NDArray[np.floating],
-        before: npt.NDArray[np.floating] | None,  # noqa: ARG002
-        start: int,
-    ) -> Any:
+    def change(self, values: Slice, before: Slice | None, start: int) -> Any:  # noqa: ARG002
         """Return a slice of normal noise."""
         rng = generator(Stream.FAULT, self.round, self.worker or 0, start)
         return (self.scale * rng.standard_normal(values.shape)).astype(values.dtype)
@@ -181,12 +161,7 @@ class WrongShape(RowFault):
 
     name: ClassVar[str] = "shape"
 
-    def change(
-        self,
-        values: npt.NDArray[np.floating],
-        before: npt.NDArray[np.floating] | None,  # noqa: ARG002
-        start: int,  # noqa: ARG002
-    ) -> Any:
+    def change(self, values: Slice, *_: object) -> Any:
         """Return the slice without its last value."""
         return values[:-1]
 
@@ -197,12 +172,7 @@ class WrongType(RowFault):
 
     name: ClassVar[str] = "dtype"
 
-    def change(
-        self,
-        values: npt.NDArray[np.floating],
-        before: npt.NDArray[np.floating] | None,  # noqa: ARG002
-        start: int,  # noqa: ARG002
-    ) -> Any:
+    def change(self, values: Slice, *_: object) -> Any:
         """Return the slice as float64 if it is float32, else as float32."""
         return values.astype(np.float32 if values.dtype == np.float64 else np.float64)
 
@@ -213,12 +183,7 @@ class Stale(RowFault):
 
     name: ClassVar[str] = "stale"
 
-    def change(
-        self,
-        values: npt.NDArray[np.floating],
-        before: npt.NDArray[np.floating] | None,
-        start: int,  # noqa: ARG002
-    ) -> Any:
+    def change(self, values: Slice, before: Slice | None, start: int) -> Any:  # noqa: ARG002
         """Return the slice of the round before, or zeros in the first round."""
         return np.zeros_like(values) if before is None else before
 

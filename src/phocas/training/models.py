@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from phocas.specs import Spec, Table, count, imported_callable, is_place, normalise, unknown
+from phocas.settings import at_least
+from phocas.specs import Spec, Table, checks, count, imported_callable, is_place, unknown
 
 
 class ModelSpec(Spec):
@@ -26,6 +27,26 @@ class ModelSpec(Spec):
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
         """Return a new module for inputs of a shape and that number of classes."""
         raise NotImplementedError
+
+
+INITS = ("xavier", "torch")
+
+
+def _init(owner: str, name: str, value: str) -> str:
+    if value not in INITS:
+        raise ValueError(f"{owner}: {unknown(name, value, INITS)}")
+    return value
+
+
+def _dropout(owner: str, name: str, value: float) -> float:
+    number = float(value)
+    if not 0 <= number < 1:
+        raise ValueError(f"{owner} needs 0 <= {name} < 1: got {name}={number}")
+    return number
+
+
+def _widths(owner: str, name: str, value: Sequence[int]) -> tuple[int, ...]:
+    return tuple(count(owner, name, width, minimum=1) for width in value)
 
 
 @dataclass(frozen=True)
@@ -41,16 +62,11 @@ class MLP(ModelSpec):
     118282
     """
 
-    hidden: tuple[int, ...] = (128, 128)
-    dropout: float = 0.0
-    init: str = "xavier"
+    hidden: tuple[int, ...] = field(default=(128, 128), metadata=checks(_widths))
+    dropout: float = field(default=0.0, metadata=checks(_dropout))
+    init: str = field(default="xavier", metadata=checks(_init))
 
     name: ClassVar[str] = "mlp"
-
-    def __post_init__(self) -> None:
-        hidden = tuple(count("mlp", "hidden", width, minimum=1) for width in self.hidden)
-        normalise(self, hidden=hidden, dropout=_probability("mlp", self.dropout))
-        _check_init("mlp", self.init)
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
         """Return flatten, (linear, ReLU[, dropout]) for each hidden width, linear."""
@@ -80,16 +96,11 @@ class CNN(ModelSpec):
     609562
     """
 
-    dropout: float = 0.2
-    width: int = 32
-    init: str = "xavier"
+    dropout: float = field(default=0.2, metadata=checks(_dropout))
+    width: int = field(default=32, metadata=checks(at_least(1)))
+    init: str = field(default="xavier", metadata=checks(_init))
 
     name: ClassVar[str] = "cnn"
-
-    def __post_init__(self) -> None:
-        wide = count("cnn", "width", self.width, minimum=1)
-        normalise(self, dropout=_probability("cnn", self.dropout), width=wide)
-        _check_init("cnn", self.init)
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
         """Return the layers of the paper's table; height and width are halved twice."""
@@ -134,12 +145,9 @@ class Softmax(ModelSpec):
         init: initial weights, ``"xavier"`` or ``"torch"``.
     """
 
-    init: str = "xavier"
+    init: str = field(default="xavier", metadata=checks(_init))
 
     name: ClassVar[str] = "softmax"
-
-    def __post_init__(self) -> None:
-        _check_init("softmax", self.init)
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
         """Return flatten, linear."""
@@ -147,7 +155,6 @@ class Softmax(ModelSpec):
         return _initialise(stack, self.init)
 
 
-INITS = ("xavier", "torch")
 MODELS: Table[ModelSpec] = Table("model", [MLP, CNN, Softmax])
 
 Builder = Callable[[Sequence[int], int], nn.Module]
@@ -201,11 +208,6 @@ def build_model(
     return module
 
 
-def _check_init(name: str, init: str) -> None:
-    if init not in INITS:
-        raise ValueError(f"{name}: {unknown('init', init, INITS)}")
-
-
 def _initialise(stack: nn.Sequential, init: str) -> nn.Sequential:
     for layer in stack:
         if init == "xavier" and isinstance(layer, (nn.Linear, nn.Conv2d)):
@@ -213,10 +215,3 @@ def _initialise(stack: nn.Sequential, init: str) -> nn.Sequential:
             assert layer.bias is not None
             nn.init.zeros_(layer.bias)
     return stack
-
-
-def _probability(owner: str, value: float) -> float:
-    number = float(value)
-    if not 0 <= number < 1:
-        raise ValueError(f"{owner} needs 0 <= dropout < 1: got dropout={number}")
-    return number

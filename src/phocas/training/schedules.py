@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from phocas.specs import Spec, Table, count, normalise, positive
+from phocas.settings import at_least
+from phocas.specs import Spec, Table, checks, positive
 
 
 class Schedule(Spec):
@@ -43,17 +44,10 @@ class Step(Schedule):
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
 
-    every: int
-    factor: float = 0.1
+    every: int = field(metadata=checks(at_least(1)))
+    factor: float = field(default=0.1, metadata=checks(positive))
 
     name: ClassVar[str] = "step"
-
-    def __post_init__(self) -> None:
-        normalise(
-            self,
-            every=count("step", "every", self.every, minimum=1),
-            factor=positive("step", "factor", self.factor),
-        )
 
     def __call__(self, round: int) -> float:
         """Return factor ** (round // every)."""
@@ -71,12 +65,9 @@ class Cosine(Schedule):
     [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
 
-    rounds: int
+    rounds: int = field(metadata=checks(at_least(1)))
 
     name: ClassVar[str] = "cosine"
-
-    def __post_init__(self) -> None:
-        normalise(self, rounds=count("cosine", "rounds", self.rounds, minimum=1))
 
     def __call__(self, round: int) -> float:
         """Return (1 + cos(pi * round / rounds)) / 2."""
@@ -95,17 +86,10 @@ class Inverse(Schedule):
     [1.0, 0.5, 0.25]
     """
 
-    scale: float = 100.0
-    power: float = 1.0
+    scale: float = field(default=100.0, metadata=checks(positive))
+    power: float = field(default=1.0, metadata=checks(positive))
 
     name: ClassVar[str] = "inverse"
-
-    def __post_init__(self) -> None:
-        normalise(
-            self,
-            scale=positive("inverse", "scale", self.scale),
-            power=positive("inverse", "power", self.power),
-        )
 
     def __call__(self, round: int) -> float:
         """Return (1 + round / scale) ** -power."""

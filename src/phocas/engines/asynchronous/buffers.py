@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from phocas.engines.asynchronous.policy import Arrival, Policy, State, Verdict
 from phocas.rules import Rule
-from phocas.specs import count, normalise
+from phocas.settings import at_least
+from phocas.specs import checks
 
 SILENT = 20
 """A worker is silent if SILENT times m rows have arrived since its last one."""
@@ -44,10 +45,7 @@ class Buffered(Policy):
     name = "buffered"
     uses_rule = True
 
-    buffers: int
-
-    def __post_init__(self) -> None:
-        normalise(self, buffers=count("buffered", "buffers", self.buffers, 1))
+    buffers: int = field(metadata=checks(at_least(1)))
 
     def num_rows(self) -> int:
         """Return the number of buffers B, which are the rows that the rule aggregates."""

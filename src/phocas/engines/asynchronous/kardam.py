@@ -6,7 +6,7 @@ Its authors' template is github.com/LPD-EPFL/kardam.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from phocas.engines.asynchronous.policy import Arrival, Policy, State, Verdict
 from phocas.rules import Rule
 from phocas.settings import nonnegative
-from phocas.specs import count, normalise
+from phocas.specs import checks, count
 
 _PIECE = 1 << 15  # values: a few such pieces fit a cache of 1 MB
 
@@ -55,15 +55,8 @@ class Kardam(Policy):
     name = "kardam"
     needs_given = True
 
-    b: int
-    damping: float = 0.0
-
-    def __post_init__(self) -> None:
-        normalise(
-            self,
-            b=count("kardam", "b", self.b),
-            damping=nonnegative("kardam", "damping", self.damping),
-        )
+    b: int = field(metadata=checks(count))
+    damping: float = field(default=0.0, metadata=checks(nonnegative))
 
     def check(self, m: int, rule: Rule) -> None:
         """Raise ValueError unless m > 3b."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from phocas.seeds import Stream, generator
 from phocas.settings import nonnegative
-from phocas.specs import Spec, Table, count, normalise, number
+from phocas.specs import Spec, Table, checks, count, number
 
 _AHEAD = 16  # steps drawn at once: drawing them one by one takes three times as long
 LARGEST_DEVIATION = 20.0
@@ -25,6 +25,13 @@ def _deviation(owner: str, name: str, value: object) -> float:
             f"{owner} needs {name} <= {LARGEST_DEVIATION:g}, the standard deviation of a logarithm:"
             f" got {name}={found:g}; for workers that never answer write slow:workers=1,factor=inf"
         )
+    return found
+
+
+def _factor(owner: str, name: str, value: object) -> float:
+    found = number(owner, name, value)
+    if not found >= 1:
+        raise ValueError(f"{owner} needs {name} >= 1: got {name}={found}")
     return found
 
 
@@ -82,10 +89,7 @@ class Even(Speeds):
 
     name = "even"
 
-    noise: float = 0.1
-
-    def __post_init__(self) -> None:
-        normalise(self, noise=_deviation("even", "noise", self.noise))
+    noise: float = field(default=0.1, metadata=checks(_deviation))
 
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
         """Return 1, the pace of every worker."""
@@ -108,15 +112,8 @@ class Lognormal(Speeds):
 
     name = "lognormal"
 
-    sigma: float
-    noise: float = 0.1
-
-    def __post_init__(self) -> None:
-        normalise(
-            self,
-            sigma=_deviation("lognormal", "sigma", self.sigma),
-            noise=_deviation("lognormal", "noise", self.noise),
-        )
+    sigma: float = field(metadata=checks(_deviation))
+    noise: float = field(default=0.1, metadata=checks(_deviation))
 
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
         """Return exp(sigma z), with a standard normal z that is fixed for each worker."""
@@ -140,20 +137,9 @@ class Slow(Speeds):
 
     name = "slow"
 
-    workers: int
-    factor: float = 10.0
-    noise: float = 0.1
-
-    def __post_init__(self) -> None:
-        factor = number("slow", "factor", self.factor)
-        if not factor >= 1:
-            raise ValueError(f"slow needs factor >= 1: got factor={factor}")
-        normalise(
-            self,
-            workers=count("slow", "workers", self.workers),
-            factor=factor,
-            noise=_deviation("slow", "noise", self.noise),
-        )
+    workers: int = field(metadata=checks(count))
+    factor: float = field(default=10.0, metadata=checks(_factor))
+    noise: float = field(default=0.1, metadata=checks(_deviation))
 
     def pace(self, worker: int, num_workers: int, seed: int) -> float:
         """Return the factor for the last workers, and 1 for the others."""

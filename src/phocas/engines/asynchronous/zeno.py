@@ -6,13 +6,13 @@ Its authors' program is github.com/xcgoner/iclr2020_zeno_async.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from phocas.engines.asynchronous.policy import Arrival, Policy, State, Verdict
-from phocas.settings import nonnegative
-from phocas.specs import count, normalise
+from phocas.settings import at_least, nonnegative
+from phocas.specs import checks
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,10 @@ class Zeno(Policy):
     name = "zeno"
     aliases = ("zeno++",)
 
-    validation: int = 128
-    rho: float = 0.001
-    epsilon: float = 0.0
-    every: int = 10
-
-    def __post_init__(self) -> None:
-        normalise(
-            self,
-            validation=count("zeno", "validation", self.validation, 1),
-            rho=nonnegative("zeno", "rho", self.rho),
-            epsilon=nonnegative("zeno", "epsilon", self.epsilon),
-            every=count("zeno", "every", self.every, 1),
-        )
+    validation: int = field(default=128, metadata=checks(at_least(1)))
+    rho: float = field(default=0.001, metadata=checks(nonnegative))
+    epsilon: float = field(default=0.0, metadata=checks(nonnegative))
+    every: int = field(default=10, metadata=checks(at_least(1)))
 
     def begin(self, m: int, d: int, rows: torch.Tensor, lr: float) -> State:
         """Return a state without a validation gradient yet."""
