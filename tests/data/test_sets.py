@@ -379,7 +379,7 @@ def test_dataset_rejects_inconsistent_arrays() -> None:
 
 def run(*arguments: str) -> str:
     app = typer.Typer()
-    command.register(app, "Tools")
+    app.command()(command.data)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output

@@ -1,7 +1,8 @@
 """The command line: each command, or group of commands, is a module of this package.
 
-A module defines ``register(app, group)`` and imports what its commands need inside them, so that
-``phocas --help`` stays quick.
+A module has a function with its own name, the command, or ``register(app, group)``, which adds a
+group of commands. It imports what its commands need inside them, so that ``phocas --help`` stays
+quick.
 """
 
 from __future__ import annotations
@@ -206,7 +207,11 @@ def application(command: str | None = None) -> typer.Typer:
     for heading, names in GROUPS.items():
         for name in names:
             if wanted in (name, "") or wanted not in every:
-                importlib.import_module(f"{__name__}.{name}").register(app, heading)
+                module = importlib.import_module(f"{__name__}.{name}")
+                if hasattr(module, "register"):
+                    module.register(app, heading)
+                else:
+                    app.command(name, rich_help_panel=heading)(getattr(module, name))
     return app
 
 

@@ -8,11 +8,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer, group: str) -> None:
-    """Add the command."""
-    app.command("advise", rich_help_panel=group)(advise)
-
-
 def advise(
     results: Annotated[Path, typer.Argument(help="Results file.")] = Path("phocas.sqlite"),
     run: Annotated[

@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from phocas.integrations.merging import Merged
 
 
-def register(app: typer.Typer, group: str) -> None:
-    """Add the command."""
-    app.command("aggregate", rich_help_panel=group)(aggregate)
-
-
 def aggregate(
     files: Annotated[list[Path], typer.Argument(help="Files, one for each worker or client.")],
     rule: Annotated[str, typer.Option(help="Rule, for example phocas:b=2; see phocas rules.")],

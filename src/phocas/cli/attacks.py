@@ -7,11 +7,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer, group: str) -> None:
-    """Add the command."""
-    app.command(rich_help_panel=group)(attacks)
-
-
 def attacks(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -17,11 +17,6 @@ from phocas.cli import reject_unused
 from phocas.rules import Rule
 
 
-def register(app: typer.Typer, group: str) -> None:
-    """Add the command."""
-    app.command(rich_help_panel=group)(audit)
-
-
 def audit(
     context: typer.Context,
     rule: Annotated[str, typer.Option(help="Rule to try, for example phocas:b=6.")],

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from phocas.experiments.benchmark import Timing
 
 
-def register(app: typer.Typer, group: str) -> None:
-    """Add the command."""
-    app.command(rich_help_panel=group)(bench)
-
-
 def bench(
     context: typer.Context,
     rule: Annotated[

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from phocas.data import DataSpec, Split
 
 
-def register(app: typer.Typer, group: str) -> None:
-    """Add the command."""
-    app.command("data", rich_help_panel=group)(data)
-
-
 def data(
     context: typer.Context,
     name: Annotated[

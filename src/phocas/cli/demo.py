@@ -10,11 +10,6 @@ import typer
 RULES = ("mean", "krum:b=8", "multi-krum:b=8", "trimmed-mean:b=8", "phocas:b=8", "heraclius:b=8")
 
 
-def register(app: typer.Typer, group: str) -> None:
-    """Add the command."""
-    app.command("demo", rich_help_panel=group)(demo)
-
-
 def demo(
     output: Annotated[
         Path, typer.Option(help="Folder for the results, the figure and the HTML report.")

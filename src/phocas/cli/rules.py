@@ -9,11 +9,6 @@ import typer
 from phocas.specs import count
 
 
-def register(app: typer.Typer, group: str) -> None:
-    """Add the command."""
-    app.command("rules", rich_help_panel=group)(rules)
-
-
 def rules(
     name: Annotated[
         str | None,

@@ -10,11 +10,6 @@ import typer
 from phocas.cli import reject_unused
 
 
-def register(app: typer.Typer, group: str) -> None:
-    """Add the command."""
-    app.command("sweep", rich_help_panel=group)(sweep)
-
-
 def sweep(
     context: typer.Context,
     grid: Annotated[

@@ -12,14 +12,13 @@ from phocas.engines.asynchronous.settings import AsynchronousSettings
 from phocas.engines.asynchronous.speeds import SPEEDS, Even, Speeds, VirtualRounds
 from phocas.settings import Conflict, setting
 from phocas.specs import positive
-from phocas.training.cluster import Gathered
+from phocas.training.cluster import Gathered, Wanted
 from phocas.training.local_steps import local_steps
 from phocas.training.pool import DeterministicPool, kernel_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from phocas.detection.sampling import Sample
     from phocas.settings import Spelling
     from phocas.training.server import Action, Aggregate
     from phocas.training.task import Task, TaskSettings
@@ -101,15 +100,7 @@ class LocalCluster:
         self._previous = torch.zeros_like(rows, device="cpu") if needs_previous else None
         self._has_previous = False
 
-    def gather(
-        self,
-        round: int,
-        clock: Clock,
-        *,
-        by_server: bool,
-        honest: bool,
-        samples: Sequence[Sample] = (),
-    ) -> Gathered:
+    def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Draw the batches, compute the rows, apply the attack, and aggregate the rows."""
         task, rows = self.task, self.server.rows
         if self.steps is None:
@@ -124,7 +115,7 @@ class LocalCluster:
             rows.copy_(self._velocity)
         clock.stop("gradients")
 
-        mean = rows.mean(0) if honest else None
+        mean = rows.mean(0) if wanted.honest else None
         clock.stop("metrics")
         with kernel_threads(task.threads):
             touched = self._corrupt(rows, round)
@@ -133,10 +124,10 @@ class LocalCluster:
                 rows[list(late)] = float("nan")
             clock.stop("attack")
 
-            aggregate = self.server.aggregate(rng=task.rule_rng(round), by_server=by_server)
+            aggregate = self.server.aggregate(rng=task.rule_rng(round), by_server=wanted.by_server)
             clock.stop("aggregate")
 
-        sampled = tuple(sample.take(rows) for sample in samples)
+        sampled = tuple(sample.take(rows) for sample in wanted.samples)
         distance = None if mean is None else float(torch.dist(aggregate.value, mean))
         clock.stop("metrics")
         return Gathered(

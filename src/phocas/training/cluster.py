@@ -49,6 +49,18 @@ class Gathered:
     """The number of rows that were rejected because they were too stale."""
 
 
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """The metrics of a round that the trainer wants besides the aggregate."""
+
+    by_server: bool
+    """Whether to return the dropped shares of each server."""
+    honest: bool
+    """Whether to return the distance from the mean of uncorrupted gradients."""
+    samples: Sequence[Sample]
+    """The columns whose values to return."""
+
+
 class Cluster(Protocol):
     """The workers and servers of a task, as the trainer sees them."""
 
@@ -61,23 +73,13 @@ class Cluster(Protocol):
     same_rows: bool
     """Whether row i is worker i in every round, so that workers can be compared over rounds."""
 
-    def gather(
-        self,
-        round: int,
-        clock: Clock,
-        *,
-        by_server: bool,
-        honest: bool,
-        samples: Sequence[Sample] = (),
-    ) -> Gathered:
+    def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Run a round up to the aggregate.
 
         Args:
             round: the number of the round, from 0.
             clock: the clock of the round; a cluster calls ``stop`` at the end of each phase.
-            by_server: whether to return the dropped shares of each server.
-            honest: whether to return the distance from the mean of uncorrupted gradients.
-            samples: columns whose values to return.
+            wanted: the metrics to compute.
         """
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:

@@ -24,7 +24,7 @@ from phocas.provenance import code_of
 from phocas.seeds import Stream, generator
 from phocas.specs import count
 from phocas.training.checkpoints import load_checkpoint, save_checkpoint
-from phocas.training.cluster import find_engine
+from phocas.training.cluster import Wanted, find_engine
 from phocas.training.evaluation import Metrics, evaluate
 from phocas.training.pool import one_torch_thread
 from phocas.training.task import Task
@@ -228,9 +228,7 @@ class Trainer:
             samples = self._samples(round_)
             asked = samples if picture is None else [*samples, picture]
             clock.stop("metrics")
-            seen = self.cluster.gather(
-                round_, clock, by_server=detailed, honest=detailed, samples=asked
-            )
+            seen = self.cluster.gather(round_, clock, Wanted(detailed, detailed, asked))
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
             direction = self.recent_direction.sampled(samples[0]) if samples else None

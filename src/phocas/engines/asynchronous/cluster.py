@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +22,11 @@ from phocas.engines.asynchronous.buffers import SilenceError
 from phocas.engines.asynchronous.policy import Policy
 from phocas.engines.asynchronous.server import AsynchronousServer
 from phocas.engines.asynchronous.speeds import Speeds
-from phocas.training.cluster import Gathered
+from phocas.training.cluster import Gathered, Wanted
 from phocas.training.gradients.merged import MergedBatchGradients
 from phocas.training.server import Aggregate
 
 if TYPE_CHECKING:
-    from phocas.detection.sampling import Sample
     from phocas.training.server import Action
     from phocas.training.task import Task
     from phocas.training.trainer import Clock
@@ -59,20 +58,12 @@ class AsynchronousCluster:
         for worker in range(m):
             self._take(worker)
 
-    def gather(
-        self,
-        round: int,
-        clock: Clock,
-        *,
-        by_server: bool,
-        honest: bool,
-        samples: Sequence[Sample] = (),
-    ) -> Gathered:
+    def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Deliver rows to the policy in the order of the virtual clock, until the round ends.
 
         The round ends when the policy takes a step or rejects a row.
         """
-        del by_server, honest, samples
+        del wanted
         self.async_server.begin(clock)
         decided = False
         while not decided:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,11 +35,10 @@ from phocas.engines.ray.start import (
 from phocas.engines.ray.values import array_of, tensor_of
 from phocas.engines.ray.worker import WorkerJob, WorkerProcess, cut
 from phocas.machine import available_cores
-from phocas.training.cluster import Gathered
+from phocas.training.cluster import Gathered, Wanted
 from phocas.training.server import Aggregate
 
 if TYPE_CHECKING:
-    from phocas.detection.sampling import Sample
     from phocas.engines.ray.settings import RaySettings
     from phocas.training.server import Action
     from phocas.training.task import Task
@@ -131,17 +130,9 @@ class AsynchronousRayCluster:
 
     # -- a round -----------------------------------------------------------------------------------
 
-    def gather(
-        self,
-        round: int,
-        clock: Clock,
-        *,
-        by_server: bool,
-        honest: bool,
-        samples: Sequence[Sample] = (),
-    ) -> Gathered:
+    def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Receive rows until the policy takes a step or rejects a row."""
-        del by_server, honest, samples
+        del wanted
         self.async_server.begin(clock)
         begun = time.monotonic()
         pause = begun - self._left  # no answer was read in this time

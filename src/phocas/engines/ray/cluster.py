@@ -34,13 +34,12 @@ from phocas.engines.ray.start import (
 from phocas.engines.ray.values import array_of, tensor_of
 from phocas.engines.ray.worker import Source, WorkerJob, WorkerProcess, cut
 from phocas.machine import available_cores
-from phocas.training.cluster import Gathered
+from phocas.training.cluster import Gathered, Wanted
 from phocas.training.gradients import Looped
 from phocas.training.pool import DeterministicPool
 from phocas.training.server import Action, Aggregate, ParameterServer
 
 if TYPE_CHECKING:
-    from phocas.detection.sampling import Sample
     from phocas.engines.ray.settings import RaySettings
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.task import Task
@@ -148,19 +147,10 @@ class RayCluster:
         references: list[Any] = call.remote(job, round, factor, self._buffers, *self._parameters)
         return references
 
-    def gather(
-        self,
-        round: int,
-        clock: Clock,
-        *,
-        by_server: bool,
-        honest: bool,
-        samples: Sequence[Sample] = (),
-    ) -> Gathered:
+    def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Request the rows, wait for them until the deadline, and let the servers aggregate."""
-        del by_server  # the shares of each server are always known
         gathered = self.hosts.begin(round)
-        missing, results = self._reduce(gathered, clock, honest, samples)
+        missing, results = self._reduce(gathered, clock, wanted)
         aggregate = self._aggregate(results)
         answers: list[Answer] = [result.values[1] for result in results]
         repeated = set.intersection(*(answer.repeated for answer in answers))
@@ -172,7 +162,7 @@ class RayCluster:
         clock.stop("aggregate")
         distance = None
         means = [answer.honest for answer in answers]
-        if honest and all(mean is not None for mean in means):
+        if wanted.honest and all(mean is not None for mean in means):
             mean = tensor_of(np.concatenate(means))  # type: ignore[arg-type]
             distance = float(torch.dist(aggregate.value, mean))
         losses = self._losses(gathered, missing)
@@ -188,13 +178,13 @@ class RayCluster:
             tuple(gathered.news),
             tuple(
                 sample.joined([answer.sampled[number] for answer in answers])
-                for number, sample in enumerate(samples)
+                for number, sample in enumerate(wanted.samples)
             ),
             self.task.participants(round),
         )
 
     def _reduce(
-        self, gathered: RoundResults, clock: Clock, honest: bool, samples: Sequence[Sample]
+        self, gathered: RoundResults, clock: Clock, wanted: Wanted
     ) -> tuple[set[int], list[Result]]:
         """Collect rows and aggregate them, until no column lacks more rows than allowed."""
         while True:
@@ -207,8 +197,8 @@ class RayCluster:
                     gathered.round,
                     _parts(gathered.sources.values(), number),
                     None if self._previous is None else _parts(self._previous, number),
-                    honest,
-                    samples,
+                    wanted.honest,
+                    wanted.samples,
                 )
                 for number in range(len(self.servers.actors))
             ]

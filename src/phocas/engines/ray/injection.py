@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phocas.engines.asynchronous.policy import Policy
     from phocas.engines.ray.hosts import Host
     from phocas.engines.ray.settings import RaySettings
-    from phocas.training.cluster import Gathered
+    from phocas.training.cluster import Gathered, Wanted
     from phocas.training.task import Task
     from phocas.training.trainer import Clock
 
@@ -133,11 +133,11 @@ class FaultyRayCluster(RayCluster):
         self.script = script
         super().__init__(task, settings)
 
-    def gather(self, round: int, clock: Clock, **options: Any) -> Gathered:
+    def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Send the servers their faults of the round, then run the round."""
         for number, actor in enumerate(self.servers.actors):
             _inject(actor, self.script.take(round + 1, server=number))
-        return super().gather(round, clock, **options)
+        return super().gather(round, clock, wanted)
 
     def _ask(self, host: Host, round: int) -> list[Any]:
         _inject(host.actor, self.script.take(round + 1, workers=host.workers))
@@ -161,10 +161,10 @@ class FaultyAsynchronousRayCluster(AsynchronousRayCluster):
         self.script = script
         super().__init__(task, policy, settings)
 
-    def gather(self, round: int, clock: Clock, **options: Any) -> Gathered:
+    def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Run a round; its faults, and those of earlier rounds, strike with its requests."""
         self._round = round
-        return super().gather(round, clock, **options)
+        return super().gather(round, clock, wanted)
 
     def _request(self, host: Host, worker: int) -> None:
         _inject(host.actor, self.script.take(self._round + 1, workers=[worker], late=True))
