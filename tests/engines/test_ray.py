@@ -188,7 +188,7 @@ def test_every_fault_costs_its_own_rows_of_its_own_round(ray: Any, data: Dataset
     assert "worker 1 sent shape" in told(rounds, 2)
     assert "worker 5 sent float64 where float32 was due" in told(rounds, 3)
     assert "workers 4 to 5 raised InjectedError: raise:round=4,worker=4" in told(rounds, 4)
-    assert "workers 0 to 1 is late: no row after 3.0 s" in told(rounds, 5)
+    assert "workers 0 to 1 is late: no row after " in told(rounds, 5)
     assert "worker 3 sent its last row once more" in told(rounds, 6)
     news = [line for done in rounds for line in done.news]
     # In round 8, or later if the machine is so busy that the death is not seen by the deadline.
