@@ -465,9 +465,10 @@ def framing(rank: int) -> Any:
     said = np.array([1e30, 0.0, 0.0, 0.0])
 
     def run() -> Any:
-        recorded = record(nn.Linear(30, 40), "phocas:b=1", verify=True)
-        train(recorded, rank, 20, poison=1.0)
-        return [one.rank for one in recorded.guard.flagged()]
+        model = DistributedDataParallel(nn.Linear(30, 40))
+        guard = protect(model, "phocas:b=1", verify=True, threat="adversaries")
+        train(Recorded(model, guard, [[]]), rank, 20, poison=1.0)
+        return [one.rank for one in guard.flagged()]
 
     if rank != LIAR:
         return run()

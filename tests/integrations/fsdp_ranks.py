@@ -489,14 +489,14 @@ def framing(rank: int) -> Any:
     """Let one rank find absurd values of rank 0 in every step, which nobody else sees."""
     look = RankObserver.look
 
-    def lie(witness: RankObserver, rows: torch.Tensor, segments: Any) -> None:
+    def lie(witness: RankObserver, rows: torch.Tensor, segments: Any, place: int) -> None:
         rows = rows.clone()
         rows[0] = NAN
-        look(witness, rows, segments)
+        look(witness, rows, segments, place)
 
     def run() -> Any:
         model = network()
-        guard = protect(model, "heraclius:b=1")
+        guard = protect(model, "heraclius:b=1", threat="adversaries")
         train(model, rank, 10)
         return [one.rank for one in guard.flagged()]
 

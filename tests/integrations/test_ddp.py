@@ -176,7 +176,14 @@ def test_first_nonfinite_value_is_kept_when_the_model_is_lost(ranks: Scene) -> N
         assert first == {"rank": LIAR, "step": 4, "parameters": ["0.weight"], "seen_by": 3}
         assert report["lost"] == 5
         assert report["steps"] == 12
-        assert (report["suspects"], report["unusual"]) == ([], [LIAR])
+        (suspect,) = report["suspects"]  # the last rank before all that was not finite
+        assert (suspect["rank"], suspect["kind"], suspect["grounds"]) == (
+            LIAR,
+            "nonfinite",
+            ["values"],
+        )
+        assert (suspect["since"], suspect["flagged"]) == (4, 5)
+        assert report["unusual"] == [LIAR]
         assert unusual == (LIAR,)
         assert report["dropped"] == pytest.approx(before["dropped"])
         assert f"the first non-finite value came from rank {LIAR} in step 4" in text
@@ -200,7 +207,7 @@ def test_a_suspect_is_of_the_kind_that_its_gradients_show(ranks: Scene) -> None:
             assert all(places["kind"] != "hardware" for places in suspect["places"].values())
             assert (result[name]["told"] == []) == (kind == "differs")
             assert abs(suspect["since"] - 7) <= 1, (name, suspect)
-            assert suspect["flagged"] > suspect["since"]
+            assert suspect["flagged"] >= suspect["since"]
         assert result["asked for"] == [LIAR]
         assert "differs from the others, and need not be faulty" in result["half the batch"]["text"]
 
@@ -282,7 +289,9 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
         assert "must be dense" in said["sparse"]
         assert "did you mean 'phocas'?" in said["unknown"]
         assert "use a column rule" in said["dtypes"]
-        options = "options: verify, seed, timeout, on_flagged, log, exit_code, act_on, job_group"
+        options = (
+            "options: verify, threat, seed, timeout, on_flagged, log, exit_code, act_on, job_group"
+        )
         unknown = "TypeError: unknown option 'exitcode'; did you mean 'exit_code'? "
         assert said["option"] == unknown + options
         assert "did you mean 'verify'?" in said["own option"]

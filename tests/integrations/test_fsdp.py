@@ -194,7 +194,7 @@ def test_nan_in_one_parameter_is_survived_and_named(ranks: Scene) -> None:
         assert suspect["rank"] == LIAR
         assert (suspect["since"], suspect["flagged"]) == (5, 7)
         assert (suspect["sure"], suspect["kind"]) == (1.0, "nonfinite")
-        assert suspect["grounds"] == ["addresses"]
+        assert suspect["grounds"] == ["addresses", "values"]
         assert list(suspect["layers"]) == ["1.0.weight"]
         assert suspect["places"]["1.0.weight"]["since"] == 5
         assert suspect["places"]["1.0.weight"]["share"] > 0.99

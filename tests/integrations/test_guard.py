@@ -17,6 +17,8 @@ import pytest
 import torch
 from tests.integrations.scenes import environment
 
+from phocas.detection.flags import THREATS, Threat
+from phocas.detection.locations import findings_at
 from phocas.detection.observer import RankObserver, Segment, within
 from phocas.detection.rare_features import by_coordinates
 from phocas.integrations.detection_state import DetectionState
@@ -32,8 +34,12 @@ NAMES = ["a.weight", "a.bias"]
 M, WIDTH = 4, 4096
 
 
-def detection(reactions: Reactions | None = None, rank: int = 0) -> DetectionState:
-    return DetectionState(Heraclius(b=1), NAMES, ["host"] * M, rank, reactions or Reactions())
+def detection(
+    reactions: Reactions | None = None, rank: int = 0, threat: Threat = "adversaries"
+) -> DetectionState:
+    """Return the state of a rank; adversaries are the harder case, with the older tests."""
+    reactions = reactions or Reactions()
+    return DetectionState(Heraclius(b=1), NAMES, ["host"] * M, rank, reactions, threat)
 
 
 def step(
@@ -73,10 +79,15 @@ def guards(states: list[DetectionState]) -> list[Guard]:
     return [Guard(state, state.observer(0), nothing, nothing) for state in states]
 
 
-def resumed(state: list[dict[str, Any]], hosts: list[str]) -> list[Guard]:
+def resumed(
+    state: list[dict[str, Any]], hosts: list[str], threat: Threat = "adversaries"
+) -> list[Guard]:
     """Return the guards of all ranks of a new job, which have gone through a file."""
     fresh = guards(
-        [DetectionState(Heraclius(b=1), NAMES, hosts, rank, Reactions()) for rank in range(M)]
+        [
+            DetectionState(Heraclius(b=1), NAMES, hosts, rank, Reactions(), threat)
+            for rank in range(M)
+        ]
     )
     for guard, own in zip(fresh, state, strict=True):
         file = io.BytesIO()
@@ -186,7 +197,7 @@ def test_first_nonfinite_value_is_found_in_steps_that_are_not_looked_at(poisoned
 def test_what_ranks_say_was_thrown_away_may_be_nonsense() -> None:
     state = detection()
     told = np.zeros((M, state.observer(0).numbers.size))
-    told[:, M + 1 :] = np.nan
+    told[:, findings_at(M) :] = np.nan
     lost = np.array([[np.nan] * M, [np.inf] * M, [-np.inf] * M, [0.0, 10.0, 1e300, 5.0]])
     state.hear(told, lost[[0, 2, 3, 3]], 100)
     np.testing.assert_allclose(state.detector.shares(), [0.0, 0.2, 1.0, 0.1])
@@ -194,11 +205,12 @@ def test_what_ranks_say_was_thrown_away_may_be_nonsense() -> None:
     assert (state.detector.shares() <= 1.0).all()
 
 
+@pytest.mark.parametrize("threat", THREATS)
 @pytest.mark.parametrize(("saved", "begin"), [(4, 6), (8, 6), (30, 6), (70, 72), (75, 72)])
-def test_what_is_known_survives_a_checkpoint(saved: int, begin: int) -> None:
-    whole = guards([detection(rank=rank) for rank in range(M)])
+def test_what_is_known_survives_a_checkpoint(saved: int, begin: int, threat: Threat) -> None:
+    whole = guards([detection(rank=rank, threat=threat) for rank in range(M)])
     go_on(whole, range(saved), begin)
-    again = resumed([guard.state_dict() for guard in whole], ["host"] * M)
+    again = resumed([guard.state_dict() for guard in whole], ["host"] * M, threat)
     assert [guard.report() for guard in again] == [guard.report() for guard in whole]
     for each in (whole, again):
         go_on(each, range(saved, saved + 20), begin)
@@ -227,12 +239,21 @@ def test_evidence_of_another_job_is_refused() -> None:
     guard, other = guards([detection(), detection(rank=1)])
     with pytest.raises(ValueError, match="must have 'rank1': got ledger, rank0"):
         other.load_state_dict(guard.state_dict())
-    model = DetectionState(Heraclius(b=1), ["b.weight"], ["host"] * M, 0, Reactions())
+    reactions = Reactions()
+    model = DetectionState(Heraclius(b=1), ["b.weight"], ["host"] * M, 0, reactions, "adversaries")
     with pytest.raises(ValueError, match="of the same parameters: got 2 of them, which are not"):
         guards([model])[0].load_state_dict(guard.state_dict())
-    five = DetectionState(Heraclius(b=1), NAMES, ["host"] * 5, 0, Reactions())
+    five = DetectionState(Heraclius(b=1), NAMES, ["host"] * 5, 0, reactions, "adversaries")
     with pytest.raises(ValueError, match="of as many ranks, with the same b"):
         guards([five])[0].load_state_dict(guard.state_dict())
+    (faults,) = guards([detection(threat="faults")])
+    with pytest.raises(
+        ValueError,
+        match="same threat: got 'adversaries', and this guard has 'faults'; protect the model with",
+    ):
+        faults.load_state_dict(guard.state_dict())
+    with pytest.raises(ValueError, match="faults, adversaries: got 'fault'"):
+        detection(threat="fault")  # type: ignore[arg-type]
 
 
 def test_reactions_come_once_and_in_order(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,24 +9,34 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.deprecation import former_attributes
+from phocas.detection.changes import DriftTest, Onset
 from phocas.detection.evalues import (
     MEASURES,
-    DriftTest,
     EValueTest,
-    Onset,
     angles,
     distances,
     products,
 )
-from phocas.detection.flags import Evidence, Flag, Ground, confidence, kind_of, telling
-from phocas.detection.locations import Locations, ParameterFinding, read_reports
+from phocas.detection.flags import (
+    Evidence,
+    Flag,
+    Ground,
+    Threat,
+    check_threat,
+    confidence,
+    kind_of,
+    telling,
+)
+from phocas.detection.locations import Locations, ParameterFinding, findings_at, read_reports
+from phocas.detection.parameter_test import whole_scores, whole_test
 from phocas.detection.sampling import Sample
+from phocas.detection.servers import AbsurdServers
 from phocas.specs import count
 
 Floats = npt.NDArray[np.float64]
 
 FALSE_ALARM = 1e-3
-"""The probability that any honest worker is ever flagged, in a run of any length."""
+"""The probability that any honest worker is flagged within RUN_LENGTH = 100,000 observed rounds."""
 
 _RECENT = 0.8  # weight of earlier rounds in the recent dropped shares
 _DEVIATIONS = 6.0  # median deviations above the median: far outside of what noise does
@@ -38,7 +47,6 @@ _NOTABLE = 0.5  # e-value of a worker that is not flagged, above which every rou
 _NEARLY = 20.0  # e-value at which a worker's columns are inspected, long before it is flagged
 _LATELY = 8  # rounds after a finding, all of which are observed
 _BESIDE_DIRECTION, _DIRECTION = (0.6, 0.1), (0.3,)  # parts of the wealth, where there is one
-_ABSURD = 1e6  # values so many times the usual size are no gradients
 
 
 @former_attributes(suspects="flagged", odds="e_values")
@@ -60,9 +68,14 @@ class Detector:
 
     **Guarantee.** If at most b workers are Byzantine, and honest rows are independent draws of one
     distribution in every round, given all rounds before, then with probability at least 1 - alpha
-    *no* honest worker is *ever* flagged, however long the run, whatever the Byzantine workers send
-    and know. (Each of at most m honest workers has probability alpha / m.) A flagged worker stays
-    flagged.
+    *no* honest worker is flagged within 100,000 observed rounds, whatever the Byzantine workers
+    send and know. (Each of at most m honest workers has probability alpha / m.) In t rounds the
+    probability is at most alpha (0.9 + t / 1,000,000). A flagged worker stays flagged.
+
+    With ``threat="faults"`` the holders of columns use stronger tests and are trusted: see
+    :class:`phocas.detection.parameter_test.ParameterTest` and
+    :class:`phocas.detection.locations.Locations`. The guarantee is the same if faulty rows do not
+    depend on which honest worker has which row.
 
     Of 20 workers with b = 6, one Byzantine worker is flagged after 5 rounds, three after 10, six
     after 19; one that begins in round 400 after 5 to 9, if every round is observed; one with gross
@@ -87,6 +100,7 @@ class Detector:
         servers: the column ranges of the servers, to find servers that receive wrong values.
         momentum: the momentum of the workers' rows.
         direction: whether rows are compared with a direction that is known before each round.
+        threat: what workers may do: :data:`phocas.detection.flags.THREATS`.
 
     >>> rng = np.random.default_rng(0)
     >>> detector = Detector(num_workers=10, b=2)
@@ -106,15 +120,18 @@ class Detector:
         momentum: float = 0.0,
         *,
         direction: bool = False,
+        threat: Threat = "adversaries",
     ) -> None:
+        self.threat = check_threat(threat)
         self.num_workers = m = count("Detector", "num_workers", num_workers, minimum=1)
         self.b = max(0, (m - 3) // 2) if b is None else count("Detector", "b", b)
         most = min(self.b, m - 1)
         self.test = EValueTest(m, most, _BESIDE_DIRECTION if direction else MEASURES)
-        self.direction_test = EValueTest(m, most, _DIRECTION, direction=True) if direction else None
+        self.direction_test = EValueTest(m, most, _DIRECTION, by_score=True) if direction else None
+        self.whole = whole_test(m, most) if threat == "faults" else None
         self.drift = DriftTest(m)
         self.onset = Onset(m)
-        self.locations = Locations(m, self.b)
+        self.locations = Locations(m, self.b, trusted=threat == "faults")
         self.e_values = np.zeros(m)
         self.flagged_in = np.zeros(m)
         """The round (from 1) in which distances flagged each worker, 0 if they did not."""
@@ -124,10 +141,7 @@ class Detector:
         self.recent = np.zeros(m)
         self.rounds = 0
         """The rounds of which the dropped shares are known."""
-        self.bounds = servers
-        self.absurd = np.zeros((len(servers), m))
-        """1 where a worker's values have reached a server absurd, (servers, m)."""
-        self.size = np.zeros(1)
+        self.absurd_servers = AbsurdServers(m, servers)
         self.momentum = momentum
         self.kept = np.zeros(0)
         self.notable = False
@@ -144,9 +158,10 @@ class Detector:
     def wants(self) -> bool:
         """Return whether the next round should be observed; if not, call :meth:`rest`.
 
-        Every round is observed at the beginning, with momentum, shortly after a finding, and while
-        a worker that is not flagged has an e-value above a half; otherwise one in four. The choice
-        depends on the past alone, so that the e-values stay valid.
+        Every round is observed at the beginning, with momentum, shortly after a finding, while a
+        worker that is not flagged has an e-value above a half, and while one has lately been the
+        farthest more often than chance explains; otherwise one in four. The choice depends on the
+        past alone, so that the e-values stay valid.
         """
         return (
             self.judged < _EARLY
@@ -165,7 +180,9 @@ class Detector:
         self.total += self.shares()
         self.rounds += 1
         self.judged += 1
-        self.lost = self.lost or self.rounds
+        if not self.lost:
+            self.lost = self.rounds
+            self.locations.add_loss(self.judged)
 
     def observe(
         self,
@@ -203,9 +220,10 @@ class Detector:
             )
             e_values = e_values + self.direction_test.observe(angles(seen, way)[None, None])
         self._judge(e_values)
+        self.notable |= self.test.growing(self.flagged())
         self.drift.observe(apart[0])
-        if sample is not None and self.bounds:
-            self._observe_servers(seen, sample)
+        if sample is not None:
+            self.absurd_servers.observe(seen, sample)
 
     def hear(self, reports: Floats, lost: Floats, columns: int) -> bool:
         """Observe a step by the reports of all m ranks; return whether there is new evidence.
@@ -215,8 +233,9 @@ class Detector:
             lost: how many values of each rank (column) each rank (row) dropped in its columns.
             columns: the number of columns of the gradient.
         """
+        m, awake = len(reports), self.wants()
         # If most ranks report that no rank is finite, the evidence is about the model.
-        if 2 * np.count_nonzero(reports[:, len(reports)] > 0) > len(reports):
+        if 2 * np.count_nonzero(reports[:, m] > 0) > m:
             self.skip()
             return False
         # A faulty rank may report any number, but not more dropped values than there are.
@@ -228,30 +247,47 @@ class Detector:
             return False
         evidence, findings = read_reports(reports)
         self._last = b"" if findings else content  # the same finding again is evidence
-        self.observe_holders(evidence, findings)
+        self.observe_holders(
+            evidence, findings, reports[:, m + 1 : findings_at(m)] if awake else None
+        )
+        growing = np.count_nonzero(reports[:, m] < 0)
+        self.notable |= bool(growing >= (1 if self.locations.trusted else m / 2))
         return True
 
     def observe_holders(
-        self, evidence: Floats, findings: Sequence[tuple[int, ParameterFinding]] = ()
+        self,
+        evidence: Floats,
+        findings: Sequence[tuple[int, ParameterFinding]] = (),
+        totals: Floats | None = None,
     ) -> None:
         """Observe the evidence of all holders, the ranks or servers that hold ranges of columns.
 
         Each holder computes e-values in its own columns. Up to b holders may be faulty. So the
         detector uses the mean of the smallest e-values, without the b largest. This mean is at most
-        the mean over honest holders, so the guarantee holds.
+        the mean over honest holders, so the guarantee holds. If holders are trusted, the detector
+        uses the mean of their e-values, and adds that of a test of all columns.
 
         Args:
             evidence: the e-values by holder and worker, (holders, m).
             findings: pairs of a holder's number and a finding of the holder in a parameter.
+            totals: sums over the columns of each holder, if the round was observed.
         """
-        kept = np.sort(np.where(evidence >= 0, evidence, 0.0), axis=0)
-        self._judge(kept[: max(1, len(kept) - self.b)].mean(axis=0))
+        kept = np.where(evidence >= 0, evidence, 0.0)
+        if self.whole is None:
+            kept = np.sort(kept, axis=0)[: max(1, len(kept) - self.b)]
+            self._judge(kept.mean(axis=0))
+        else:
+            if totals is not None:
+                self.whole.observe(whole_scores(totals))
+            self._judge(kept.mean(axis=0) + self.whole.evidence())
+            self.notable |= self.whole.growing(self.flagged())
         now = self.judged
         if findings:
             self._note_nonfinite(now, findings)
             for holder, finding in findings:
-                self.locations.add(now, holder, [finding])
+                self.locations.add(self._since(finding), holder, [finding])
             self.locations.flag(now)
+            self.locations.add_values(now, (finding for _, finding in findings))
         flagged = self.flagged()
         if not {finding.worker for _, finding in findings} <= set(flagged):
             self.alert = now + _LATELY
@@ -259,6 +295,12 @@ class Detector:
             self.alert = max(self.alert, now + 1)
         near = np.flatnonzero(self.e_values > _NEARLY)
         self.attention = tuple(sorted({*near.tolist(), *flagged}))
+
+    def _since(self, finding: ParameterFinding) -> int:
+        """Return the round of a finding: of evidence by distances, the onset of the worker."""
+        if finding.e_value and 0 <= finding.worker < self.num_workers:
+            return min(self.judged, int(self.onset.rounds[finding.worker]))
+        return self.judged
 
     def _judge(self, e_values: Floats) -> None:
         """Flag workers by their e-values after a round."""
@@ -270,7 +312,7 @@ class Detector:
         unflagged = self.flagged_in == 0
         self.notable = bool((e_values[unflagged] > _NOTABLE).any())
         if not np.array_equal(before, e_values):
-            self.onset.observe(np.where(unflagged, e_values, np.inf), self.judged)
+            self.onset.observe(e_values, self.judged, ~unflagged)
 
     def _note_nonfinite(self, now: int, findings: Sequence[tuple[int, ParameterFinding]]) -> None:
         """Record the first non-finite values, and the first that more than b holders have seen."""
@@ -298,7 +340,8 @@ class Detector:
 
     def flagged(self) -> tuple[int, ...]:
         """Return the flagged workers."""
-        found = (self.flagged_in > 0) | (self.locations.flagged > 0)
+        known = self.locations
+        found = (self.flagged_in > 0) | (known.flagged > 0) | (known.flagged_by_values > 0)
         return tuple(np.flatnonzero(found).tolist())
 
     def unusual(self, at_least: float = 0.0) -> tuple[int, ...]:
@@ -319,32 +362,17 @@ class Detector:
     def servers(self) -> tuple[int, ...]:
         """Return the servers in whose columns more than b workers have sent absurd values.
 
-        A group of neighbouring values is absurd if the values are not finite or a million times the
-        usual size, and if the worker sent no such values to at least half of the servers. The usual
-        size is the median of a round,
-        and the largest of these medians so far: gradients of workers that have learned their own
-        data vanish, which does not make another worker's gradient absurd. At most b workers are
-        Byzantine, so the fault is between the workers and this server. That holds if honest values
-        are never absurd; it is not a matter of chance.
+        At most b workers are Byzantine, so the fault is between the workers and this server. That
+        holds if honest values are never absurd (:class:`AbsurdServers`); it is not a matter of
+        chance.
         """
-        return tuple(np.flatnonzero(self.absurd.sum(axis=1) > self.b).tolist())
+        found = self.absurd_servers.found.sum(axis=1)
+        return tuple(np.flatnonzero(found > self.b).tolist())
 
-    def _observe_servers(self, values: Floats, sample: Sample) -> None:
-        with np.errstate(all="ignore"):
-            sizes = np.sqrt(np.einsum("mrw,mrw->mr", values, values))  # NaN stays NaN
-        usual = np.partition(sizes.ravel(), sizes.size // 2)[sizes.size // 2]
-        if not usual < math.inf:
-            return
-        np.maximum(self.size, usual, out=self.size)
-        absurd = ~(sizes <= _ABSURD * self.size)
-        if not absurd.any() or not self.size:
-            return
-        owners = sample.owners(self.bounds)
-        found = np.zeros(self.absurd.shape, bool)
-        for server in set(owners.tolist()) - {-1}:
-            found[server] = absurd[:, owners == server].any(axis=1)
-        found &= found.sum(axis=0) <= len(found) / 2
-        self.absurd[found] = 1
+    @property
+    def absurd(self) -> Floats:
+        """Return 1 where a worker's values have reached a server absurd, (servers, m)."""
+        return self.absurd_servers.found
 
     def evidence(self) -> tuple[Evidence, ...]:
         """Return the evidence against each worker."""
@@ -370,22 +398,22 @@ class Detector:
         steps: dict[Ground, int] = {
             "distances": int(self.flagged_in[worker]),
             "addresses": int(self.locations.flagged[worker]),
+            "values": int(self.locations.flagged_by_values[worker]),
         }
         onsets = {
             "distances": self.onset.rounds[worker],
             "addresses": self.locations.onset[worker],
+            "values": self.locations.first_implausible(worker) or steps["values"],
         }
         flagged, first = min((step, ground) for ground, step in steps.items() if step)
         shown = telling(self.locations.workers[worker])
-        by_addresses = steps["addresses"] > 0
+        certain = steps["addresses"] > 0 or steps["values"] > 0
         return Flag(
             worker=worker,
             kind=kind_of(self.locations, worker, shown),
             onset=min(int(onsets[first]), flagged),
             flagged=flagged,
-            confidence=confidence(
-                self.num_workers, float(self.e_values[worker]), by_addresses=by_addresses
-            ),
+            confidence=confidence(self.num_workers, float(self.e_values[worker]), certain=certain),
             grounds=tuple(ground for ground, step in steps.items() if step),
             locations=shown,
         )
@@ -397,8 +425,6 @@ class Detector:
     def state(self) -> dict[str, Floats]:
         """Return the arrays for a checkpoint; :meth:`findings_state` has the rest."""
         numbers = [self.test.rounds, self.judged, self.rounds, self.notable]
-        onset = np.stack([self.onset.rounds, self.onset.lowest, np.zeros(self.num_workers)])
-        onset[2] = self.onset.observed
         state = {
             "money": self.test.wealth,
             "past": self.drift.seen,
@@ -407,13 +433,18 @@ class Detector:
             "since": self.flagged_in,
             "total": self.total,
             "recent": self.recent,
-            "absurd": self.absurd,
-            "size": self.size,
+            "absurd": self.absurd_servers.found,
+            "size": self.absurd_servers.size,
             "kept": self.kept,
             "usual": self.test.usual,
             "numbers": np.array(numbers, np.float64),
-            "onset": onset,
+            "onset": self.onset.state(),
+            "series": self.onset.series,
+            "streaks": self.test.streaks,
         }
+        if self.whole is not None:
+            state |= {f"whole_{name}": array for name, array in self.whole.arrays().items()}
+            state["whole_rounds"] = np.array([self.whole.rounds], np.float64)
         if self.direction_test is not None:
             state |= {"course": self.direction_test.wealth, "heading": self.direction_test.usual}
         return state
@@ -421,7 +452,9 @@ class Detector:
     def load_state(self, state: Mapping[str, Floats]) -> None:
         """Restore the arrays of a checkpoint."""
         own = self.state()
-        state = {"size": own["size"], "onset": own["onset"], **state}  # which 0.2 did not save
+        # These arrays were added after version 0.2.
+        added = ("size", "onset", "series", "streaks")
+        state = {**{name: own[name] for name in added}, **state}
         self._last = b""
         self.kept = np.array(state["kept"])
         own["kept"] = self.kept
@@ -429,15 +462,17 @@ class Detector:
             if state[name].shape != array.shape:
                 raise ValueError(
                     f"a checkpoint of {len(state['total'])} workers and {len(state['absurd'])}"
-                    f" servers cannot be used with {self.num_workers} and {len(self.absurd)},"
+                    f" servers cannot be used with {self.num_workers} and {len(own['absurd'])},"
                     " nor with another b"
                 )
             np.copyto(array, state[name])
         numbers = state["numbers"].astype(int).tolist()
         self.test.rounds, self.judged, self.rounds, notable = numbers
         self.notable = bool(notable)
-        self.onset.load_state([*state["onset"][:2], int(state["onset"][2, 0])])
+        self.onset.load_state(state["onset"])
         self.drift.rounds = self.test.rounds
+        if self.whole is not None:
+            self.whole.rounds = int(state["whole_rounds"][0])
         if self.direction_test is not None:
             self.direction_test.rounds = self.test.rounds
 
@@ -462,5 +497,7 @@ class Detector:
         """Discard all evidence on a worker; the holders of columns must discard theirs as well."""
         for known in (self.e_values, self.flagged_in, self.total, self.recent):
             known[worker] = 0.0
+        if self.whole is not None:
+            self.whole.forget(worker)
         self.locations.forget(worker)
         self.onset.forget(worker)

@@ -22,8 +22,18 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 - ``wrong``: none of these: its rows point elsewhere, or are more than 1000 times too long.
 """
 
-Ground: TypeAlias = Literal["distances", "addresses"]
-LocationKind: TypeAlias = Literal["nonfinite", "hardware", "data", "unclear"]
+Ground: TypeAlias = Literal["distances", "addresses", "values"]
+LocationKind: TypeAlias = Literal["nonfinite", "hardware", "data", "differs", "unclear"]
+
+Threat: TypeAlias = Literal["faults", "adversaries"]
+THREATS: tuple[Threat, ...] = get_args(Threat)
+"""What workers may do.
+
+- ``faults``: faulty workers compute or send wrong values, and follow the protocol otherwise. What
+  they send does not depend on which honest worker has which row, and they report what they see.
+- ``adversaries``: malicious workers know the rows of all others, choose what they send by them, and
+  lie in their reports.
+"""
 
 _HARDWARE = 0.5  # the share of addresses that repeat where hardware is broken
 _DATA = 0.1
@@ -70,7 +80,8 @@ class Flag:
     confidence: float
     """1 minus the false alarm probability."""
     grounds: tuple[Ground, ...]
-    """Why: farther from others than chance allows, or absurd values at the same addresses."""
+    """Why: farther from others than chance allows, absurd values at the same addresses, or values
+    that no honest worker can produce."""
     locations: Sequence[tuple[int, Location]]
     """The parameters with the most telling evidence, the most telling first."""
 
@@ -78,7 +89,7 @@ class Flag:
 def telling(locations: dict[int, Location]) -> list[tuple[int, Location]]:
     """Return the parameters in which a worker is absurd; if there are none, where it is unusual."""
     found = sorted(locations.items(), key=lambda item: (-item[1].weight, -item[1].share))
-    least = np.inf if any(location.times for _, location in found) else _TELLING
+    least = np.inf if found and found[0][1].weight == np.inf else _TELLING
     return [(parameter, location) for parameter, location in found if location.weight >= least]
 
 
@@ -89,24 +100,39 @@ def kind_of(locations: Locations, worker: int, shown: Sequence[tuple[int, Locati
     if any(location.nonfinite for _, location in shown):
         return "nonfinite"
     along, against = locations.direction(worker)
+    if any(location.implausible for _, location in shown):
+        return "wrong"
     if any(location.times for _, location in shown):
         return "differs" if along > _ALONG else "wrong"
     return "wrong" if against > _AGAINST else "differs"
 
 
 def location_kind(location: Location) -> LocationKind:
-    """Return the kind of fault that the addresses of outliers in a parameter indicate."""
+    """Return the kind of fault that the addresses of outliers in a parameter indicate.
+
+    The kind is ``differs`` if there is evidence by distances and no outliers.
+    """
     if location.share <= _EVERYWHERE and location.repeats >= _HARDWARE:
         return "hardware"
     if location.nonfinite:
         return "nonfinite"
+    if location.e_value and location.deviation < _TELLING:
+        return "differs"
     if location.share <= _EVERYWHERE and 0 <= location.repeats < _DATA:
         return "data"
     return "unclear"
 
 
-def confidence(num_workers: int, e_value: float, *, by_addresses: bool) -> float:
+def confidence(num_workers: int, e_value: float, *, certain: bool) -> float:
     """Return 1 minus the probability of a false alarm at this e-value."""
-    if by_addresses:
+    if certain:
         return 1.0  # not a matter of chance
     return max(0.0, 1.0 - num_workers / e_value) if e_value else 0.0
+
+
+def check_threat(threat: str) -> Threat:
+    """Return the threat; raise ValueError if there is no such threat."""
+    for known in THREATS:
+        if threat == known:
+            return known
+    raise ValueError(f"threat must be one of {', '.join(THREATS)}: got {threat!r}")

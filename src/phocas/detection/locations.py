@@ -25,6 +25,7 @@ TIMES = 3
 """How often a worker must be absurd at the same addresses before it is flagged."""
 
 _WITHIN = 8  # rounds from one time to the next
+_OFTEN = 64  # rounds in which a worker is not finite TIMES times
 _REMEMBERED = 4096  # addresses for each worker and parameter
 _LOCATIONS = 64  # parameters of each worker of which a location is kept
 _SHOWN = 8  # addresses in a report
@@ -59,8 +60,21 @@ class ParameterFinding:
     """Whether a value here is NaN or infinite."""
     along: float = 0.0
     """Evidence on the direction of the worker's rows, in deviations."""
+    implausible: bool = False
+    """Whether no honest worker can produce a value here: not finite, or far too large."""
+    e_value: float = 0.0
+    """Evidence by distances in this parameter; 0 if the finding is about outliers."""
 
-    NUMBERS = 12
+    NUMBERS = 14
+
+    @classmethod
+    def by_distances(
+        cls, parameter: int, worker: int, along: float, e_value: float
+    ) -> ParameterFinding:
+        """Return a finding of evidence by distances in a parameter."""
+        nothing: dict[str, Any] = {"wild": 0, "columns": 1, "others": 0.0, "absurd": False}
+        nothing |= {"address": -1, "stride": 0, "repeats": -1.0, "again": False}
+        return cls(parameter, worker, **nothing, along=along, e_value=e_value)
 
     def numbers(self) -> list[float]:
         """Return the finding as numbers, for a message."""
@@ -75,16 +89,24 @@ class ParameterFinding:
 
 
 _FIELDS = tuple(ParameterFinding.__dataclass_fields__)
-_KINDS = (int, int, int, int, float, bool, int, int, float, bool, bool, float)
+_KINDS = (int, int, int, int, float, bool, int, int, float, bool, bool, float, bool, float)
+
+
+def findings_at(m: int) -> int:
+    """Return how many numbers a report about m ranks has before its findings.
+
+    These are m e-values, a number for the state, and 3m + 1 sums over columns.
+    """
+    return 4 * m + 2
 
 
 def read_reports(reports: Floats) -> tuple[Floats, list[tuple[int, ParameterFinding]]]:
     """Decode the reports of m ranks: the e-values of each, and pairs of a rank and its finding."""
-    m = len(reports)
+    m, first = len(reports), findings_at(len(reports))
     width = ParameterFinding.NUMBERS
     findings = []
-    for holder, place in np.argwhere(~np.isnan(reports[:, m + 1 : -1 : width])).tolist():
-        begin = m + 1 + place * width
+    for holder, place in np.argwhere(~np.isnan(reports[:, first:-1:width])).tolist():
+        begin = first + place * width
         finding = ParameterFinding.read(reports[holder, begin : begin + width])
         if finding is not None:
             findings.append((holder, finding))
@@ -158,6 +180,9 @@ class Location:
     begun: dict[int, int] = field(default_factory=dict)
     """By holder, the round in which the present sequence of absurd rounds began."""
     nonfinite: bool = False
+    implausible: int = 0
+    """The first round with a value that no honest worker can produce, 0 if there is none."""
+    e_value: float = 0.0
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Location:
@@ -170,6 +195,10 @@ class Location:
 
     def add(self, holder: int, finding: ParameterFinding, round: int) -> None:
         """Add a finding of a holder."""
+        if finding.e_value:
+            self.e_value = max(self.e_value, finding.e_value)
+            self.since = min(self.since, round)
+            return
         self.wild += min(finding.wild, finding.columns)
         self.columns += finding.columns
         self.others += finding.others
@@ -188,6 +217,8 @@ class Location:
             if not recent:
                 self.begun[holder] = round
         self.nonfinite |= finding.nonfinite
+        if finding.implausible:
+            self.implausible = self.implausible or round
 
     @property
     def share(self) -> float:
@@ -203,11 +234,16 @@ class Location:
     def weight(self) -> float:
         """Return the weight of the evidence: infinite if the values are absurd.
 
-        Otherwise the weight is the deviation of :attr:`share` from :attr:`usual`, in standard
-        deviations.
+        Otherwise the weight is the :attr:`deviation`, or the logarithm of the e-value, if that is
+        larger.
         """
-        if self.times:
+        if self.times or self.implausible:
             return np.inf
+        return max(self.deviation, float(np.log(max(1.0, self.e_value))))
+
+    @property
+    def deviation(self) -> float:
+        """Return how far :attr:`share` is above :attr:`usual`, in standard deviations."""
         expected = self.usual * self.columns
         return float((self.wild - expected) / np.sqrt(max(1.0, expected)))
 
@@ -219,14 +255,31 @@ class Locations:
     times at the same addresses of a parameter, with at most 8 rounds from one time to the next. At
     most b holders are faulty, so one of these is honest. That honest values are never absurd in
     this way is not a matter of chance: it holds where workers draw from the same data.
+
+    Where holders do not lie, one witness is enough (``trusted``). A worker is flagged at once by a
+    value that is finite and that no honest worker can produce. It is flagged by values that are not
+    finite in three of 64 rounds, or in the last round before no worker is finite any more: an
+    honest worker's loss may overflow once, when a loss scale grows. If more than b workers send
+    such values in one round, none of these is flagged for it.
+
+    Args:
+        num_workers: m.
+        b: the largest number of faulty workers.
+        trusted: whether all holders report what they have seen.
     """
 
-    def __init__(self, num_workers: int, b: int) -> None:
-        self.b = b
+    def __init__(self, num_workers: int, b: int, *, trusted: bool = False) -> None:
+        self.b, self.trusted = b, trusted
+        self.flagged_by_values = np.zeros(num_workers, np.int64)
+        self.nonfinite_rounds: list[list[int]] = [[] for _ in range(num_workers)]
+        """The last rounds in which each worker alone was not finite."""
         self.workers: list[dict[int, Location]] = [{} for _ in range(num_workers)]
         self.flagged = np.zeros(num_workers, np.int64)
         self.onset = np.zeros(num_workers, np.int64)
         self.along: list[dict[int, float]] = [{} for _ in range(num_workers)]
+        """By worker and holder, evidence on the direction of the worker's rows."""
+        self.local: list[dict[int, float]] = [{} for _ in range(num_workers)]
+        """The same of holders with evidence in a parameter, in that parameter."""
 
     def add(self, round: int, holder: int, findings: Iterable[ParameterFinding]) -> None:
         """Add the findings of a holder in a round."""
@@ -234,19 +287,50 @@ class Locations:
             if not 0 <= finding.worker < len(self.workers):
                 continue
             locations = self.workers[finding.worker]
-            self.along[finding.worker][holder] = finding.along
+            evidence = self.local if finding.e_value else self.along
+            evidence[finding.worker][holder] = finding.along
             if finding.parameter not in locations:
                 if len(locations) >= _LOCATIONS:
                     continue
                 locations[finding.parameter] = Location(since=round)
             locations[finding.parameter].add(holder, finding, round)
 
+    def add_values(self, round: int, findings: Iterable[ParameterFinding]) -> None:
+        """Add the values of a round that no honest worker can produce, seen by any holder."""
+        if not self.trusted or not self.b:
+            return
+        huge = {one.worker: not one.nonfinite for one in findings if one.implausible}
+        huge = {worker: found for worker, found in huge.items() if 0 <= worker < len(self.workers)}
+        if len(huge) > self.b:
+            return
+        for worker, at_once in huge.items():
+            rounds = self.nonfinite_rounds[worker]
+            if not at_once:
+                rounds[:] = [*rounds, round][-TIMES:]
+            often = len(rounds) == TIMES and round - rounds[0] < _OFTEN
+            if (at_once or often) and not self.flagged_by_values[worker]:
+                self.flagged_by_values[worker] = round
+
+    def first_implausible(self, worker: int) -> int:
+        """Return the first round with a value that no honest worker can produce, 0 if none."""
+        found = [place.implausible for place in self.workers[worker].values()]
+        return min(filter(None, found), default=0)
+
+    def add_loss(self, round: int) -> None:
+        """Flag the worker whose values of the last round were followed by no finite values."""
+        for worker, rounds in enumerate(self.nonfinite_rounds):
+            if rounds and rounds[-1] == round - 1 and not self.flagged_by_values[worker]:
+                self.flagged_by_values[worker] = round
+
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, ready for ``json``."""
         return {
             "since": self.flagged.tolist(),
+            "values": self.flagged_by_values.tolist(),
+            "broken": self.nonfinite_rounds,
             "onset": self.onset.tolist(),
             "along": [list(known.items()) for known in self.along],
+            "local": [list(known.items()) for known in self.local],
             "workers": [
                 [[parameter, asdict(location)] for parameter, location in locations.items()]
                 for locations in self.workers
@@ -256,8 +340,13 @@ class Locations:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self.flagged[:] = state["since"]
+        self.flagged_by_values[:] = state["values"]
+        self.nonfinite_rounds = state["broken"]
         self.onset[:] = state["onset"]
-        self.along = [{int(holder): z for holder, z in known} for known in state["along"]]
+        self.along, self.local = (
+            [{int(holder): z for holder, z in known} for known in state[name]]
+            for name in ("along", "local")
+        )
         self.workers = [
             {parameter: Location.read(location) for parameter, location in locations}
             for locations in state["workers"]
@@ -265,17 +354,19 @@ class Locations:
 
     def forget(self, worker: int) -> None:
         """Discard all findings about a worker."""
-        self.workers[worker], self.along[worker] = {}, {}
-        self.flagged[worker] = self.onset[worker] = 0
+        self.workers[worker], self.along[worker], self.local[worker] = {}, {}, {}
+        self.flagged[worker] = self.onset[worker] = self.flagged_by_values[worker] = 0
+        self.nonfinite_rounds[worker] = []
 
     def direction(self, worker: int) -> tuple[float, float]:
         """Return the evidence for and against a worker's rows pointing as the others' do.
 
         Both numbers are sums over holders, in standard deviations, without the b holders with the
-        largest values.
+        largest values, unless all are trusted.
         """
-        reported = np.sort([z for holder, z in self.along[worker].items() if holder != worker])
-        kept = len(reported) - self.b
+        told = (self.local[worker] or self.along[worker]).items()
+        reported = np.sort([z for holder, z in told if self.trusted or holder != worker])
+        kept = len(reported) - (0 if self.trusted else self.b)
         if kept < 1:
             return 0.0, 0.0
         return (

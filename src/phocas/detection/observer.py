@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 from phocas.detection.detector import Detector
 from phocas.detection.evalues import Direction, EValueTest, distances, products
-from phocas.detection.locations import AddressMemory, ParameterFinding
+from phocas.detection.flags import Threat
+from phocas.detection.lengths import absurd, lengths_of, middle, plausible
+from phocas.detection.locations import AddressMemory, ParameterFinding, findings_at
+from phocas.detection.parameter_test import ParameterTest
 from phocas.detection.rare_features import RareFeatures
 from phocas.detection.sampling import Sample
 from phocas.rules import Median
@@ -29,13 +32,14 @@ FINDINGS = 4
 """How many findings a rank reports in one step."""
 RARE_STEPS = 16
 """The step in which a rank reports a parameter in which few ranks have values, if there is one."""
-ABSURD = 16.0
-"""A row of a parameter this many times as long as usual is no gradient."""
+IMPLAUSIBLE = 1e6
+"""A row this many times as long as the longest usual row so far comes from no honest rank."""
 OUTLIER = 8.0
 """Deviations beyond which a value is wrong: where Heraclius by default gives it no weight."""
 GROSS = 32.0
 """Deviations beyond which the address of a value is remembered."""
 _INSPECTED = 2  # parameters a step that are inspected because there is evidence against a rank
+_STRONG = 20.0  # evidence in a parameter from which on it is reported
 _ENOUGH = 16  # findings about a worker in a parameter, after which it is inspected less often
 _SELDOM = 16
 
@@ -90,27 +94,43 @@ def within(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
 
 def report_bytes(m: int) -> int:
     """Return the length of a report about m ranks."""
-    return 8 * (m + 1 + FINDINGS * ParameterFinding.NUMBERS + 1)
+    return 8 * (findings_at(m) + FINDINGS * ParameterFinding.NUMBERS + 1)
 
 
 class RankObserver:
     """Tests of which ranks are far from the others in the columns held here, and where.
 
     The detector decides before each step whether the observer is ``awake``. If the observer is not
-    awake, its only work on the values is one sum that shows whether all values are finite. If every
-    rank has a value that is not finite, the model has diverged or its loss overflows; nothing else
-    is reported in such a step.
+    awake, its only work on the values is one sum that shows whether all values are finite and of a
+    plausible size. If every rank has a value that is not finite, the model has diverged or its loss
+    overflows; nothing else is reported in such a step.
 
     Args:
         m: the number of ranks.
         b: the largest number of faulty ranks.
         seed: the seed of the samples of columns.
         rare: counts of values that few ranks have, if the rule would drop these.
+        threat: what ranks may do. Against adversaries, every rank is a reference for the distances
+            of the others. For faults, there are tests of each parameter.
+        parameters: the number of parameters of the model.
     """
 
-    def __init__(self, m: int, b: int, seed: int, rare: RareFeatures | None = None) -> None:
+    def __init__(
+        self,
+        m: int,
+        b: int,
+        seed: int,
+        rare: RareFeatures | None = None,
+        threat: Threat = "adversaries",
+        parameters: int = 0,
+    ) -> None:
         self.m, self.b, self.seed, self.rare = m, b, seed, rare
-        self.test = EValueTest(m, b)
+        self.pairs = EValueTest(m, b) if threat == "adversaries" else None
+        self.scores = ParameterTest(m, b, parameters) if threat == "faults" else None
+        self.usual: dict[int, float] = {}
+        """By the number of the first column, the largest usual length of a row so far."""
+        self.flagged: tuple[int, ...] = ()
+        """The ranks that are flagged."""
         self.direction = Direction(m)
         self.memory = AddressMemory()
         self.inspections: dict[tuple[int, int], int] = {}
@@ -118,8 +138,12 @@ class RankObserver:
         """The ranks to inspect."""
         self.awake = True
         self.numbers = np.full(report_bytes(m) // 8, np.nan)
-        """The report: e-values, whether the model is lost, findings, and a rare parameter."""
-        self.numbers[: m + 1] = 0.0
+        """The report: e-values, a state, sums over columns, findings, and a rare parameter.
+
+        The state is 1 if no rank is finite, -1 if a rank has lately been the farthest more often
+        than chance explains, and 0 otherwise.
+        """
+        self.numbers[: findings_at(m)] = 0.0
         self._bytes = torch.from_numpy(self.numbers.view(np.uint8))
         self.step = 0
         self.turn = 0
@@ -143,45 +167,73 @@ class RankObserver:
         """
         if not rows.shape[1]:
             return
-        self.look(rows, segments)
+        if self.awake and callable(segments):
+            segments = segments()
+        self.look(rows, segments, place)
         if not self.awake:
             return
-        rng = generator(Stream.SAMPLE, self.seed, self.step, place)
-        sample = Sample.draw(rows.shape[1], rng)
-        values = sample.take(rows)
-        self.products += products(values)
-        if self.rare is not None and self.step < RARE_STEPS:
-            parts = segments() if callable(segments) else segments
-            self.rare.count(values, sample, parts)
+        parts = segments() if callable(segments) else segments
+        if self.scores is not None:
+            self.products += self.scores.take(rows, parts, place)
+        if self.scores is None or (self.rare is not None and self.step < RARE_STEPS):
+            rng = generator(Stream.SAMPLE, self.seed, self.step, place)
+            sample = Sample.draw(rows.shape[1], rng)
+            values = sample.take(rows)
+            if self.scores is None:
+                self.products += products(values)
+            if self.rare is not None and self.step < RARE_STEPS:
+                self.rare.count(values, sample, parts)
 
-    def look(self, rows: torch.Tensor, segments: Segments) -> None:
+    def look(self, rows: torch.Tensor, segments: Segments, place: int) -> None:
         """Find ranks with absurd values in a parameter, and inspect ranks that need attention."""
-        broken = _nonfinite(rows)
+        total = _total(rows)
+        broken = None if math.isfinite(total) else _nonfinite(rows)
         if broken is not None:
             self.nonfinite = broken if self.nonfinite is None else self.nonfinite | broken
             if broken.all():
                 return
-        elif not self.awake:
+        elif not self.awake and self._plausible_total(total, rows.shape[1], place):
             return
         segments = segments() if callable(segments) else segments
-        if not self.attention and broken is None and plausible(_lengths(rows)):
+        if not self.attention and broken is None and self._plausible(lengths_of(rows), place):
             self.seen += len(segments)
             return
-        self._locate(rows, segments, np.zeros(self.m, bool) if broken is None else broken)
+        clean = np.zeros(self.m, bool)
+        self._locate(rows, segments, clean if broken is None else broken, place)
+
+    def _plausible(self, lengths: Floats, place: int) -> bool:
+        """Return whether no rank can be absurd in these columns, and remember the usual length."""
+        if not plausible(lengths):
+            return False
+        self.usual[place] = max(self.usual.get(place, 0.0), middle(lengths))
+        return True
+
+    def _plausible_total(self, total: float, columns: int, place: int) -> bool:
+        """Return whether the sum of all values may be that of plausible rows.
+
+        The sum of a row is at most its length times the square root of the number of its columns.
+        """
+        limit = IMPLAUSIBLE * self.usual.get(place, 0.0) * self.m * math.sqrt(columns)
+        return abs(total) <= limit or not limit
 
     def _locate(
-        self, rows: torch.Tensor, segments: Sequence[Segment], broken: NDArray[np.bool_]
+        self, rows: torch.Tensor, segments: Sequence[Segment], broken: NDArray[np.bool_], place: int
     ) -> None:
         """Find the parameters in which a rank is absurd or not finite."""
-        lengths = np.array([_lengths(rows[:, part.begin : part.end]) for part in segments])
+        lengths = np.array([lengths_of(rows[:, part.begin : part.end]) for part in segments])
         with np.errstate(over="ignore"):
             usual = middle(np.sqrt(np.square(lengths).sum(axis=0))) if len(lengths) else 0.0
+        before = self.usual.get(place, usual)
+        longest = IMPLAUSIBLE * max(usual, before)
+        diverged = usual > IMPLAUSIBLE * before  # if the usual row itself is too long
         for part, sizes in zip(segments, lengths, strict=True):
             self.seen += 1
             wrong = np.flatnonzero(absurd(sizes, usual, self.b))
             others = [*np.flatnonzero(broken & ~np.isfinite(sizes)), *self._in_turn()]
             if len(wrong) or others:
-                self._inspect(rows[:, part.begin : part.end], part, wrong.tolist(), others)
+                far = ~(sizes <= longest) if longest else ~np.isfinite(sizes)
+                far &= not diverged
+                self._inspect(rows[:, part.begin : part.end], part, wrong.tolist(), others, far)
 
     def _in_turn(self) -> tuple[int, ...]:
         """Return the ranks to inspect in this parameter.
@@ -195,7 +247,12 @@ class RankObserver:
         return self.attention
 
     def _inspect(
-        self, rows: torch.Tensor, part: Segment, wrong: list[int], others: Sequence[int]
+        self,
+        rows: torch.Tensor,
+        part: Segment,
+        wrong: list[int],
+        others: Sequence[int],
+        implausible: NDArray[np.bool_],
     ) -> None:
         asked = [
             rank
@@ -207,7 +264,7 @@ class RankObserver:
         exact = rows if rows.dtype == torch.float64 else rows.float()
         away = (exact - Median()(exact)).abs_()
         width = away.shape[1]
-        deviation = middle(_lengths(away)) / math.sqrt(width)
+        deviation = middle(lengths_of(away)) / math.sqrt(width)
         near = (away <= OUTLIER * deviation).sum(dim=1).cpu().numpy()
         finite = exact.isfinite().all(dim=1).cpu().numpy()
         along = self.direction.along()
@@ -231,6 +288,7 @@ class RankObserver:
                     again=again,
                     nonfinite=not finite[rank],
                     along=float(along[rank]),
+                    implausible=bool(implausible[rank]),
                 )
             )
 
@@ -242,54 +300,88 @@ class RankObserver:
         lost = self.nonfinite is not None and bool(self.nonfinite.all())
         self.numbers[self.m] = lost
         if self.awake and not lost:
-            self.numbers[: self.m] = self.test.observe(distances(self.products))
             self.direction.observe(self.products)
+            if self.pairs is not None:
+                self.numbers[: self.m] = self.pairs.observe(distances(self.products))
+                self.numbers[self.m] = -float(self.pairs.growing(self.flagged))
+            if self.scores is not None:
+                self.numbers[self.m + 1 : findings_at(self.m)] = self.scores.totals()
+                self.numbers[: self.m] = self.scores.observe()
+                self.numbers[self.m] = -float(self.scores.each.growing(self.flagged))
+                self._name_parameters(self.scores)
             if self.rare is not None and self.step + 1 == RARE_STEPS:
                 self.numbers[-1] = self.rare.found(self.b)
                 self.rare = None
         if self.findings:
-            rows = self.numbers[self.m + 1 : -1].reshape(FINDINGS, ParameterFinding.NUMBERS)
+            rows = self.numbers[findings_at(self.m) : -1].reshape(
+                FINDINGS, ParameterFinding.NUMBERS
+            )
             for row, finding in zip(rows, self.findings, strict=False):
                 row[:] = finding.numbers()
+
+    def _name_parameters(self, scores: ParameterTest) -> None:
+        """Add findings of the parameters in which there is evidence against a rank.
+
+        The evidence on the direction of the rank's rows is that in the first of these parameters,
+        or in all of them together if that speaks more against the rank.
+        """
+        for rank in self.attention:
+            evidence = scores.by_parameter()[:, rank]
+            most = float(evidence.max(initial=0.0))
+            first = np.argsort(-evidence, kind="stable")[:_INSPECTED]
+            found = first[evidence[first] >= max(_STRONG, most / _STRONG)]
+            if not len(found):
+                continue
+            along = float(min(scores.along(found[0])[rank], self.direction.along()[rank]))
+            named = [
+                ParameterFinding.by_distances(int(p), rank, along, float(evidence[p]))
+                for p in found
+            ]
+            self.findings = [*named, *self.findings][:FINDINGS]
 
     def report(self) -> torch.Tensor:
         """Return the bytes of the report: the e-value of each rank, and the findings."""
         return self._bytes
 
     def follow(self, detector: Detector) -> None:
-        """Copy two settings from a detector: whether to observe the next step, and which ranks."""
+        """Copy from a detector whether to observe the next step, and which ranks to inspect."""
         self.attention = detector.attention
+        self.flagged = detector.flagged()
         self.awake = detector.wants()
 
     def state(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint."""
-        numbers = np.array([self.step, self.turn, self.test.rounds], np.float64)
+        numbers = np.array([self.step, self.turn, self._test.rounds], np.float64)
         arrays = {"odds": self.numbers[: self.m], "numbers": numbers, **self._tests()}
         looks = [[*key, times] for key, times in self.inspections.items()]
-        places = json.dumps({"looks": looks, "memory": self.memory.state()})
+        usual = list(self.usual.items())
+        places = json.dumps({"looks": looks, "memory": self.memory.state(), "usual": usual})
         return {**as_tensors(arrays), "places": places}
 
+    @property
+    def _test(self) -> EValueTest | ParameterTest:
+        test = self.pairs or self.scores
+        assert test is not None
+        return test
+
     def _tests(self) -> dict[str, Floats]:
-        return {
-            "money": self.test.wealth,
-            "usual": self.test.usual,
-            "direction": self.direction.sums,
-        }
+        return {"direction": self.direction.sums, **self._test.arrays()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint, between two steps."""
         arrays = {"odds": self.numbers[: self.m], **self._tests()}
         for name, array in as_arrays(state, arrays).items():
             np.copyto(arrays[name], array)
-        self.step, self.turn, self.test.rounds = state["numbers"].long().tolist()
+        self.step, self.turn, self._test.rounds = state["numbers"].long().tolist()
         places = json.loads(state["places"])
+        self.usual = {int(place): float(length) for place, length in places["usual"]}
         self.inspections = {(parameter, rank): times for parameter, rank, times in places["looks"]}
         self.memory.load_state(places["memory"])
         self._begin()
 
     def forget(self, rank: int) -> None:
         """Discard all observations of a rank."""
-        self.test.forget(rank)
+        self._test.forget(rank)
         self.direction.forget(rank)
         self.numbers[rank] = 0.0
         for known in (self.inspections, self.memory.known):
@@ -301,8 +393,8 @@ class RankObserver:
         self.step += 1
         if self.awake and self.turn >= self.seen:
             self.turn = 0
-        if self.awake or self.nonfinite is not None:
-            self.numbers[self.m + 1 :] = np.nan
+        if self.awake or self.findings or self.nonfinite is not None:
+            self.numbers[findings_at(self.m) :] = np.nan
             self._begin()
 
 
@@ -323,54 +415,18 @@ def as_arrays(state: Mapping[str, Any], own: Mapping[str, Floats]) -> dict[str, 
     return found
 
 
-def middle(values: Floats) -> float:
-    """Return the lower median: with a minority of faulty workers it is between honest values."""
-    return float(np.sort(np.where(np.isnan(values), np.inf, values))[(len(values) - 1) // 2])
-
-
-def absurd(lengths: Floats, usual: float, b: int) -> NDArray[np.bool_]:
-    """Return which workers are absurd, by the length of each worker's row of a parameter.
-
-    ``usual`` is the usual length of a whole unit's row, below which nothing is large. If more than
-    b workers are absurd, none is: they cannot all be faulty. Where the usual length is zero only
-    what is not finite is absurd: others may not use the parameter.
-
-    >>> absurd(np.array([1.0, 2.0, np.nan, 1.0]), usual=1.0, b=1)
-    array([False, False,  True, False])
-    """
-    limit = ABSURD * max(middle(lengths), usual)
-    found = ~(lengths <= limit) if limit else ~np.isfinite(lengths)
-    return found if found.sum() <= b else np.zeros(len(lengths), bool)
-
-
-def plausible(lengths: Floats) -> bool:
-    """Return whether rows are so short that no worker can be absurd in any of its parameters.
-
-    A row of a parameter is no longer than the whole row. (Lengths between 15 and 16 times the usual
-    are left to :func:`absurd`, since lengths are rounded.)
-
-    >>> plausible(np.array([1.0, 2.0, 14.0])), plausible(np.array([1.0, np.nan, 1.0]))
-    (True, False)
-    """
-    return bool((lengths <= 15 / 16 * ABSURD * middle(lengths)).all())
-
-
 def _largest(shares: Floats, b: int) -> float:
     """Return the b-th largest share: those above it may be of other faulty ranks."""
     return float(np.sort(shares)[-min(max(1, b), len(shares))]) if len(shares) else 0.0
 
 
+def _total(rows: torch.Tensor) -> float:
+    """Return the sum of all values, which is finite only if these are."""
+    # 10 us, where a check of each row takes 34.
+    return rows.sum(dtype=torch.float64 if rows.dtype == torch.float64 else torch.float32).item()
+
+
 def _nonfinite(rows: torch.Tensor) -> NDArray[np.bool_] | None:
     """Return which rows have a value that is not finite, or None if all rows are finite."""
-    # One sum over all rows is finite only if its values are: 10 us where row by row takes 34.
-    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    if math.isfinite(rows.sum(dtype=dtype).item()):
-        return None
     found = (~rows.isfinite().all(dim=1)).cpu().numpy()
     return found if found.any() else None
-
-
-def _lengths(rows: torch.Tensor) -> Floats:
-    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    lengths = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-    return np.asarray(lengths.double().cpu().numpy())

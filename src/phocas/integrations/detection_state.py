@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.detection.detector import Detector
-from phocas.detection.flags import location_kind
+from phocas.detection.flags import Threat, location_kind
 from phocas.detection.locations import Location
 from phocas.detection.observer import RankObserver, as_arrays, as_tensors
 from phocas.detection.rare_features import RareFeatures, by_coordinates
@@ -47,6 +47,7 @@ class DetectionState:
         hosts: the host of each rank.
         rank: the row of this process.
         reactions: what to do about flagged ranks.
+        threat: what ranks may do: :data:`phocas.detection.flags.THREATS`.
         wire: the collectives of the group.
         job: the exchange with the other groups of the job, if there are any.
     """
@@ -58,6 +59,7 @@ class DetectionState:
         hosts: Sequence[str],
         rank: int,
         reactions: Reactions,
+        threat: Threat = "faults",
         wire: Wire | None = None,
         job: Job | None = None,
     ) -> None:
@@ -66,7 +68,7 @@ class DetectionState:
         self.members: Sequence[int] = range(m) if wire is None else wire.ranks
         self.own = self.members[rank]
         self.rule, self.m, self.names, self.hosts = rule, m, names, hosts
-        self.detector = Detector(m, rule.max_byzantine(m) or None)
+        self.detector = Detector(m, rule.max_byzantine(m) or None, threat=threat)
         self.reactions = reactions
         self.public: dict[int, FlaggedRank] = {}
         """The flagged ranks that all groups of the job know of."""
@@ -80,7 +82,8 @@ class DetectionState:
     def observer(self, seed: int) -> RankObserver:
         """Return an observer of the columns that this rank holds."""
         rare = RareFeatures(self.m, len(self.names)) if by_coordinates(self.rule, self.m) else None
-        return RankObserver(self.m, self.detector.b, seed, rare)
+        threat, parameters = self.detector.threat, len(self.names)
+        return RankObserver(self.m, self.detector.b, seed, rare, threat, parameters)
 
     def hear(self, reports: NDArray[np.float64], lost: NDArray[np.float64], columns: int) -> None:
         """Let the detector observe a step, see :meth:`Detector.hear`."""
@@ -116,6 +119,7 @@ class DetectionState:
         told = {
             "hosts": list(self.hosts),
             "names": list(self.names),
+            "threat": self.detector.threat,
             **self.detector.findings_state(),
             "public": [one.report() for one in self.public.values()],
             "firsts": self.firsts,
@@ -138,6 +142,12 @@ class DetectionState:
             raise ValueError(
                 f"evidence must be of the same parameters: got {len(told['names'])} of them, which"
                 f" are not the {len(self.names)} of this model; leave it out to begin anew"
+            )
+        if told["threat"] != self.detector.threat:
+            raise ValueError(
+                f"evidence must be for the same threat: got {told['threat']!r}, and this guard has"
+                f" {self.detector.threat!r}; protect the model with threat={told['threat']!r}, or"
+                " leave the state out to begin anew"
             )
         self.detector.load_state(as_arrays(state, self.detector.state()))
         self.detector.load_findings_state(told)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from phocas.deprecation import former_attributes, former_names, warn_renamed
-from phocas.detection.flags import Kind
+from phocas.detection.flags import Kind, Threat, check_threat
 from phocas.detection.observer import RankObserver
 from phocas.integrations.detection_state import DetectionState
 from phocas.integrations.reactions import FAULTY, Reactions
@@ -26,6 +26,9 @@ __getattr__ = former_names(__name__, {"Suspect": "FlaggedRank"})
 class Options(TypedDict, total=False):
     """The options of ``protect`` and ``watch``, in DDP and in FSDP2."""
 
+    threat: Threat
+    """What ranks may do: ``faults`` (default) or ``adversaries``. Against adversaries ranks are not
+    trusted in their reports, and faults in single parameters take longer to find or are not."""
     seed: int
     """For rules that draw at random (bucketing); the same on all ranks."""
     timeout: timedelta | None
@@ -55,6 +58,7 @@ def watching(b: int) -> Monitor:
 
 def options_of(
     *own: str,
+    threat: Threat = "faults",
     seed: int = 0,
     timeout: timedelta | None = None,
     on_flagged: Callable[[FlaggedRank], None] | None = None,
@@ -64,7 +68,7 @@ def options_of(
     act_on: Sequence[Kind] = FAULTY,
     job_group: dist.ProcessGroup | None = None,
     **mistyped: object,
-) -> tuple[int, timedelta | None, dist.ProcessGroup | None, Reactions]:
+) -> tuple[Threat, int, timedelta | None, dist.ProcessGroup | None, Reactions]:
     """Check the options before training starts; return the reactions and the other options.
 
     ``own`` are the options that the caller has besides those of :class:`Options`.
@@ -78,7 +82,8 @@ def options_of(
         warn_renamed("on_suspect", "on_flagged")
         on_flagged = on_suspect
     reactions = Reactions.of(on_flagged, log, exit_code, act_on)
-    return count("protect", "seed", seed), timeout, job_group, reactions
+    check_threat(threat)
+    return threat, count("protect", "seed", seed), timeout, job_group, reactions
 
 
 @former_attributes(suspects="flagged")

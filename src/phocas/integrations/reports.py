@@ -32,7 +32,8 @@ class PlacesReport(TypedDict):
     """The share of wrong addresses that were wrong before, beyond chance: from 0 to 1."""
     kind: LocationKind
     """Same addresses again and again (hardware), NaN or infinite values (nonfinite), other
-    addresses each time (data), or not known yet."""
+    addresses each time (data), evidence by distances without outliers (differs), or not known
+    yet."""
 
 
 class NonfiniteReport(TypedDict):
@@ -65,9 +66,10 @@ class SuspectReport(TypedDict):
     flagged: int
     """The step in which there was enough evidence to flag it."""
     grounds: list[Ground]
-    """Why: farther from others than chance allows, or absurd values at the same addresses."""
+    """Why: farther from others than chance allows (distances), absurd values at the same addresses
+    (addresses), or values that no honest rank can produce (values)."""
     sure: float
-    """1 minus the false alarm probability of distances; 1 if it was flagged by addresses."""
+    """1 minus the false alarm probability of distances; 1 if there is another ground."""
     dropped: float
     """The share of its values that the rule dropped, over all steps."""
     expected: float
@@ -231,6 +233,8 @@ def _grounds(flagged: SuspectReport) -> str:
 
 
 def _places(places: PlacesReport) -> str:
+    if places["kind"] == "differs":
+        return f"since step {places['since']}: differs from the others, without outliers"
     where = f"since step {places['since']}: {places['share']:.2%} against {places['others']:.2%}"
     if places["kind"] == "hardware":
         return f"{where}, same addresses, stride {places['stride']}: hardware"

@@ -136,7 +136,7 @@ def protect(
             f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first"
         )
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    seed, timeout, job_group, reactions = options_of("verify", **options)
+    threat, seed, timeout, job_group, reactions = options_of("verify", **options)
     group = model.process_group
     check_rule(rule, dist.get_world_size(group))
     slot = _slot(model)
@@ -153,6 +153,7 @@ def protect(
         {
             "rule": str(rule),
             "verify": bool(verify),
+            "threat": threat,
             "seed": seed,
             "parameters": sum(parameter.numel() for parameter in parameters),
         },
@@ -161,7 +162,7 @@ def protect(
     mesh = getattr(model, "device_mesh", None)
     # Without a mesh it is not known whether the other ranks of the world train.
     ranks = ranks_of_job(mesh, group if job_group is None and mesh is None else job_group)
-    detection = DetectionState(rule, list(named), hosts, wire.rank, reactions, wire)
+    detection = DetectionState(rule, list(named), hosts, wire.rank, reactions, threat, wire)
     detection.job = join_job(wire, ranks, detection.detector.b, timeout)
     aggregator = DDPAggregator(wire, detection, verify=verify, seed=seed)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}

@@ -92,7 +92,7 @@ class DDPAggregator:
                 here = partial(_within, segments, begin, end)
                 self.observer.see(rows, here, bucket.start + begin)
             elif self.observer.awake and end > begin:
-                self.observer.look(rows, within(segments(), begin, end))
+                self.observer.look(rows, within(segments(), begin, end), bucket.start + begin)
 
     def _measure(self, shard: int, bucket: Bucket, columns: torch.Tensor) -> Partial:
         return self.evaluation.partial(self._held(columns), bucket.start + bucket.bounds[shard][0])

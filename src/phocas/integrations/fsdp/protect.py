@@ -127,7 +127,7 @@ def protect(
             reports of a step. The exchange of gradients has the timeout of the mesh's group.
     """
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    seed, timeout, job_group, reactions = options_of("per_unit", **options)
+    threat, seed, timeout, job_group, reactions = options_of("per_unit", **options)
     model = uncompiled(model)
     found = list(_sharded(model))
     info = _common_mesh(found)
@@ -140,6 +140,7 @@ def protect(
         {
             "rule": str(rule),
             "per_unit": bool(per_unit),
+            "threat": threat,
             "seed": seed,
             "parameters": sum(parameter.numel() for parameter in named.values()),
             "units": len(found),
@@ -148,7 +149,7 @@ def protect(
         _ranks(info),
     )
     exchange = _exchange(info, wire)
-    detection = DetectionState(rule, list(named), hosts, wire.rank, reactions, wire)
+    detection = DetectionState(rule, list(named), hosts, wire.rank, reactions, threat, wire)
     ranks = ranks_of_job(info.mesh, job_group)
     detection.job = join_job(wire, ranks, detection.detector.b, timeout)
     aggregator = FSDPAggregator(wire, detection, shards=exchange.shards, seed=seed)

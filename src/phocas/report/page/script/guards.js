@@ -4,7 +4,7 @@ import { count, listing, percent, whole } from "./format.js";
 import { droppedMap } from "./heat.js";
 
 const ACROSS = 32; // ranks in a row of the map
-const GROUNDS = { distances: "farther from others than chance allows", addresses: "implausible values at the same addresses" };
+const GROUNDS = { distances: "farther from others than chance allows", addresses: "implausible values at the same addresses", values: "values that no honest rank can produce" };
 
 const KINDS = {
   nonfinite: "Values that are not finite", hardware: "Wrong values at the same addresses, as from faulty hardware,", wrong: "Wrong values",
@@ -68,7 +68,7 @@ function rankDetails(suspect) {
       ["wrong there", ([, places]) => percent(places.share, 2), true],
       ["usual there", ([, places]) => percent(places.others, 2), true],
       ["since step", ([, places]) => places.since, true],
-      ["probable cause", ([, places]) => ({ hardware: "hardware: the same addresses again", data: "data: other addresses each time", nonfinite: "not finite" }[places.kind] ?? "not known yet")],
+      ["probable cause", ([, places]) => ({ hardware: "hardware: the same addresses again", data: "data: other addresses each time", nonfinite: "not finite", differs: "values differ, without outliers" }[places.kind] ?? "not known yet")],
       ["stride", ([, places]) => places.stride ?? "–", true],
       ["first addresses", ([, places]) => places.addresses.slice(0, 8).map(whole).join(", ")],
     ], Object.entries(suspect.places))) : null);

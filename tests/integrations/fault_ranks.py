@@ -1,0 +1,254 @@
+"""What the ranks of test_faults do: ``python fault_ranks.py RANK FOLDER SCENE...``.
+
+One rank's gradients are wrong in one place, or from a late step on. Results are as scenes.py says.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from tests.integrations.scenes import LIAR, Play, act, refusal
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from phocas import integrations
+
+LATE = 500
+RATE = 0.02  # of a model that still learns after so many steps
+NAMES = ["0.0.weight", "1.0.weight", "2.0.weight"]
+
+Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+def noise(grad: torch.Tensor) -> torch.Tensor:
+    """Add noise of the size of the gradient's own standard deviation."""
+    return grad + grad.std() * torch.randn_like(grad)
+
+
+def flipped(grad: torch.Tensor) -> torch.Tensor:
+    return -grad
+
+
+def times_four(grad: torch.Tensor) -> torch.Tensor:
+    return 4 * grad
+
+
+def nan(grad: torch.Tensor) -> torch.Tensor:
+    return grad * float("nan")
+
+
+def nan_row(grad: torch.Tensor) -> torch.Tensor:
+    wrong = grad.clone()
+    wrong[7 % len(wrong)] = float("nan")
+    return wrong
+
+
+def bit_30(grad: torch.Tensor) -> torch.Tensor:
+    """Set the highest bit of the exponent at one address, of a value that is not zero."""
+    wrong = grad.clone()
+    flat = wrong.view(-1)
+    flat[45] = torch.where(flat[45] == 0, torch.tensor(1e-4), flat[45])
+    flat.view(torch.int32)[45] |= 1 << 30
+    return wrong
+
+
+@dataclass
+class Fault:
+    """A wrong gradient of some parameters, in some steps."""
+
+    change: Change
+    where: tuple[int, ...] = (0, 1, 2)
+    begin: int = 0
+    every: int = 1
+    step: int = 0
+    struck: set[int] = field(default_factory=set)
+
+    def apply(self, layer: int, grad: torch.Tensor) -> torch.Tensor:
+        if layer not in self.where or self.step < self.begin:
+            return grad
+        if (self.step - self.begin) % self.every != self.every - 1:
+            return grad
+        self.struck.add(self.step)
+        return self.change(grad)
+
+
+class _Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, fault: Fault, layer: int) -> torch.Tensor:
+        ctx.fault, ctx.layer = fault, layer
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.fault.apply(ctx.layer, grad), None, None
+
+
+class Layer(nn.Linear):
+    """A linear layer whose gradients pass a fault."""
+
+    fault: Fault | None = None
+    number = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.fault is None:
+            return functional.linear(inputs, self.weight, self.bias)
+        weight, bias = (
+            _Wrong.apply(each, self.fault, self.number)  # type: ignore[no-untyped-call]
+            for each in (self.weight, self.bias)
+        )
+        return functional.linear(inputs, weight, bias)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    widths = (32, 64, 64, 16)
+    layers = [Layer(a, b) for a, b in itertools.pairwise(widths)]
+    for number, layer in enumerate(layers):
+        layer.number = number
+    return nn.Sequential(*[nn.Sequential(layer, nn.Tanh()) for layer in layers])
+
+
+def batch(teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw 32 samples with noisy labels, so that no model learns them by heart."""
+    inputs = torch.randn(32, 32)
+    noisy = inputs @ teacher + 2 * torch.randn(32, 16)
+    return inputs, noisy.argmax(dim=1)
+
+
+@dataclass
+class Run:
+    """A training of one rank, with a guard."""
+
+    engine: str
+    rank: int
+    options: dict[str, Any]
+    rule: str | None = None
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.module = network()
+        if self.engine == "ddp":
+            self.model: Any = DistributedDataParallel(self.module)
+        else:
+            for block in self.module:
+                fully_shard(block)
+            self.model = fully_shard(self.module)
+        self.guard = (
+            integrations.watch(self.model, b=1, **self.options)
+            if self.rule is None
+            else integrations.protect(self.model, self.rule, **self.options)
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), RATE)
+        self.teacher = torch.randn(32, 16, generator=torch.Generator().manual_seed(7))
+
+    def train(self, steps: int, fault: Fault | None = None, until_flagged: bool = False) -> None:
+        torch.manual_seed(1000 + 10_000 * self.steps + self.rank)
+        for layer in self.module.modules():
+            if isinstance(layer, Layer):
+                layer.fault = fault if self.rank == LIAR else None
+        for _ in range(steps):
+            if fault is not None:
+                fault.step = self.steps
+            self.optimizer.zero_grad()
+            inputs, labels = batch(self.teacher)
+            loss: Any = functional.cross_entropy(self.model(inputs), labels)
+            loss.backward()
+            self.optimizer.step()
+            self.steps += 1
+            if until_flagged and self.guard.flagged():
+                break
+
+
+def result(run: Run, fault: Fault) -> dict[str, Any]:
+    return {
+        "struck": sorted(fault.struck),
+        "report": run.guard.report(),
+        "text": run.guard.report_text(),
+        "steps": run.steps,
+    }
+
+
+def local(rank: int, engine: str, rule: str | None = "heraclius:b=1", **changes: Any) -> Any:
+    """Let one rank be wrong in one place, from the seventh step on."""
+    run = Run(engine, rank, {}, rule)
+    run.train(6)
+    fault = Fault(begin=6, **changes)
+    run.train(70, fault, until_flagged=True)
+    return result(run, fault)
+
+
+def late(rank: int, engine: str, rule: str | None = None) -> Any:
+    """Train for long, and then go on with each of several faults."""
+    run = Run(engine, rank, {}, rule)
+    run.train(LATE)
+    honest = run.guard.report()
+    weights = run.model.state_dict()
+    weights = {name: value.clone() for name, value in weights.items()}
+    state = run.guard.state_dict()
+    found = {"honest": honest}
+    for name, change in {"noise": noise, "flipped": flipped, "x4": times_four}.items():
+        again = Run(engine, rank, {}, rule)
+        again.model.load_state_dict(weights)
+        again.guard.load_state_dict(state)
+        again.steps = LATE
+        fault = Fault(change, begin=LATE)
+        again.train(80, fault, until_flagged=True)
+        found[name] = result(again, fault)
+    return found
+
+
+def refused(rank: int) -> Any:
+    """Give an unknown threat, threats that differ, and the state of another guard."""
+    model = DistributedDataParallel(network())
+    state = integrations.watch(model, b=1).state_dict()
+    found = {
+        "unknown": refusal(
+            lambda: integrations.watch(DistributedDataParallel(network()), b=1, threat="fault")
+        ),
+        "unlike": refusal(
+            lambda: integrations.watch(
+                DistributedDataParallel(network()),
+                b=1,
+                threat="faults" if rank else "adversaries",
+            )
+        ),
+    }
+    other = integrations.watch(DistributedDataParallel(network()), b=1, threat="adversaries")
+    found["other threat"] = refusal(lambda: other.load_state_dict(state))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3)))
+    found["other model"] = refusal(lambda: integrations.watch(model, b=1).load_state_dict(state))
+    return found
+
+
+LOCAL: dict[str, dict[str, Any]] = {
+    "nan_row": {"change": nan_row, "where": (1,)},
+    "bit_30": {"change": bit_30, "where": (1,)},
+    "bit_30_seldom": {"change": bit_30, "where": (1,), "every": 20},
+    "nan_layer": {"change": nan, "where": (1,)},
+    "flipped_layer": {"change": flipped, "where": (1,)},
+    "noisy_layer": {"change": noise, "where": (1,)},
+}
+SCENES: dict[str, Play] = {
+    f"{engine}_{name}": partial(local, engine=engine, **changes)
+    for engine in ("ddp", "fsdp")
+    for name, changes in LOCAL.items()
+}
+SCENES |= {
+    f"{engine}_watched_{name}": partial(local, engine=engine, rule=None, **LOCAL[name])
+    for engine in ("ddp", "fsdp")
+    for name in ("nan_row", "bit_30")
+}
+SCENES |= {f"{engine}_late": partial(late, engine=engine) for engine in ("ddp", "fsdp")}
+SCENES["refused"] = refused
+
+
+if __name__ == "__main__":
+    chosen = {name: SCENES[name] for name in sys.argv[3:]}
+    act(chosen, int(sys.argv[1]), Path(sys.argv[2]))
