@@ -12,6 +12,8 @@ from phocas.cli import reject_unused
 
 if TYPE_CHECKING:
     from phocas.experiments.config import RunConfig
+    from phocas.experiments.reproduction.rare.simulation import Setting
+    from phocas.experiments.reproduction.rare.study import Study, StudyResults
     from phocas.experiments.reproduction.tasks import Reproduction
     from phocas.experiments.sweep import Message
 
@@ -26,7 +28,7 @@ def reproduce(
     task: Annotated[
         str,
         typer.Argument(
-            help="mnist, cifar10, heraclius, choosing, choosing-cifar10, or a TOML file."
+            help="mnist, cifar10, heraclius, choosing, choosing-cifar10, rare, or a TOML file."
         ),
     ],
     repeats: Annotated[
@@ -69,6 +71,7 @@ def reproduce(
     Complete runs are not repeated: the same command resumes after an
     interruption, and with more repeats it adds the missing ones.
     """
+    from phocas.experiments.reproduction.rare.study import StudyResults, is_study, plan_study
     from phocas.experiments.reproduction.tasks import plan
     from phocas.files import check_writable
 
@@ -77,6 +80,12 @@ def reproduce(
     if report_only:
         reject_unused(context, ["processes"], "with --report-only, which runs nothing")
     folder = output or Path(f"phocas-{Path(task).stem}-{scale}")
+    if is_study(task):
+        reject_unused(context, ["data_dir"], "with a study of rare features, which draws tokens")
+        study = plan_study(task, scale=scale, repeats=repeats, only=tuple(figure or ()))
+        done = StudyResults(results or folder / "results.jsonl")
+        _study(study, done, folder, processes, dry_run=dry_run, report_only=report_only)
+        return
     file = results or folder / "results.sqlite"
     places = {"results": str(file), "data_dir": data_dir}
     reproduction = plan(task, scale=scale, repeats=repeats, only=tuple(figure or ()), places=places)
@@ -211,3 +220,88 @@ def _facts(reproduction: Reproduction, file: Path, failed: list[str]) -> list[st
         ", ".join(f"{name} {version}" for name, version in versions().items()),
         *(f"failed and left out: {line}" for line in failed),
     ]
+
+
+def _study(
+    study: Study,
+    results: StudyResults,
+    folder: Path,
+    processes: int | None,
+    *,
+    dry_run: bool,
+    report_only: bool,
+) -> None:
+    """Run, or only report, a study of rare features."""
+    from phocas.files import check_writable
+
+    runs = study.runs()
+    missing = results.missing(runs)
+    if dry_run:
+        for text in dict.fromkeys(study.names().values()):
+            typer.echo(text)
+        typer.echo(f"{len(runs)} runs, {study.repeats} of each, into {results.path}")
+        return
+    check_writable(results.path, "the results file")
+    check_writable(folder / "results.md", "the table of losses")
+    importlib.import_module("phocas.report.rare")  # it may lack something: not after hours
+    if len(missing) < len(runs):
+        typer.echo(f"{len(runs) - len(missing)} of {len(runs)} runs are complete already", err=True)
+    if missing and not report_only:
+        _run_study(study, results, processes)
+    _report_study(study, results, folder)
+
+
+def _run_study(study: Study, results: StudyResults, processes: int | None) -> None:
+    """Run what is missing; leave if interrupted."""
+    import time
+
+    from phocas.experiments.reproduction.rare.study import run_all
+    from phocas.report.progress import interruptible, time_left
+
+    missing = results.missing(study.runs())
+    names, started = study.names(), time.monotonic()
+
+    def watch(setting: Setting) -> None:
+        left = len(results.missing(missing))
+        done = len(missing) - left
+        text = time_left((time.monotonic() - started) / done * left)
+        typer.echo(f"[{done}/{len(missing)}] {names[setting]}: complete; {text} left", err=True)
+
+    typer.echo(f"{len(missing)} runs are starting", err=True)
+    with interruptible() as stop:
+        run_all(missing, results, processes=processes, watch=watch, should_stop=stop.is_set)
+    left = results.missing(missing)
+    if left:
+        typer.echo(
+            f"{len(left)} of {len(study.runs())} runs are not complete; the same command resumes."
+            f" Results are in {results.path}",
+            err=True,
+        )
+        raise typer.Exit(130)
+
+
+def _report_study(study: Study, results: StudyResults, folder: Path) -> None:
+    """Print the losses, draw the figures, and say where all of it is."""
+    import shlex
+    import sys
+
+    from phocas.experiments.runner import versions
+    from phocas.report.rare import draw_study, loss_table, markdown
+    from phocas.report.tables import show
+
+    runs = study.runs()
+    done = len(runs) - len(results.missing(runs))
+    facts = [
+        f"{done} of {len(runs)} runs are complete; repeats of each: {study.repeats}",
+        ", ".join(f"{name} {version}" for name, version in versions().items()),
+    ]
+    for part in study.parts:
+        typer.echo(f"{part.name}: {part.title}")
+        show(loss_table(part, study, results))
+        typer.echo()
+    draw_study(study, results, folder)
+    command = shlex.join(["phocas", *sys.argv[1:]])
+    path = folder / "results.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(markdown(study, results, command=command, facts=facts), "utf-8")
+    typer.echo(f"figures and {path.name} in {folder}, results in {results.path}")

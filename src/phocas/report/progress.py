@@ -157,8 +157,12 @@ class SweepProgress(_Shown):
     def _left(self) -> str:
         """Return the time that the other runs take at the present speed."""
         elapsed = time.monotonic() - self._started
-        seconds = elapsed / self._done * (len(self.configs) - self._done)
-        return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        return time_left(elapsed / self._done * (len(self.configs) - self._done))
+
+
+def time_left(seconds: float) -> str:
+    """Write a duration in seconds, or in minutes from 90 seconds on."""
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _word(config: RunConfig) -> str:

@@ -38,6 +38,7 @@ LABELS = {
     "meamed": "MeaMed",
     "nnm": "NNM",
     "cell-filter": "CellFilter",
+    "geometric-median": "Geometric median",
 }
 REPEATS = 10  # as in the paper
 BASELINE = "Mean without Byzantine"
@@ -167,10 +168,10 @@ def tasks() -> list[str]:
     """Return the names of the tasks that ship with the package.
 
     >>> tasks()
-    ['choosing', 'choosing-cifar10', 'cifar10', 'heraclius', 'mnist']
+    ['choosing', 'choosing-cifar10', 'cifar10', 'heraclius', 'mnist', 'rare']
     """
-    found = [path.stem for path in _folder().glob("*.toml") if "figures" in read_toml(path)]
-    return sorted(found)
+    wanted = {"figures", "parts"}
+    return sorted(path.stem for path in _folder().glob("*.toml") if wanted & set(read_toml(path)))
 
 
 def plan(
@@ -194,7 +195,7 @@ def plan(
     >>> len(mnist.runs()), [figure.name for figure in mnist.figures][:3]
     (100, ['none', 'batch-size', 'gaussian'])
     """
-    path = _task_path(task)
+    path = task_path(task)
     file = _read(path, _TaskFile, _read_with_base(path))
     if scale not in file.scale:
         raise ConfigError(unknown("scale", scale, file.scale))
@@ -229,9 +230,14 @@ def label_of(config: RunConfig) -> str:
     >>> label_of(RunConfig(rule="nnm:b=6|heraclius:b=6,cutoff=2"))
     'NNM + Heraclius cutoff 2'
     """
-    steps = [step.partition(":") for step in config.rule.split("|")]
+    return label_of_rule(config.rule)
+
+
+def label_of_rule(rule: str) -> str:
+    """Return the name of a rule, given as text."""
+    steps = [step.partition(":") for step in rule.split("|")]
     if not all(name in LABELS for name, _, _ in steps):
-        return str(config.rule)
+        return rule
     return " + ".join(" ".join([LABELS[name], *_other_parameters(text)]) for name, _, text in steps)
 
 
@@ -247,7 +253,8 @@ def _folder() -> Path:
     return Path(str(resources.files("phocas.experiments.reproduction")))
 
 
-def _task_path(task: str) -> Path:
+def task_path(task: str) -> Path:
+    """Return the file of a task: one of the package by its name, or any TOML file."""
     if task.endswith(".toml"):
         return Path(task)
     if task not in tasks():
@@ -259,7 +266,7 @@ def _read_with_base(path: Path) -> dict[str, Any]:
     """Read a task; take missing keys from the task named by ``like``, if there is one."""
     own = read_toml(path)
     like = own.pop("like", None)
-    return own if like is None else {**read_toml(_task_path(str(like))), **own}
+    return own if like is None else {**read_toml(task_path(str(like))), **own}
 
 
 def _figure_path(name: str, task: Path) -> Path:
