@@ -58,7 +58,8 @@ def markdown(study: Study, results: StudyResults, *, command: str, facts: Sequen
             " its image under a random permutation. The loss is that after the last step, for"
             " tokens drawn by their frequency, or for a range of tokens. `/mean` is the loss"
             " divided by that of the mean without a fault; the last column is this ratio for the"
-            " rarest range. NaN: the model was lost. The last rank is faulty in every step:"
+            " rarest range. NaN: the model was lost. A dash: not run. The last rank is faulty in"
+            " every step:"
         ),
         "",
         *(f"- {name}: {text}" for name, text in FAULTS.items() if name != HONEST),
@@ -69,7 +70,7 @@ def markdown(study: Study, results: StudyResults, *, command: str, facts: Sequen
     ]
     for part in study.parts:
         lines += ["", f"## {part.name}: {part.title}", ""]
-        if _curves(part, HONEST, study, results):
+        if _panels(part, study, results):
             lines += [f"![Loss by frequency of the token]({part.name}.png)", ""]
         lines += _rows(["fault", "rule", "loss", "/mean", *_ranges(part, short=False), "/mean"])
         for fault in part.faults:
@@ -103,7 +104,8 @@ def summary(study: Study, results: StudyResults) -> list[str]:
             for part in (first, *others):
                 same = [each for each in _cases(part, HONEST) if each.label == label]
                 ratios = _ratios(same[0], part, study, results) if same else ()
-                row.append(f"{ratios[0]} ({ratios[1]})" if ratios else "")
+                found = bool(ratios) and ratios[0] != "-"
+                row.append(f"{ratios[0]} ({ratios[1]})" if found else "-" if ratios else "")
             lines.append(_row([label, *row]))
     return lines
 
@@ -112,11 +114,7 @@ def draw_study(study: Study, results: StudyResults, folder: Path) -> list[Path]:
     """Draw a figure for each part, a panel for each fault; and one of all parts without a fault."""
     drawn = {}
     for part in study.parts:
-        panels = {}
-        for fault in part.faults:
-            curves = _curves(part, fault, study, results)
-            if curves:
-                panels[_panel_title(part, fault, study, results)] = curves
+        panels = _panels(part, study, results)
         if panels:
             drawn[part.name] = (f"{study.title}. {part.title}", panels)
     overview = {
@@ -135,6 +133,8 @@ def draw_study(study: Study, results: StudyResults, folder: Path) -> list[Path]:
         for axes in figure.axes:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            ticks = [8**k for k in range(6) if 8**k < axes.get_xlim()[1]]
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
         paths.append(folder / f"{name}.png")
         save_figure(figure, paths[-1])
     return paths
@@ -168,7 +168,7 @@ def _numbers(case: Case, part: Part, study: Study, results: StudyResults) -> lis
     """Return loss, ratio, loss by range and ratio of the rarest range, as text."""
     found = results.losses(case, study.repeats)
     if found is None:
-        return ["not run", *[""] * (len(_lower_ends(part)) + 2)]
+        return ["-"] * (len(_lower_ends(part)) + 3)
     whole, rarest = _ratios(case, part, study, results)
     return [_loss(found.total), whole, *map(_loss, found.bins.values()), rarest]
 
@@ -178,7 +178,7 @@ def _ratios(case: Case, part: Part, study: Study, results: StudyResults) -> tupl
     found = results.losses(case, study.repeats)
     plain = results.losses(part.reference, study.repeats)
     if found is None or plain is None:
-        return "not run", ""
+        return "-", "-"
     rarest = list(found.bins)[-1]
     return (
         _ratio(found.total, plain.total),
@@ -222,6 +222,15 @@ def _rows(headings: Sequence[str]) -> list[str]:
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _panels(part: Part, study: Study, results: StudyResults) -> dict[str, list[RunCurve]]:
+    """Return the curves of each fault, by the title of its panel, where there are any."""
+    found = {
+        _panel_title(part, fault, study, results): _curves(part, fault, study, results)
+        for fault in part.faults
+    }
+    return {title: curves for title, curves in found.items() if curves}
 
 
 def _curves(part: Part, fault: str, study: Study, results: StudyResults) -> list[RunCurve]:

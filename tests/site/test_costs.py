@@ -1,0 +1,23 @@
+"""The page about costs has the tables of the stored results."""
+
+from __future__ import annotations
+
+import pytest
+from tools.costs import PAGE, RESULTS, written
+
+
+def test_page_has_the_tables_of_the_stored_results() -> None:
+    page = PAGE.read_text("utf-8")
+    assert written(page) == page, "python -m tools.costs writes the page"
+    assert page.count("| Mean (`mean`) | 1.00 |") == 1
+
+
+def test_results_are_small_enough_for_the_repository() -> None:
+    folder = RESULTS.parent
+    assert RESULTS.stat().st_size < 200_000
+    assert {path.suffix for path in folder.iterdir()} == {".png", ".md", ".jsonl"}
+
+
+def test_page_without_marks_is_rejected() -> None:
+    with pytest.raises(ValueError, match="needs the lines <!-- made by"):
+        written("# What robustness costs\n")
