@@ -103,9 +103,11 @@ def summary(study: Study, results: StudyResults) -> list[str]:
             row = []
             for part in (first, *others):
                 same = [each for each in _cases(part, HONEST) if each.label == label]
-                ratios = _ratios(same[0], part, study, results) if same else ()
-                found = bool(ratios) and ratios[0] != "-"
-                row.append(f"{ratios[0]} ({ratios[1]})" if found else "-" if ratios else "")
+                if not same:
+                    row.append("")
+                    continue
+                whole, rarest = _ratios(same[0], part, study, results)
+                row.append("-" if whole == "-" else f"{whole} ({rarest})")
             lines.append(_row([label, *row]))
     return lines
 
