@@ -206,7 +206,7 @@ def draw(arguments: argparse.Namespace, plain: list[float], protected: list[floa
     axes.set_xlim(0, arguments.steps)
     axes.legend(frameon=False)
     figures.plain(axes)
-    figures.save_png(figure, arguments.figure)
+    figures.save_figure(figure, arguments.figure)
 
 
 def main() -> None:

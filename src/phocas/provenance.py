@@ -15,7 +15,7 @@ from typing import Any
 
 from phocas.specs import named_modules
 
-RESULTS_VERSION = 1
+RESULTS_VERSION = 2
 """The version of what runs compute; increase it in a release that changes a run's result.
 
 It is part of a run's identity, and the package's version is not: results stay valid as long as this

@@ -342,23 +342,23 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 
 
-def test_runs_of_built_in_parts_keep_the_identity_of_version_0_2(
+def test_another_version_of_results_is_another_run_and_nothing_else_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def task() -> Task:
         data = "synthetic:train=50,test=9"
         return Task.make("softmax", data=data, rule="median", num_workers=5)
 
+    assert make_config({}).identity() not in BUILT_IN
+    assert make_config({}).recorded()["results_version"] == 2
+    assert task().identity() != "a3157fbb7280ecba"
+    for place in (phocas.experiments.config, phocas.training.task):
+        monkeypatch.setattr(place, "RESULTS_VERSION", 1)
     for identity, values in BUILT_IN.items():
         built = make_config(values)
         assert (built.identity(), built.code()) == (identity, {})
         assert built.recorded() == built.model_dump()
     assert (task().identity(), task().code) == ("a3157fbb7280ecba", {})
-    for place in (phocas.experiments.config, phocas.training.task):
-        monkeypatch.setattr(place, "RESULTS_VERSION", 2)
-    assert make_config({}).identity() not in BUILT_IN
-    assert make_config({}).recorded()["results_version"] == 2
-    assert task().identity() != "a3157fbb7280ecba"
 
 
 def trainer(**settings: Any) -> Trainer:

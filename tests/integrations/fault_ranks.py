@@ -15,6 +15,7 @@ import torch
 from tests.integrations.scenes import LIAR, Play, act, refusal
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -204,6 +205,39 @@ def late(rank: int, engine: str, rule: str | None = None) -> Any:
     return found
 
 
+def reversed_tenfold(grad: torch.Tensor) -> torch.Tensor:
+    return -10 * grad
+
+
+def excluded(rank: int, engine: str) -> Any:
+    """Train until rank 2, whose gradients are times -10, is flagged, and take one more step."""
+    run = Run(engine, rank, {}, "heraclius:b=1")
+    fault = Fault(reversed_tenfold)
+    run.train(70, fault, until_flagged=True)
+    before = [_whole(each).clone() for each in run.model.parameters()]
+    run.train(1, fault)
+    after = [_whole(each) for each in run.model.parameters()]
+    moved = [old - new for old, new in zip(before, after, strict=True)]
+    # The same step of a model of one rank, with the batch of this rank.
+    alone = network()
+    with torch.no_grad():
+        for own, value in zip(alone.parameters(), before, strict=True):
+            own.copy_(value)
+    torch.manual_seed(1000 + 10_000 * (run.steps - 1) + rank)
+    inputs, labels = batch(run.teacher)
+    loss = functional.cross_entropy(alone(inputs), labels)
+    grads = torch.autograd.grad(loss, list(alone.parameters()))
+    own_step = torch.cat([RATE * each.flatten() for each in grads])
+    flat = torch.cat([each.flatten() for each in moved])
+    (one,) = run.guard.flagged()
+    return {"flagged": one.rank, "moved": flat.tolist(), "own": own_step.tolist()}
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach()
+
+
 def refused(rank: int) -> Any:
     """Give an unknown threat, threats that differ, and the state of another guard."""
     model = DistributedDataParallel(network())
@@ -246,6 +280,7 @@ SCENES |= {
     for name in ("nan_row", "bit_30")
 }
 SCENES |= {f"{engine}_late": partial(late, engine=engine) for engine in ("ddp", "fsdp")}
+SCENES |= {f"{engine}_excluded": partial(excluded, engine=engine) for engine in ("ddp", "fsdp")}
 SCENES["refused"] = refused
 
 

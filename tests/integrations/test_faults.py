@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.integrations.fault_ranks import LATE
 from tests.integrations.scenes import LIAR, Scene, play
@@ -65,6 +66,7 @@ def check_local(ranks: Scene, engine: str, name: str) -> None:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     names = ["ddp_nan_row", "ddp_bit_30", "ddp_flipped_layer", "fsdp_nan_layer", "refused"]
+    names += ["ddp_excluded", "fsdp_excluded"]
     return play(SCRIPT, tmp_path_factory.mktemp("quick"), 900, *names)
 
 
@@ -74,6 +76,15 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 )
 def test_local_fault_is_flagged_with_its_parameter(quick: Scene, engine: str, name: str) -> None:
     check_local(quick, engine, name)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_flagged_rank_is_excluded_from_the_next_step(quick: Scene, engine: str) -> None:
+    results = quick(f"{engine}_excluded")
+    honest = np.mean([each["own"] for i, each in enumerate(results) if i != LIAR], axis=0)
+    for result in results:
+        assert result["flagged"] == LIAR
+        np.testing.assert_allclose(result["moved"], honest, atol=1e-5 * np.abs(honest).max())
 
 
 def test_threats_and_states_that_do_not_fit_are_rejected_on_every_rank(quick: Scene) -> None:

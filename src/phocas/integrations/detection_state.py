@@ -69,6 +69,7 @@ class DetectionState:
         self.own = self.members[rank]
         self.rule, self.m, self.names, self.hosts = rule, m, names, hosts
         self.detector = Detector(m, rule.max_byzantine(m) or None, threat=threat)
+        self.tolerated = rule.tolerates(m).rows
         self.reactions = reactions
         self.public: dict[int, FlaggedRank] = {}
         """The flagged ranks that all groups of the job know of."""
@@ -109,6 +110,18 @@ class DetectionState:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def excluded(self) -> list[int]:
+        """Return the rows that aggregation drops: ranks that distances have flagged as wrong.
+
+        At most as many rows as the rule tolerates, first flagged first. A rank that only differs
+        keeps its row, and so does a rank whose wrong values are at some addresses: the rule drops
+        these values.
+        """
+        step = self.detector.flagged_in
+        found = sorted(np.flatnonzero(step).tolist(), key=lambda row: (step[row], row))
+        wrong = [row for row in found if self.detector.flag(row).kind != "differs"]
+        return wrong[: self.tolerated]
 
     def _writer(self) -> int:
         """Return the rank that prints for its group: the lowest that is not flagged."""

@@ -51,6 +51,7 @@ class DDPAggregator:
         self.waiting: list[Bucket] = []
         self.measured: dict[int, list[Partial]] = {}
         self.columns = 0
+        self.excluded = self.state.excluded()
         self.lost = np.zeros((self.wire.m, self.wire.m))
 
     def take(
@@ -66,6 +67,9 @@ class DDPAggregator:
             self.evaluation = self._evaluation()
         bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
         self._see(bucket, segments)
+        for row in self.excluded:
+            for rows in bucket.columns.values():
+                rows[row] = torch.nan
         if last:
             self.observer.bet()
         self.columns += flat.numel()

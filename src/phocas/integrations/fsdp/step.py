@@ -53,12 +53,14 @@ class FSDPAggregator:
     def _begin(self) -> None:
         self.dropped = np.zeros(self.wire.m)
         self.columns = 0
+        self.excluded: list[int] = []
 
     def reduce(self, unit: Unit, arrived: Arrived) -> Any:
         """Aggregate the rows of this rank's columns of a unit."""
         if self.columns == 0:
             self.catch_up()
             self.state.react()
+            self.excluded = self.state.excluded()
         # Only the autograd engine knows which unit is the last one.
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
         engine.queue_callback(partial(self.end, self.step))
@@ -66,6 +68,8 @@ class FSDPAggregator:
         whole = arrived.width == unit.width
         segments = within(unit.segments, *arrived.own) if whole else ()
         self.observer.see(rows, segments, unit.number)
+        for row in self.excluded:
+            rows[row] = torch.nan
         result = self._explain(unit, arrived)
         self.dropped += result.dropped * rows.shape[1]
         self.columns += arrived.width
