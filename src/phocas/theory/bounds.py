@@ -93,22 +93,25 @@ def delta_phocas(m: int, q: int, b: int) -> float:
     return _bound(Phocas(b), m, q, adaptive=False)
 
 
-def delta_heraclius(m: int, q: int, b: int, cutoff: float = Heraclius.cutoff) -> float:
+def delta_heraclius(
+    m: int, q: int, b: int, cutoff: float = Heraclius.cutoff, tail: float = Heraclius.tail
+) -> float:
     """Return Delta_3, the bound of Heraclius with q Byzantine values per column (docs/theory.md).
 
     ``(sqrt D + K (1 + sqrt D))^2`` with D = Delta_1 and K at least 1, for ``q <= b`` and ``2b <
-    m``. K grows with the cutoff if q > 0. Without a cutoff the bound is Delta_2.
+    m``. K grows with the tail, and with the cutoff if q > 0. Without a cutoff the bound is Delta_2.
 
     Args:
         m: number of workers.
         q: number of Byzantine values per column.
         b: number of Byzantine values per column that the rule is configured to tolerate.
         cutoff: distance from the centre, in deviations, up to which a value has full weight.
+        tail: largest length of a row's tail, in units of the root of the sum of squared radii.
 
-    >>> [round(delta_heraclius(m=20, q=q, b=6), 1) for q in (0, 3, 6)]
+    >>> [round(delta_heraclius(m=20, q=q, b=6, tail=0), 1) for q in (0, 3, 6)]
     [14.6, 101.1, 500.6]
     """
-    return _bound(Heraclius(b, cutoff), m, q, adaptive=False)
+    return _bound(Heraclius(b, cutoff, tail), m, q, adaptive=False)
 
 
 def adaptive_krum(m: int, q: int) -> float:
@@ -158,7 +161,9 @@ def adaptive_phocas(m: int, q: int, b: int) -> float:
     return _bound(Phocas(b), m, q, adaptive=True)
 
 
-def adaptive_heraclius(m: int, q: int, b: int, cutoff: float = Heraclius.cutoff) -> float:
+def adaptive_heraclius(
+    m: int, q: int, b: int, cutoff: float = Heraclius.cutoff, tail: float = Heraclius.tail
+) -> float:
     """Return a bound of Heraclius against an adaptive attacker.
 
     ``(sqrt D + K (sqrt(m/(m-q)) + sqrt D))^2``, where D is ``adaptive_trimmed_mean(m, q, b)``.
@@ -168,11 +173,12 @@ def adaptive_heraclius(m: int, q: int, b: int, cutoff: float = Heraclius.cutoff)
         q: number of Byzantine values per column.
         b: number of Byzantine values per column that the rule is configured to tolerate.
         cutoff: distance from the centre, in deviations, up to which a value has full weight.
+        tail: largest length of a row's tail, in units of the root of the sum of squared radii.
 
     >>> adaptive_heraclius(m=20, q=3, b=6, cutoff=0) == adaptive_phocas(m=20, q=3, b=6)
     True
     """
-    return _bound(Heraclius(b, cutoff), m, q, adaptive=True)
+    return _bound(Heraclius(b, cutoff, tail), m, q, adaptive=True)
 
 
 @dataclasses.dataclass(frozen=True)
