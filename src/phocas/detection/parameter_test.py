@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from phocas.detection.evalues import TOO_LONG, EValueTest, Strategy, products
 
 if TYPE_CHECKING:
+    import torch
+
     from phocas.detection.observer import Segment
 
 Floats = NDArray[np.float64]
@@ -134,6 +135,8 @@ class ParameterTest:
 
     def _layout(self, rows: torch.Tensor, parts: Sequence[Segment]) -> _Layout:
         """Choose the columns to sample: those of each parameter at equal distances."""
+        import torch  # noqa: PLC0415 - only observers of tensors need it
+
         width = rows.shape[1]
         known = [part for part in parts if part.begin < part.end]
         ranges = [(part.parameter, part.begin, part.end) for part in known] or [(-1, 0, width)]

@@ -198,6 +198,16 @@ class DeviceMatrix(Matrix):
             lost_of = bad.sum(dim=1).cpu().numpy()
             yield TailBlock(begin, end, values, values, bad.sum(dim=0), lost_of)
 
+    def tail_squares(self, outliers: Beyond, limit: float, start: int = 0) -> Floats:
+        """Return the squared length of each row's tail, summed on the device."""
+        del start
+        result = np.zeros(self.m)
+        for piece in self.pieces:
+            for block in self.tails(piece, outliers, limit):
+                wide = block.values.device.type != "mps"
+                result += _squares(block.values.double() if wide else block.values, pairs=False)
+        return result
+
     def add_tail(self, out: torch.Tensor, block: TailBlock, allowed: Allowance) -> None:
         """Add the scaled distances to the result, divided by the values that are not lost."""
         values = block.values

@@ -277,6 +277,11 @@ class Matrix(ABC):
             [self.stored(piece, out) for piece, out in zip(self.pieces, outs, strict=True)]
         )
 
+    def tail_squares(self, outliers: Any, limit: float, start: int = 0) -> Floats:
+        """Return the squared length of each row's tail."""
+        found: Floats = measures.total(Norms(), [self.tail_partial(outliers, limit, start)])
+        return found
+
     def tail_partial(self, outliers: Any, limit: float, start: int = 0) -> Partial:
         """Measure the squared length of each row's tail; see :class:`Tail`."""
         result = Partial(self.m)
@@ -311,8 +316,7 @@ class Matrix(ABC):
         allowed = reduction.allowed
         if allowed is None:
             limit = tail.limit(measures.total(SquaredRadii(), [outliers.squared_radii()]))
-            partial = self.tail_partial(outliers, limit, start)
-            allowed = tail.allowance(measures.total(Norms(), [partial]), limit)
+            allowed = tail.allowance(self.tail_squares(outliers, limit, start), limit)
         lost = np.zeros(self.m, np.int64)
         for piece, out in zip(self.pieces, outs, strict=True):
             for block in self.tails(piece, outliers, allowed.limit):

@@ -153,9 +153,9 @@ class HostMatrix(Matrix):
             _single(piece) if half else piece
             for piece, half in zip(self.pieces, halves, strict=True)
         ]
-        wide: Matrix = HostMatrix(pieces, list)
+        wide = HostMatrix(pieces, list)
         counts = np.zeros_like(outside)
-        found = wide.reduce(replace(reduction, spreads=spreads), counts, start)
+        found = Matrix.reduce(wide, replace(reduction, spreads=spreads), counts, start)
         outside[:] = counts
         if not reduction.mean:
             for piece, out, values in zip(self.pieces, outs, found, strict=True):
