@@ -50,7 +50,7 @@ def train(rank, rule):
 
 # Every rank ends with the same weights and the same flagged ranks. Rank 0 prints them. Plain DDP
 # averages, so one broken device destroys the model. `heraclius:b=1` tolerates one wrong value in
-# every column of four. These gradients are dense. For language models use `watch`
+# every column of four, and keeps values that few ranks have, such as rare tokens
 # ([limits](../choosing.md#limits)).
 def run(rank, meeting):
     torch.set_num_threads(1)

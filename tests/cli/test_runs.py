@@ -12,6 +12,7 @@ import pytest
 from phocas.experiments.config import expand_grid, make_config
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute, host
+from phocas.provenance import RESULTS_VERSION
 from phocas.report.progress import Progress
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def test_one_run_is_shown(phocas: Phocas, here: Path) -> None:
         "rule": "phocas:b=2",
         "attack": "gaussian:q=2",
         "evaluate_every": 3,
+        "results_version": RESULTS_VERSION,
     }
     with Results(here / "phocas.sqlite", read=True) as results:
         points = results.table("evaluations", 4)

@@ -22,13 +22,8 @@ _NOTABLE = 0.02  # share of columns with values of few ranks
 
 
 def by_coordinates(rule: Rule, m: int) -> bool:
-    """Return whether a rule drops values that few of the m rows have.
-
-    Rules that drop whole rows do not, nor does a rule that keeps a tail.
-    """
+    """Return whether a rule drops single values of the m rows, and not whole rows only."""
     plan = plan_of(rule, m)
-    if plan.keeps_tail:
-        return False
     chooses = not plan.window.plain and bool(plan.window.trim or plan.window.drop)
     return plan.monitored is None and (chooses or plan.filtering is not None)
 

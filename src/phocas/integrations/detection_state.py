@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from phocas.detection.detector import Detector
@@ -103,20 +104,31 @@ class DetectionState:
         found = [name for number, name in enumerate(self.names) if number in parameters]
         if found:
             warnings.warn(
-                f"{found[0]}: the gradients are mostly zero on most ranks, and {self.rule} drops"
-                " values that only few ranks have as outliers: rare tokens and experts of honest"
-                " ranks are not learned. For language models and mixtures of experts use"
-                f" watch(model, b={self.detector.b}), which averages; docs/ddp.md has numbers",
+                f"{found[0]}: the gradients are mostly zero on most ranks, and {self.rule} may"
+                " drop values that only few ranks have as outliers: rare tokens and experts of"
+                " honest ranks are then learned worse or not at all. Heraclius alone keeps such"
+                " values, unless a shard of a bucket has no others (docs/ddp.md);"
+                f" watch(model, b={self.detector.b}) averages",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
+    def exclude(self, rows: torch.Tensor, excluded: Sequence[int]) -> None:
+        """Replace excluded rows by the mean of the other rows, which biases no rule.
+
+        If another row is wrong, the replaced rows are too: with it they are at most b, as before.
+        """
+        if excluded:
+            others = [row for row in range(self.m) if row not in excluded]
+            wide = rows.double() if rows.dtype == torch.float64 else rows.float()
+            rows[list(excluded)] = wide[others].mean(dim=0).to(rows.dtype)
+
     def excluded(self) -> list[int]:
-        """Return the rows that aggregation drops: ranks that distances have flagged as wrong.
+        """Return the rows that aggregation drops: ranks that distances have flagged.
 
         At most as many rows as the rule tolerates, first flagged first. A rank that only differs
-        keeps its row, and so does a rank whose wrong values are at some addresses: the rule drops
-        these values.
+        keeps its row, and so does a rank that only addresses or values have flagged: the rule drops
+        its wrong values.
         """
         step = self.detector.flagged_in
         found = sorted(np.flatnonzero(step).tolist(), key=lambda row: (step[row], row))

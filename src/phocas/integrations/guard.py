@@ -137,10 +137,10 @@ class Guard:
         ``kind`` says how a rank differs: a rank of kind ``differs`` need not be faulty.
 
         By *distances*: if ranks draw from the same data and at most b are faulty, in gradients or
-        in reports about others, then with probability at least 0.999 no honest rank is ever
-        flagged; see :class:`phocas.detection.detector.Detector`. By *addresses*: more than b ranks
-        have seen absurd values of the rank at the same addresses, three times; see
-        :class:`phocas.detection.locations.Locations`.
+        in reports about others, then with probability at least 0.999 no honest rank is flagged
+        in 100,000 observed steps; see :class:`phocas.detection.detector.Detector`. By *addresses*:
+        more than b ranks have seen absurd values of the rank at the same addresses, three times;
+        see :class:`phocas.detection.locations.Locations`.
         """
         self._catch_up()
         return tuple(self._detection.flagged())

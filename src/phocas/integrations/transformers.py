@@ -14,8 +14,8 @@ from phocas.rules import Rule
 class Protect(TrainerCallback):  # type: ignore[misc]  # not installed for type checks
     """A callback that protects the model from the first step; it sets the attribute ``guard``.
 
-    Use the rule ``monitor:rule=heraclius:b=1`` for language models and mixtures of experts: column
-    rules drop the gradients of rare tokens of honest ranks (``docs/ddp.md``).
+    Use the rule ``heraclius:b=1`` for language models and mixtures of experts: other column rules
+    drop the gradients of rare tokens of honest ranks (``docs/costs.md``).
 
     Args:
         trainer: The trainer, which has the wrapped model.

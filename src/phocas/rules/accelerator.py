@@ -77,7 +77,8 @@ class Beyond:
 
         The mean of the last block, if it is shorter, is stored at the first of its columns.
         """
-        means = (2 * self.spreads[::BLOCK_COLUMNS].double().cpu().numpy()) ** 2
+        with np.errstate(over="ignore"):
+            means = (2 * self.spreads[::BLOCK_COLUMNS].double().cpu().numpy()) ** 2
         whole, rest = divmod(len(self.spreads), BLOCK_COLUMNS)
         edge = np.zeros((1, rest))
         edge[:, :1] = means[whole:]
@@ -212,8 +213,8 @@ class DeviceMatrix(Matrix):
         """Add the scaled distances to the result, divided by the values that are not lost."""
         values = block.values
         scales = torch.as_tensor(allowed.scales, dtype=values.dtype, device=values.device)
-        total = (values * scales[:, None])[allowed.order].sum(dim=0)
-        total = 2 * (total / (self.m - block.lost).clamp(min=1))
+        count = (self.m - block.lost).clamp(min=1)
+        total = 2 * (values * scales[:, None] / count)[allowed.order].sum(dim=0)
         out.copy_(out + total)
 
     def empty(self, piece: ColumnRange, reduction: Reduction, rows: torch.Tensor) -> torch.Tensor:

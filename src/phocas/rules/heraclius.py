@@ -49,8 +49,8 @@ class Heraclius(TrimmingRule, Composite):
     in single values anywhere, the tails together add at most m L / (m - b). tail = 0 drops all
     outliers; cutoff = 0 is Phocas. Rows that are mixed, filtered or weighed before have no tail.
 
-    On Zipf-distributed tokens the loss of an honest run is 1.00 to 1.05 times that of the mean, and
-    100 times that with tail = 0 (docs/costs.md).
+    On Zipf-distributed tokens the loss of an honest run is 0.99 to 1.11 times that of the mean, and
+    over 1000 times with tail = 0 (docs/costs.md).
     The default cutoff was chosen on MNIST as in the paper (20 workers, b = 8). Against attacks that
     adapt to the rule, use a smaller cutoff, or nearest-neighbour mixing (NNM) before the rule.
 

@@ -133,12 +133,13 @@ class HostMatrix(Matrix):
 
     def add_tail(self, out: NDArray[Any], block: TailBlock, allowed: Allowance) -> None:
         """Add the scaled distances to the result, divided by the values that are not lost."""
-        total = np.zeros(len(out), block.values.dtype)
+        kind = block.values.dtype.type
+        count = self.m if block.lost is None else np.maximum(self.m - block.lost, 1).astype(kind)
+        total = np.zeros(len(out), kind)
         with np.errstate(over="ignore"):
             for i in allowed.order:
                 if allowed.scales[i] and block.values[i].any():
-                    total += block.values[i] * total.dtype.type(allowed.scales[i])
-            total /= self.m if block.lost is None else np.maximum(self.m - block.lost, 1)
+                    total += block.values[i] * kind(allowed.scales[i]) / count
             out += 2 * total
 
     def keep_tail(
@@ -159,8 +160,9 @@ class HostMatrix(Matrix):
         outside[:] = counts
         if not reduction.mean:
             for piece, out, values in zip(self.pieces, outs, found, strict=True):
-                with np.errstate(over="ignore"):
-                    out[:] = self.stored(piece, values)
+                if out is not None:
+                    with np.errstate(over="ignore"):
+                        out[:] = self.stored(piece, values)
 
     def empty(self, piece: ColumnRange, reduction: Reduction, rows: Rows) -> NDArray[Any]:
         """Return an empty array of the stored type, or of the computed type if rows are mixed."""
@@ -218,7 +220,8 @@ class HostMatrix(Matrix):
 
 def _single(piece: ColumnRange) -> ColumnRange:
     """Return a copy of a piece in single precision."""
-    parts = [kernels.values(rows) for _, _, rows in _blocks(piece)]
+    none = np.empty((len(piece.arrays), 0), np.float32)
+    parts = [none, *(kernels.values(rows) for _, _, rows in _blocks(piece))]
     return ColumnRange(piece.start, piece.columns, np.concatenate(parts, axis=1), "float32")
 
 

@@ -128,6 +128,10 @@ class ParameterServer:
         self._arrived: set[int] | None = None
         self._prepared: dict[int, Callable[[], list[Explanation]] | None] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy, which prepares the reductions of its own rows."""
+        return {**self.__dict__, "_prepared": {}}
+
     @property
     def vector(self) -> torch.Tensor:
         """The d parameters as one vector; the model's tensors are views of it."""

@@ -281,9 +281,9 @@ def test_unknown_part_and_scale_are_rejected() -> None:
         b'{"lr": 0.03, "rule": "median", "version"',
         b"\xff\x00",
         b"[]",
-        b'{"lr": 0.03, "version": 1, "losses": [1.0]}',
-        b'{"lr": "fast", "version": 1, "losses": []}',
-        b'{"rule": "cube", "lr": 0.03, "version": 1, "losses": []}',
+        b'{"lr": 0.03, "version": 2, "losses": [1.0]}',
+        b'{"lr": "fast", "version": 2, "losses": []}',
+        b'{"rule": "cube", "lr": 0.03, "version": 2, "losses": []}',
     ],
 )
 def test_damaged_results_are_rejected_with_the_line(tmp_path: Path, damage: bytes) -> None:

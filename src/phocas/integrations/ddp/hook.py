@@ -119,8 +119,9 @@ def protect(
 ) -> Guard:
     """Aggregate the gradients of a model by a rule; call it on all ranks of the model.
 
-    Use :func:`watch` for language models and mixtures of experts: column rules drop the gradients
-    of rare tokens of honest ranks. After its guard is closed, a model can be protected again.
+    Use ``heraclius:b=1`` alone or :func:`watch` for language models and mixtures of experts: other
+    column rules drop the gradients of rare tokens of honest ranks (docs/costs.md). After its
+    guard is closed, a model can be protected again.
 
     Args:
         model: The wrapped model, before its first backward pass.

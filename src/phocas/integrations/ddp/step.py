@@ -37,6 +37,7 @@ class DDPAggregator:
         self.observer = state.observer(seed)
         self.shifts = (0, 1) if verify else (0,)
         self.seed = seed
+        self.excluded: list[int] = []
         self.forms: dict[tuple[int, torch.dtype, int], _Form] = {}
         self.evaluation = self._evaluation()
         self._begin()
@@ -51,7 +52,6 @@ class DDPAggregator:
         self.waiting: list[Bucket] = []
         self.measured: dict[int, list[Partial]] = {}
         self.columns = 0
-        self.excluded = self.state.excluded()
         self.lost = np.zeros((self.wire.m, self.wire.m))
 
     def take(
@@ -63,13 +63,13 @@ class DDPAggregator:
                 self.state.receive()
             if self.state.changed:
                 self.state.react()
+            self.excluded = self.state.excluded()
         if not self.columns and not self.rule.columnwise:  # column rules need no new state
             self.evaluation = self._evaluation()
         bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
         self._see(bucket, segments)
-        for row in self.excluded:
-            for rows in bucket.columns.values():
-                rows[row] = torch.nan
+        for rows in bucket.columns.values():
+            self.state.exclude(rows, self.excluded)
         if last:
             self.observer.bet()
         self.columns += flat.numel()

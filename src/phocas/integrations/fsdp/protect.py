@@ -115,8 +115,8 @@ def protect(
 ) -> Guard:
     """Aggregate the gradients of a sharded model by a rule; call it on all ranks.
 
-    Use :func:`watch` for language models and mixtures of experts: column rules drop the gradients
-    of rare tokens of honest ranks.
+    Use ``heraclius:b=1`` alone or :func:`watch` for language models and mixtures of experts: other
+    column rules drop the gradients of rare tokens of honest ranks (docs/costs.md).
 
     Args:
         model: The whole model, after ``fully_shard`` was called on its parts and on itself.

@@ -68,8 +68,7 @@ class FSDPAggregator:
         whole = arrived.width == unit.width
         segments = within(unit.segments, *arrived.own) if whole else ()
         self.observer.see(rows, segments, unit.number)
-        for row in self.excluded:
-            rows[row] = torch.nan
+        self.state.exclude(rows, self.excluded)
         result = self._explain(unit, arrived)
         self.dropped += result.dropped * rows.shape[1]
         self.columns += arrived.width
