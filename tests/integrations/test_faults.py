@@ -84,7 +84,7 @@ def test_flagged_rank_is_excluded_from_the_next_step(quick: Scene, engine: str) 
     honest = np.mean([each["own"] for i, each in enumerate(results) if i != LIAR], axis=0)
     for result in results:
         assert result["flagged"] == LIAR
-        np.testing.assert_allclose(result["moved"], honest, atol=1e-5 * np.abs(honest).max())
+        assert np.linalg.norm(result["moved"] - honest) < 0.05 * np.linalg.norm(honest)
 
 
 def test_threats_and_states_that_do_not_fit_are_rejected_on_every_rank(quick: Scene) -> None:

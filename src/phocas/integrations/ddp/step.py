@@ -163,6 +163,7 @@ class DDPAggregator:
         else:
             start = bucket.start + bucket.bounds[shard][0]
             result = self.evaluation.explain(self._held(columns[0]), start)
+        result.dropped[self.excluded] = 1.0
         lost = torch.from_numpy(result.dropped * bucket.width(shard))
         return [as_bytes(lost), as_bytes(result.value)]
 

@@ -70,6 +70,7 @@ class FSDPAggregator:
         self.observer.see(rows, segments, unit.number)
         self.state.exclude(rows, self.excluded)
         result = self._explain(unit, arrived)
+        result.dropped[self.excluded] = 1.0
         self.dropped += result.dropped * rows.shape[1]
         self.columns += arrived.width
         return result.value
