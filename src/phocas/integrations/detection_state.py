@@ -71,6 +71,8 @@ class DetectionState:
         self.rule, self.m, self.names, self.hosts = rule, m, names, hosts
         self.detector = Detector(m, rule.max_byzantine(m) or None, threat=threat)
         self.tolerated = rule.tolerates(m).rows
+        self.left_out: list[int] = []
+        """The rows that are excluded, first excluded first; a later kind does not readmit them."""
         self.reactions = reactions
         self.public: dict[int, FlaggedRank] = {}
         """The flagged ranks that all groups of the job know of."""
@@ -132,8 +134,12 @@ class DetectionState:
         """
         step = self.detector.flagged_in
         found = sorted(np.flatnonzero(step).tolist(), key=lambda row: (step[row], row))
-        wrong = [row for row in found if self.detector.flag(row).kind != "differs"]
-        return wrong[: self.tolerated]
+        self.left_out = [row for row in self.left_out if row in found]
+        for row in found:
+            new = row not in self.left_out and len(self.left_out) < self.tolerated
+            if new and self.detector.flag(row).kind != "differs":
+                self.left_out.append(row)
+        return list(self.left_out)
 
     def _writer(self) -> int:
         """Return the rank that prints for its group: the lowest that is not flagged."""
@@ -148,6 +154,7 @@ class DetectionState:
             **self.detector.findings_state(),
             "public": [one.report() for one in self.public.values()],
             "firsts": self.firsts,
+            "left_out": self.left_out,
             "steps": 0 if self.job is None else self.job.steps,
             "logged": sorted(self.reactions.logged),
             "acted": sorted(self.reactions.acted),
@@ -176,7 +183,7 @@ class DetectionState:
             )
         self.detector.load_state(as_arrays(state, self.detector.state()))
         self.detector.load_findings_state(told)
-        self.firsts = told["firsts"]
+        self.firsts, self.left_out = told["firsts"], told["left_out"]
         self.reactions.logged, self.reactions.acted = set(told["logged"]), set(told["acted"])
         self.announced = set()
         self.public = {one["rank"]: FlaggedRank.read(one) for one in told["public"]}
