@@ -15,7 +15,7 @@ from phocas.kernels.calls import (
 )
 from phocas.kernels.columns import PLAIN_MEAN, Window, scale_for
 from phocas.kernels.distances import granule_columns
-from phocas.kernels.masking import cleaned, tail
+from phocas.kernels.masking import add_tail, cleaned, tail, tail_squares
 from phocas.kernels.masses import LARGEST_TOTAL, Masses, Weighing
 from phocas.kernels.memory import (
     OutlierMask,
@@ -28,6 +28,7 @@ from phocas.kernels.memory import (
 )
 from phocas.kernels.mixes import SparseMix
 from phocas.kernels.sums import packed_sums, pair_matrix, pair_sums, square_sums
+from phocas.kernels.tails import tail_square_sums
 from phocas.kernels.target import instructions
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
 
@@ -41,6 +42,7 @@ __all__ = [
     "SparseMix",
     "Weighing",
     "Window",
+    "add_tail",
     "address",
     "aligned",
     "cleaned",
@@ -65,5 +67,7 @@ __all__ = [
     "spread",
     "square_sums",
     "tail",
+    "tail_square_sums",
+    "tail_squares",
     "values",
 ]

@@ -140,7 +140,7 @@ def straight_module(
         wires = run_network(f, [f.nan_to_inf(value) for value in rows], addresses, window)
         found = average(f, wires, window)
         left: tuple[str, ...] = (found.low, found.high)
-        if gives == "marks":
+        if window.cutoff and gives in ("marks", "mean"):
             left += (found.centre, _farthest(f, found.beyond))
         elif window.cutoff and gives == "values":
             left += (found.centre, found.total, *found.beyond)
@@ -159,10 +159,16 @@ def straight_module(
     def scaled(g: Function) -> str | None:
         return None if scale is None else g.splat(scale)
 
+    def farthest(g: Function, place: str) -> str:
+        if gives != "values":
+            return g.load_vector(slot(g, FARTHEST, place))
+        ends = (BEYOND, BEYOND + len(found.beyond) - 1)
+        return _farthest(g, tuple(g.load_vector(slot(g, row, place)) for row in ends))
+
     sweeps = Sweeps(
         first_text(f),
         len(left),
-        second_text(target, element, scaled, None if gives in ("mean", "marks") else weigh)
+        second_text(target, element, scaled, weigh if gives == "values" else None, farthest)
         if window.cutoff and gives != "radii"
         else "",
         blame_text(target, element, scaled) if blame or gives == "marks" else "",
@@ -255,11 +261,14 @@ def second_text(
     element: Element,
     scaled: Scale,
     weigh: Callable[[Function, Weights, str], tuple[str, str]] | None,
+    farthest: Callable[[Function, str], str] | None = None,
 ) -> str:
     """Generate the IR function of the second pass over a block of columns.
 
     The pass writes the weighted means, from the sums that the code of ``weigh`` computes, and the
-    limits that the count of dropped values needs.
+    limits that the count of dropped values needs. It returns whether a value may be beyond its
+    limit: true for a column with an infinite limit, so that counts do not depend on how a block is
+    split, and always true if the code for the largest dropped distance is not given.
     """
     f = Function(target, element)
     cutoff, spread_ = f.broadcast("%cutoff"), f.broadcast("%spread")
@@ -268,13 +277,25 @@ def second_text(
         place = f.op(f"add i64 %place, {loop.index}")
         weights = weights_within(f, f.load_vector(slot(f, HIGH, place)), spread_, cutoff)
         f.store_vector(weights.limit, slot(f, HIGH, place))
+        if farthest is not None:
+            found = loop.carry(f.mask, "zeroinitializer")
+            beyond = f.either(
+                f.compare("ugt", farthest(f, place), weights.limit),
+                f.compare("uge", weights.limit, f.splat(math.inf)),
+            )
+            loop.update(found, f.either(found, beyond))
         if weigh is not None:
             total, weight = weigh(f, weights, place)
             result = weighted(f, f.load_vector(slot(f, CENTRE, place)), total, weight, scale)
             column = f.op(f"add i64 %column, {loop.index}")
             bounds = partial(_kept_bounds, f, weights, column, place, scale)
             f.store(held(f, result, bounds), f.at("%out", column))
-    return _define("second", f"{_SWEEP}, {f.scalar} %cutoff, {f.scalar} %spread, {_WHERE}", f)
+    beyond = "true"
+    if farthest is not None:
+        bits = f.op(f"bitcast {f.mask} {found} to i{f.lanes}")
+        beyond = f.op(f"icmp ne i{f.lanes} {bits}, 0")
+    parameters = f"{_SWEEP}, {f.scalar} %cutoff, {f.scalar} %spread, {_WHERE}"
+    return _define("second", parameters, f, f"i1 {beyond}")
 
 
 def _kept_bounds(
@@ -394,41 +415,14 @@ entry:
 """
 
 
-def _beyond_text(target: Target, element: Element) -> str:
-    """Generate the IR function that tests whether a value of a block may be beyond its limit.
-
-    The test is true for a column with an infinite limit, so that counts do not depend on how a
-    block is split.
-    """
-    f = Function(target, element)
-    with f.loop("0", "%count", f.lanes) as loop:
-        found = loop.carry(f.mask, "zeroinitializer")
-        farthest = f.load_vector(slot(f, FARTHEST, loop.index))
-        limit = f.load_vector(slot(f, HIGH, loop.index))
-        beyond = f.either(
-            f.compare("ugt", farthest, limit), f.compare("uge", limit, f.splat(math.inf))
-        )
-        loop.update(found, f.either(found, beyond))
-    bits = f.op(f"bitcast {f.mask} {found} to i{f.lanes}")
-    result = f.op(f"icmp ne i{f.lanes} {bits}, 0")
-    body = "\n".join(f.lines)
-    return f"""
-define internal i1 @beyond(ptr noalias %scratch, i64 %count) noinline {{
-entry:
-{body}
-  ret i1 {result}
-}}
-"""
-
-
-def _marked(f: Function, whole: str, last: str, at_whole: str, at_last: str) -> list[str]:
-    """Emit code that stores the spread of a block, and its marks if a value may be an outlier."""
+def _marked(f: Function) -> tuple[list[str], list[str]]:
+    """Emit code that stores the spread of a block, and code that stores its other marks."""
     bytes_ = f.element.compute_bits // 8
     size = BLOCK_COLUMNS * bytes_
     copy = "call void @llvm.memcpy.p0.p0.i64"
     wide = "%spread" if f.scalar == "double" else "%wide_spread"
     widen = [] if f.scalar == "double" else [f"{wide} = fpext float %spread to double"]
-    return [
+    always = [
         f"%number_of_block = udiv i64 %begin, {BLOCK_COLUMNS}",
         "%size_of_counts = mul i64 %m, 8",
         f"%at_spread = add i64 %size_of_counts, {2 * size}",
@@ -438,31 +432,25 @@ def _marked(f: Function, whole: str, last: str, at_whole: str, at_last: str) -> 
         "%spread_to = getelementptr i8, ptr %centres_to, i64 %at_spread",
         *widen,
         f"store double {wide}, ptr %spread_to",
-        f"%up = add i64 %n, {f.lanes - 1}",
-        f"%vectors = and i64 %up, {-f.lanes}",
-        "%implausible = call i1 @beyond(ptr %scratch, i64 %vectors)",
-        "br i1 %implausible, label %mark, label %finished",
-        "mark:",
+    ]
+    if_beyond = [
         f"%limits_to = getelementptr i8, ptr %centres_to, i64 {size}",
         f"%counts_to = getelementptr i8, ptr %limits_to, i64 {size}",
         f"%centres = getelementptr {f.scalar}, ptr %scratch, i64 {CENTRE * BLOCK_COLUMNS}",
         f"%size = mul i64 %n, {bytes_}",
         f"{copy}(ptr %centres_to, ptr %centres, i64 %size, i1 false)",
         f"{copy}(ptr %limits_to, ptr %radii, i64 %size, i1 false)",
-        f"call void @blame(ptr %counts_to, {whole}, {at_whole})",
-        "br i1 %any, label %mark_last, label %finished",
-        "mark_last:",
-        f"call void @blame(ptr %counts_to, {last}, {at_last})",
     ]
+    return always, if_beyond
 
 
-def _define(name: str, parameters: str, f: Function) -> str:
+def _define(name: str, parameters: str, f: Function, result: str = "void") -> str:
     body = "\n".join(f.lines)
     return f"""
-define internal void @{name}({parameters}) noinline {{
+define internal {result.split(maxsplit=1)[0]} @{name}({parameters}) noinline {{
 entry:
 {body}
-  ret void
+  ret {result}
 }}
 """
 
@@ -477,20 +465,38 @@ def module_text(f: Function, sweeps: Sweeps) -> str:
     whole = "ptr %args, ptr %rows, ptr %out, ptr %scratch"
     last = "ptr %args, ptr %table, ptr %answer, ptr %scratch"
     at_whole, at_last = "i64 %begin, i64 0, i64 %whole", f"i64 0, i64 %whole, i64 {lanes}"
-    middle, tail = [], []
+    middle, tail, swept, blamed = [], [], [], []
     if sweeps.second:
         numbers = f"{scalar} %cutoff, {scalar} %spread"
         middle = [
             f"%own = call {scalar} @spread(ptr %radii, i64 %n)",
             f"%known = fcmp ord {scalar} %given, %given",
             f"%spread = select i1 %known, {scalar} %given, {scalar} %own",
-            f"call void @second({whole}, {numbers}, {at_whole})",
+            f"%beyond_whole = call i1 @second({whole}, {numbers}, {at_whole})",
         ]
-        tail = [f"call void @second({last}, {numbers}, {at_last})"]
+        tail = [
+            f"%beyond_last = call i1 @second({last}, {numbers}, {at_last})",
+            "%beyond_any = or i1 %beyond_whole, %beyond_last",
+        ]
+        swept = ["%beyond = phi i1 [ %beyond_whole, %sorted ], [ %beyond_any, %padded ]"]
     marks = sweeps.gives == "marks"
-    if sweeps.blame and not marks:
-        middle.append(f"call void @blame(ptr %local, {whole}, {at_whole})")
-        tail.append(f"call void @blame(ptr %local, {last}, {at_last})")
+    counts = "%counts_to" if marks else "%local"
+    if marks:
+        always, blamed = _marked(f)
+        swept += always
+    if sweeps.blame:
+        # Without a cutoff, every column has values beyond the bounds.
+        swept.append(
+            f"br i1 {'%beyond' if sweeps.second else 'true'}, label %blame, label %finished"
+        )
+        blamed = [
+            "blame:",
+            *blamed,
+            f"call void @blame(ptr {counts}, {whole}, {at_whole})",
+            "br i1 %any, label %blame_last, label %finished",
+            "blame_last:",
+            f"call void @blame(ptr {counts}, {last}, {at_last})",
+        ]
     if sweeps.gives == "radii":
         middle += [
             f"%to = getelementptr {scalar}, ptr %out, i64 %begin",
@@ -503,13 +509,12 @@ def module_text(f: Function, sweeps: Sweeps) -> str:
             f"%size_last = mul i64 %rest, {f.element.size}",
             "call void @llvm.memcpy.p0.p0.i64(ptr %to_last, ptr %answer, i64 %size_last, i1 false)",
         ]
-    after = _marked(f, whole, last, at_whole, at_last) if marks else []
     newline = "\n  "
     names = ColumnArguments._fields
     rows, out, m, numbers_at = (names.index(name) for name in ("rows", "out", "m", "constants"))
     return f"""{declarations(f)}{pad_text(f)}
 declare i{bits} @llvm.vector.reduce.add.v{lanes}i{bits}(<{lanes} x i{bits}>)
-{sweeps.first}{sweeps.second}{sweeps.blame}{_beyond_text(f.target, f.element) if marks else ""}
+{sweeps.first}{sweeps.second}{sweeps.blame}
 {_spread_text(f.target, f.element)}
 define void @kernel{SIGNATURE} {{
 entry:
@@ -559,7 +564,7 @@ padded:
   {newline.join(tail)}
   br label %swept
 swept:
-  {newline.join(after)}
+  {newline.join(swept + blamed)}
   br label %finished
 finished:
   br label %next

@@ -67,12 +67,14 @@ def reduce(
     if spread is not None:
         kernel = kernel.given(spread)
     words = EIGHT_WORDS(address(rows.addresses), out, *kernel.rest)
-    local = None if counts is None else tallies_of(POOL.size(), m)
+    local, alone = None, rows.columns <= CHUNK_COLUMNS and rows.mask is None
+    if counts is not None:  # one thread adds to the counts themselves
+        local = counts[None] if alone else tallies_of(POOL.size(), m)
     if rows.mask is None:
         POOL.run(kernel.work, words, local, rows.columns, CHUNK_COLUMNS)
     else:
         over_columns(rows, kernel.work, words, local, BLOCK_COLUMNS)
-    if counts is not None and local is not None:
+    if counts is not None and local is not None and not alone:
         counts += local.sum(axis=0)
 
 

@@ -21,6 +21,7 @@ from phocas.kernels import (
     normals,
     products,
     programs,
+    tails,
     weighted,
 )
 from phocas.kernels.columns import Window
@@ -47,7 +48,9 @@ def compiled(name: str, element: str, wide: bool = False) -> int:
     """Return the address of a named kernel for an element; ``wide`` computes in doubles."""
     writers = {
         "clean": filtering.clean_module,
-        "tail": filtering.tail_module,
+        "tail": tails.tail_module,
+        "tail_squares": tails.squares_module,
+        "add_tail": tails.add_module,
         "masked": filtering.masked_module,
         "combine": mixing.combine_module,
         "fused": mixing.fused_module,

@@ -3,15 +3,14 @@
 The marks of each block of columns (:mod:`phocas.kernels.blocks`) determine which values are
 outliers. The comparison has the same bits as the comparison that counted the outliers.
 
-``clean`` copies rows. ``tail`` writes weighted distances of outliers from the centre, and zero for
-all other values. ``masked`` wraps another kernel: for every block of columns it copies the
+``clean`` copies rows. ``masked`` wraps another kernel: for every block of columns it copies the
 rows that need filtering to a thread's own memory, which stays in cache. It then calls the kernel on
-that block, with a table of rows that points to the copies.
+that block, with a table of rows that points to the copies. The kernels of :mod:`tails` read the
+same marks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,11 +25,11 @@ MOST_WORDS = 16  # largest number of words of a kernel's arguments
 
 
 class FilterArguments(NamedTuple):
-    """Arguments of ``clean`` and ``tail``.
+    """Arguments of ``clean``.
 
     ``rows`` and ``out`` are tables of k rows to read and to write. The marks of a block have
     ``size`` bytes. ``chosen`` are the indices of the rows among those that were marked. ``scale``
-    points to the scale of distances, which the largest distance follows for ``tail``.
+    points to the scale of distances.
     """
 
     rows: int
@@ -91,7 +90,7 @@ def clean_module(target: Target, element: Element) -> str:
     args = f.named(FilterArguments._fields)
     rows, out = args.pointer("rows"), args.pointer("out")
     with f.loop("%start", "%stop", BLOCK_COLUMNS) as block:
-        known = _Range(f, args, block.index, "%stop", str(BLOCK_COLUMNS))
+        known = Filtered(f, args, block.index, "%stop", str(BLOCK_COLUMNS))
         with f.loop("0", args.integer("k")) as row:
             source, place = (
                 f.at(f.pointer(table, row.index), block.index) for table in (rows, out)
@@ -105,31 +104,6 @@ def clean_module(target: Target, element: Element) -> str:
                 " i1 false)"
             )
             known.clean(source, place, fine, str(BLOCK_COLUMNS * element.size))
-    return finish(f)
-
-
-def tail_module(target: Target, element: Element) -> str:
-    """Generate the LLVM IR of ``tail``, which writes weighted distances of outliers.
-
-    Distances are from the centre of the column, and halved. The weight is what the window took from
-    a value: it rises from 0 at the limit to 1 at twice the limit. The result is zero for a value
-    that is no outlier, and NaN for an outlier that is farther than the largest distance. The kernel
-    is called for a range of columns. The range begins with the first column of a block.
-    """
-    f = Function(target, element)
-    args = f.named(FilterArguments._fields)
-    rows, out = args.pointer("rows"), args.pointer("out")
-    with f.loop("%start", "%stop", BLOCK_COLUMNS) as block:
-        known = _Range(f, args, block.index, "%stop", str(BLOCK_COLUMNS))
-        largest = f.scalar_at(args.pointer("scale"), 1)
-        with f.loop("0", args.integer("k")) as row:
-            source = f.at(f.pointer(rows, row.index), block.index)
-            place = f.at(f.pointer(out, row.index), block.index, f.scalar)
-            fine = f.op(f"icmp eq i64 {known.count(row.index)}, 0")
-            bytes_ = f.op(f"mul i64 {known.columns}, {element.compute_bits // 8}")
-            zeros = f.op(f"select i1 {fine}, i64 {bytes_}, i64 0")
-            f.line(f"  call void @llvm.memset.p0.i64(ptr {place}, i8 0, i64 {zeros}, i1 false)")
-            known.tail(source, place, fine, largest)
     return finish(f)
 
 
@@ -151,7 +125,7 @@ def masked_module(target: Target, element: Element) -> str:
     with f.loop("%start", "%stop", step) as item:
         number = f.op(f"udiv i64 {item.index}, {step}")
         begin = f.op(f"mul i64 {number}, {width}")
-        known = _Range(f, args, begin, columns, width)
+        known = Filtered(f, args, begin, columns, width)
         back = f.op(f"mul i64 {begin}, {-element.size}")
         with f.loop("0", args.integer("k")) as row:
             own = f.pointer(rows, row.index)
@@ -205,7 +179,7 @@ def _copy(f: Function, to: str, source: str, size: str) -> None:
     f.line(f"  call void @llvm.memcpy.p0.p0.i64(ptr {to}, ptr {source}, i64 {size}, i1 false)")
 
 
-class _Range:
+class Filtered:
     """A generator of code that filters the rows in some columns of a block, by their marks."""
 
     def __init__(self, f: Function, args: Words, begin: str, stop: str, width: str) -> None:
@@ -228,30 +202,6 @@ class _Range:
         which = self.f.op(f"load i64, ptr {self.f.at(self.chosen, row, 'i64')}")
         return self.f.op(f"load i64, ptr {self.f.at(self.counts, which, 'i64')}")
 
-    def tail(self, source: str, place: str, fine: str, largest: str) -> None:
-        """Emit code that writes the weighted distances of a row's outliers from the centres.
-
-        Args:
-            source: address of the row.
-            place: address of the distances, in the type of the computation.
-            fine: flag of one bit; if it is set, the row has no outlier and nothing is written.
-            largest: the largest distance; those beyond are written as NaN.
-        """
-        f = self.f
-        for step, value, centre, limit, lost in self._values(source, fine):
-            # Halved, so that no finite distance overflows.
-            distance = f.sub(f.mul(value, f.splat(0.5)), f.mul(centre, f.splat(0.5)))
-            near = f.compare("ole", f.absolute(distance), f.broadcast(largest))
-            # The limit is a scaled distance, the quotient has no unit. Infinite if the limit is 0.
-            double = f.mul(f.broadcast(self.scale), f.splat(2))
-            scaled = f.mul(f.absolute(distance), double)
-            weight = f.low(f.sub(f.div(scaled, limit), f.splat(1)), f.splat(1))
-            kept = f.select(near, f.mul(distance, weight), f.splat(math.nan))
-            size = f.element.compute_bits // 8
-            result = f.select(lost, kept, f.splat(0))
-            where = f.at(place, step, f.scalar)
-            f.line(f"  store {f.vector} {result}, ptr {where}, align {size}")
-
     def clean(self, source: str, place: str, fine: str, ahead: str) -> None:
         """Emit code that copies a row with outliers replaced by the centres of their columns.
 
@@ -262,10 +212,10 @@ class _Range:
             ahead: number of bytes from a value that is read to the value that is prefetched.
         """
         f = self.f
-        for step, value, centre, _, lost in self._values(source, fine, ahead):
+        for step, value, centre, _, lost in self.values(source, fine, ahead):
             f.store(f.select(lost, centre, value), f.at(place, step))
 
-    def _values(
+    def values(
         self, source: str, fine: str, ahead: str | None = None
     ) -> Iterator[tuple[str, str, str, str, str]]:
         """Emit loops over a row, by vectors and then by single values.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels import distances, filtering
+from phocas.kernels import distances, filtering, tails
 from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.code import compiled, eight_words
 from phocas.kernels.emit import ELEMENTS
@@ -22,6 +22,7 @@ from phocas.kernels.memory import (
     row_table,
     stored_dtype,
     stored_nan,
+    tallies_of,
 )
 from phocas.kernels.threads import CHUNK_COLUMNS, POOL, address
 
@@ -41,30 +42,66 @@ def cleaned(rows: Rows) -> NDArray[Any]:
     return out
 
 
-def tail(rows: Rows, mask: OutlierMask, largest: float, out: NDArray[np.floating]) -> None:
-    """Write half the weighted distances of outliers from the centres of their columns to ``out``.
+def tail(rows: Rows, mask: OutlierMask, largest: float) -> NDArray[np.floating]:
+    """Return half the weighted distances of outliers from the centres of their columns.
 
-    The weight rises from 0 at the limit of the column to 1 at twice the limit.
-
-    Args:
-        rows: the rows; the first column is the first column of a block.
-        mask: which values are outliers.
-        largest: the largest half of a distance; those beyond are written as NaN.
-        out: a (k, columns) array of computed values; zero where a value is no outlier.
+    The weight rises from 0 at the limit of the column to 1 at twice the limit. The result is zero
+    where a value is no outlier, and NaN where an outlier is farther than ``largest``. The first
+    column of the rows is the first column of a block.
     """
-    kind = compute_dtype(rows.element)
-    numbers = np.array([mask.scale, min(largest, float(np.finfo(kind).max))], kind)
+    out = np.empty((len(rows), rows.columns), compute_dtype(rows.element))
     table = row_table(out)
-    words = filtering.FilterArguments(
+    _run_tail("tail", rows, mask, (largest,), table, None)
+    return out
+
+
+def tail_squares(rows: Rows, mask: OutlierMask, largest: float) -> NDArray[np.float64]:
+    """Return the sum of squares of each row's tail (see :func:`tail`) in each block of columns."""
+    out = np.empty((-(-rows.columns // BLOCK_COLUMNS), len(rows)))
+    _run_tail("tail_squares", rows, mask, (largest,), out, None)
+    return out
+
+
+def add_tail(
+    rows: Rows,
+    mask: OutlierMask,
+    largest: float,
+    factors: NDArray[np.float64],
+    out: NDArray[np.floating],
+) -> NDArray[np.int64]:
+    """Add the tails of rows, each times its factor, to a result, in the order of the rows.
+
+    The sum is divided by the number of workers whose value is not lost: farther than ``largest``.
+    Return the number of lost values of each row.
+    """
+    lost = tallies_of(POOL.size(), len(rows))
+    numbers = (largest, len(rows), *(factors / len(rows)))
+    _run_tail("add_tail", rows, mask, numbers, out, lost)
+    return np.asarray(lost.sum(axis=0))
+
+
+def _run_tail(
+    name: str,
+    rows: Rows,
+    mask: OutlierMask,
+    numbers: tuple[float, ...],
+    out: NDArray[Any],
+    local: NDArray[Any] | None,
+) -> None:
+    """Run a kernel of tails; ``numbers`` begin with the largest distance."""
+    kind = compute_dtype(rows.element)
+    largest = min(numbers[0], float(np.finfo(kind).max))
+    values = np.array([mask.scale, largest, *numbers[1:]], kind)
+    words = tails.TailArguments(
         rows=address(rows.addresses),
-        out=address(table),
+        out=address(out),
         k=len(rows),
         marks=address(mask.marks),
         size=mask.marks.itemsize,
-        scale=address(numbers),
+        scale=address(values),
         chosen=address(mask.chosen),
     )
-    POOL.run(compiled("tail", rows.element), eight_words(*words), None, rows.columns, CHUNK_COLUMNS)
+    POOL.run(compiled(name, rows.element), eight_words(*words), local, rows.columns, CHUNK_COLUMNS)
 
 
 def clean_chunks(rows: Rows) -> Iterator[tuple[int, Rows]]:

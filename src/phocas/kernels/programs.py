@@ -115,9 +115,7 @@ def blocks_module(
     end = f.op("add i64 %column, %count")
     with _columns(f, "%rows", "%column", end, drop) as (column, found):
         left: tuple[str, ...] = (found.low, found.high)
-        if gives == "marks":
-            left += (found.centre, f.splat(float("inf")))  # infinite: every block gets marks
-        elif cutoff and gives == "values":
+        if gives == "marks" or (cutoff and gives == "values"):
             left += (found.centre,)
         elif gives == "values":
             f.store(found.value, f.at("%out", column))

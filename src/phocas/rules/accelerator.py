@@ -28,7 +28,7 @@ from phocas.rules.algebra import (
     needs_double,
     wants_double,
 )
-from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction, TailBlock
+from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
 from phocas.rules.measures import Partial, of_columns
 
 BLOCK_VALUES = 1 << 24
@@ -192,30 +192,35 @@ class DeviceMatrix(Matrix):
         result._replaced = outliers, there
         return result
 
-    def tails(self, piece: ColumnRange, outliers: Beyond, limit: float) -> Iterator[TailBlock]:
-        """Yield the distances of outliers from the centres, a range of columns at a time."""
-        for begin, end, block in self.blocks(piece):
-            values, bad = outliers.tail(_computed(block), piece.start + begin, limit)
-            lost_of = bad.sum(dim=1).cpu().numpy()
-            yield TailBlock(begin, end, values, values, bad.sum(dim=0), lost_of)
+    def _tails(
+        self, outliers: Beyond, limit: float
+    ) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
+        """Yield the tails of a range of columns: piece, columns, distances, and which are lost."""
+        for number, piece in enumerate(self.pieces):
+            for begin, end, block in self.blocks(piece):
+                found = outliers.tail(_computed(block), piece.start + begin, limit)
+                yield number, slice(begin, end), *found
 
-    def tail_squares(self, outliers: Beyond, limit: float, start: int = 0) -> Floats:
+    def tail_squares(self, outliers: Beyond, limit: float) -> Floats:
         """Return the squared length of each row's tail, summed on the device."""
-        del start
         result = np.zeros(self.m)
-        for piece in self.pieces:
-            for block in self.tails(piece, outliers, limit):
-                wide = block.values.device.type != "mps"
-                result += _squares(block.values.double() if wide else block.values, pairs=False)
+        for _, _, values, _ in self._tails(outliers, limit):
+            wide = values.device.type != "mps"
+            result += _squares(values.double() if wide else values, pairs=False)
         return result
 
-    def add_tail(self, out: torch.Tensor, block: TailBlock, allowed: Allowance) -> None:
-        """Add the scaled distances to the result, divided by the values that are not lost."""
-        values = block.values
-        scales = torch.as_tensor(allowed.scales, dtype=values.dtype, device=values.device)
-        count = (self.m - block.lost).clamp(min=1)
-        total = 2 * (values * scales[:, None] / count)[allowed.order].sum(dim=0)
-        out.copy_(out + total)
+    def add_tail(self, outs: list[Any] | None, outliers: Beyond, allowed: Allowance) -> Counts:
+        """Add the scaled tails to the results; return the number of lost values of each row."""
+        lost = np.zeros(self.m, np.int64)
+        for number, columns, values, bad in self._tails(outliers, allowed.limit):
+            lost += bad.sum(dim=1).cpu().numpy()
+            if outs is not None:
+                scales = torch.as_tensor(allowed.scales, dtype=values.dtype, device=values.device)
+                count = (self.m - bad.sum(dim=0)).clamp(min=1)
+                total = 2 * (values * scales[:, None] / count)[allowed.order].sum(dim=0)
+                out = outs[number][columns]
+                out.copy_(out + total)
+        return lost
 
     def empty(self, piece: ColumnRange, reduction: Reduction, rows: torch.Tensor) -> torch.Tensor:
         """Return an empty tensor of the stored type."""

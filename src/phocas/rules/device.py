@@ -36,7 +36,7 @@ from phocas.rules.algebra import (
     needs_double,
     wants_double,
 )
-from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction, TailBlock
+from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
 from phocas.rules.measures import Partial, of_columns
 
 VARIABLE = "PHOCAS_DEVICE_KERNELS"
@@ -188,14 +188,14 @@ class KernelMatrix(Matrix):
         other = _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
         other.keep_tail(reduction, spreads, outs, outside, start)
 
-    def tails(self, piece: ColumnRange, outliers: Any, limit: float) -> Iterator[TailBlock]:
+    def tail_squares(self, outliers: Any, limit: float) -> Floats:
         """Raise KernelError, because there is no kernel: :meth:`keep_tail` does without."""
-        del piece, outliers, limit
+        del outliers, limit
         raise KernelError("Triton's kernels keep no tail")
 
-    def add_tail(self, out: Any, block: TailBlock, allowed: Allowance) -> None:
+    def add_tail(self, outs: list[Any] | None, outliers: Any, allowed: Allowance) -> Counts:
         """Raise KernelError, because there is no kernel: :meth:`keep_tail` does without."""
-        del out, block, allowed
+        del outs, outliers, allowed
         raise KernelError("Triton's kernels keep no tail")
 
     @or_by_torch

@@ -25,7 +25,6 @@ from phocas.rules.algebra import (
     Floats,
     Function,
     Mix,
-    Norms,
     OutlierShares,
     Planning,
     Radii,
@@ -123,27 +122,6 @@ class ColumnRange:
     element: str
 
 
-@dataclass(slots=True, eq=False)
-class TailBlock:
-    """Half the weighted distances of outliers from their columns' centres, in a range of columns.
-
-    Attributes:
-        begin: the first column, counted from the first column of the piece.
-        end: the last column + 1.
-        rows: the distances, in the form in which the kernels of the back end read rows.
-        values: the distances; zero if a value is no outlier, or is farther than the limit.
-        lost: the number of values of each column that are farther than the limit; None: no value.
-        lost_of: the number of values of each row that are farther than the limit; None: no value.
-    """
-
-    begin: int
-    end: int
-    rows: Any
-    values: Any
-    lost: Any = None
-    lost_of: Counts | None = None
-
-
 class Outliers(Protocol):
     """The cells of a matrix that a filter replaces, in the form of the back end."""
 
@@ -200,12 +178,16 @@ class Matrix(ABC):
         """Return the rows with these cells replaced and the excluded rows as NaN."""
 
     @abstractmethod
-    def tails(self, piece: ColumnRange, outliers: Any, limit: float) -> Iterator[TailBlock]:
-        """Yield the distances of outliers from the centres; ranges without outliers may lack."""
+    def tail_squares(self, outliers: Any, limit: float) -> Floats:
+        """Return the squared length of each row's tail; see :class:`Tail`."""
 
     @abstractmethod
-    def add_tail(self, out: Any, block: TailBlock, allowed: Allowance) -> None:
-        """Add the scaled distances to the result, divided by the values that are not lost."""
+    def add_tail(self, outs: list[Any] | None, outliers: Any, allowed: Allowance) -> Counts:
+        """Add the scaled tails to the results; return the number of lost values of each row.
+
+        A value is lost if it is farther from the centre than the limit. The sum of a column is
+        divided by the number of its values that are not lost. Without results, only count.
+        """
 
     @abstractmethod
     def empty(self, piece: ColumnRange, reduction: Reduction, rows: Any) -> Any:
@@ -277,25 +259,10 @@ class Matrix(ABC):
             [self.stored(piece, out) for piece, out in zip(self.pieces, outs, strict=True)]
         )
 
-    def tail_squares(self, outliers: Any, limit: float, start: int = 0) -> Floats:
-        """Return the squared length of each row's tail."""
-        found: Floats = measures.total(Norms(), [self.tail_partial(outliers, limit, start)])
-        return found
-
-    def tail_partial(self, outliers: Any, limit: float, start: int = 0) -> Partial:
-        """Measure the squared length of each row's tail; see :class:`Tail`."""
-        result = Partial(self.m)
-        done = start
-        for piece in self.pieces:
-            for block in self.tails(piece, outliers, limit):
-                begin, end = (start + piece.start + each for each in (block.begin, block.end))
-                if begin > done:
-                    result += measures.nothing(done, begin - done, self.m)
-                result += self.measured(Norms(), begin, block.rows)
-                done = end
-        if start + self.d > done:
-            result += measures.nothing(done, start + self.d - done, self.m)
-        return result
+    def tail_partial(self, outliers: Any, limit: float) -> Partial:
+        """Measure the squared length of each row's tail in a range of columns."""
+        del outliers, limit
+        raise TypeError("the tails of ranges of columns are measured in host memory only")
 
     def keep_tail(
         self, reduction: Reduction, spreads: Any, outs: list[Any], outside: Counts, start: int
@@ -316,14 +283,8 @@ class Matrix(ABC):
         allowed = reduction.allowed
         if allowed is None:
             limit = tail.limit(measures.total(SquaredRadii(), [outliers.squared_radii()]))
-            allowed = tail.allowance(self.tail_squares(outliers, limit, start), limit)
-        lost = np.zeros(self.m, np.int64)
-        for piece, out in zip(self.pieces, outs, strict=True):
-            for block in self.tails(piece, outliers, allowed.limit):
-                if not reduction.mean:
-                    self.add_tail(out[block.begin : block.end], block, allowed)
-                if block.lost_of is not None:
-                    lost += block.lost_of
+            allowed = tail.allowance(self.tail_squares(outliers, limit), limit)
+        lost = self.add_tail(None if reduction.mean else outs, outliers, allowed)
         outside -= np.rint(allowed.scales * np.maximum(outside - lost, 0)).astype(np.int64)
 
     def apply(self, function: Function, mix: Mix) -> Any:
@@ -415,7 +376,7 @@ class Execution:
         if isinstance(self.request, SquaredRadii):
             return self._found(matrix, start).squared_radii()
         if isinstance(self.request, TailNorms):
-            return matrix.tail_partial(self._found(matrix, start), self.request.limit, start)
+            return matrix.tail_partial(self._found(matrix, start), self.request.limit)
         if self.request is None:
             raise ValueError("there is no request: the aggregation is ready to finish")
         return self._seen(matrix, start).partial(self.request, start)

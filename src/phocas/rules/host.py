@@ -16,13 +16,20 @@ from phocas import kernels
 from phocas.floats import to_bfloat16
 from phocas.kernels import Rows, SparseMix
 from phocas.rules import measures
-from phocas.rules.algebra import Allowance, Floats, OutlierShares, Radii, Request, needs_double
-from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction, TailBlock
+from phocas.rules.algebra import (
+    Allowance,
+    Floats,
+    OutlierShares,
+    Radii,
+    Request,
+    TailNorms,
+    needs_double,
+)
+from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
 from phocas.rules.masking import OutlierMasks
 from phocas.rules.measures import Partial, rows_of
 
 COPIED_COLUMNS = 1 << 15
-TAIL_VALUES = 1 << 17  # distances of outliers that are computed at a time, which stay in a cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,38 +116,60 @@ class HostMatrix(Matrix):
         found._replaced = outliers, excluded
         return found
 
-    def tails(
-        self, piece: ColumnRange, outliers: OutlierMasks, limit: float
-    ) -> Iterator[TailBlock]:
-        """Yield the distances of outliers from the centres, a few blocks of columns at a time."""
-        for begin, _, rows, _ in _cut(piece, outliers.spreads, outliers.start):
-            place = outliers.start + piece.start + begin
-            if outliers.mask(place) is None:
-                continue
-            for first, last in _steps(place, rows.columns, self.m):
-                mask = outliers.mask(place, first)
-                if mask is None or not mask.marks["counts"].any():
-                    continue
-                part = rows.shifted(first, last)
-                values = np.empty((self.m, last - first), kernels.compute_dtype(rows.element))
-                kernels.tail(part, mask, limit, values)
-                bad = np.isnan(values)
-                block = TailBlock(begin + first, begin + last, rows_of(values), values)
-                if bad.any():
-                    values[bad] = 0
-                    block.lost, block.lost_of = bad.sum(axis=0), bad.sum(axis=1)
-                yield block
+    def tail_partial(self, outliers: OutlierMasks, limit: float) -> Partial:
+        """Measure the tails; those in split blocks of columns as values."""
+        block = kernels.BLOCK_COLUMNS
+        sums, edges = [], []
+        for _, _, place, rows in self._marked(outliers):
+            mask = outliers.mask(place)
+            whole = 0 if place % block else rows.columns // block
+            rest = rows.columns - whole * block
+            if whole:
+                found = np.zeros((whole, self.m))
+                if mask is not None:
+                    found = kernels.tail_squares(rows.shifted(0, whole * block), mask, limit)
+                sums.append((place // block, found))
+            if rest:
+                values = np.zeros((self.m, rest), kernels.compute_dtype(rows.element))
+                mask = outliers.mask(place, whole * block)
+                if mask is not None:
+                    values = kernels.tail(rows.shifted(whole * block, rows.columns), mask, limit)
+                    values[np.isnan(values)] = 0
+                edges.append((place + whole * block, values))
+        return Partial(self.m, tuple(sums), tuple(edges))
 
-    def add_tail(self, out: NDArray[Any], block: TailBlock, allowed: Allowance) -> None:
-        """Add the scaled distances to the result, divided by the values that are not lost."""
-        kind = block.values.dtype.type
-        count = self.m if block.lost is None else np.maximum(self.m - block.lost, 1).astype(kind)
-        total = np.zeros(len(out), kind)
-        with np.errstate(over="ignore"):
-            for i in allowed.order:
-                if allowed.scales[i] and block.values[i].any():
-                    total += block.values[i] * kind(allowed.scales[i]) / count
-            out += 2 * total
+    def tail_squares(self, outliers: OutlierMasks, limit: float) -> Floats:
+        """Return the squared length of each row's tail."""
+        found: Floats = measures.total(TailNorms(limit), [self.tail_partial(outliers, limit)])
+        return found
+
+    def add_tail(
+        self, outs: list[Any] | None, outliers: OutlierMasks, allowed: Allowance
+    ) -> Counts:
+        """Add the scaled tails to the results; return the number of lost values of each row."""
+        lost = np.zeros(self.m, np.int64)
+        order = allowed.order
+        for number, begin, place, rows in self._marked(outliers):
+            mask = outliers.mask(place)
+            if mask is None:
+                continue
+            out = np.empty(rows.columns, kernels.compute_dtype(rows.element))
+            if outs is not None:
+                out = outs[number][begin : begin + rows.columns]
+            ordered = replace(mask, chosen=order)
+            factors = allowed.scales[order]
+            lost[order] += kernels.add_tail(rows.take(order), ordered, allowed.limit, factors, out)
+        return lost
+
+    def _marked(self, outliers: OutlierMasks) -> Iterator[tuple[int, int, int, Rows]]:
+        """Yield the ranges of columns that were marked.
+
+        Each is the number of its piece, its first column in the piece and in the whole matrix, and
+        its rows.
+        """
+        for number, piece in enumerate(self.pieces):
+            for begin, _, rows, _ in _cut(piece, outliers.spreads, outliers.start):
+                yield number, begin, outliers.start + piece.start + begin, rows
 
     def keep_tail(
         self, reduction: Reduction, spreads: Any, outs: list[Any], outside: Counts, start: int
@@ -259,17 +288,6 @@ def _cut(
     for begin, end, rows in _blocks(piece):
         for first, last, spread in _segments(start + piece.start + begin, end - begin, spreads):
             yield begin + first, begin + last, rows.shifted(first, last), spread
-
-
-def _steps(place: int, columns: int, m: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of columns that end where a granule ends, and fit into a cache together."""
-    granule = kernels.granule_columns(m)
-    together = max(1, TAIL_VALUES // (m * granule))
-    begin = 0
-    while begin < columns:
-        end = min(columns, ((place + begin) // granule + together) * granule - place)
-        yield begin, end
-        begin = end
 
 
 def _filtered(

@@ -88,11 +88,10 @@ class OutlierMasks:
 
         None: the range has no outliers.
         """
-        _, marks = self.ranges[place]
-        if not marks["counts"].any():
+        here = self.ranges[place][1][begin // kernels.BLOCK_COLUMNS :]
+        if not here["counts"].any():
             return None
         scale = kernels.scale_for(self.window.kept(self.rows or self.m))
-        here = marks[begin // kernels.BLOCK_COLUMNS :]
         return OutlierMask(here, scale, np.zeros(self.m, bool), np.arange(self.m))
 
     def of(self, place: int, rows: Rows, excluded: NDArray[np.bool_], stored: str) -> Rows:

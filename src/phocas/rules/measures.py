@@ -120,18 +120,6 @@ def of_columns(
     return Partial(m, ((first, sums(head, tail)),) if tail > head else (), edges)
 
 
-def nothing(start: int, columns: int, m: int) -> Partial:
-    """Return the measurement of columns in which the squares of all rows are zero."""
-    granule = kernels.granule_columns(m)
-    return of_columns(
-        m,
-        start,
-        columns,
-        lambda begin, end: kernels.packed_sums(np.zeros(((end - begin) // granule, m))),
-        lambda begin, end: np.zeros((m, end - begin), np.float32),
-    )
-
-
 def total(
     request: Request | Radii | OutlierShares | SquaredRadii | TailNorms,
     partials: Iterable[Partial],
@@ -150,6 +138,8 @@ def total(
         return _shares(parts, columns)
     if isinstance(request, SquaredRadii):
         return _squared_radii(parts, columns)
+    if isinstance(request, TailNorms):
+        return _tail_norms(parts, columns)
     m = parts[0].m
     granule = kernels.granule_columns(m)
     blocks, edges = _covering(parts, granule, columns)
@@ -229,6 +219,16 @@ def _squared_radii(parts: list[Partial], columns: int | None) -> float:
     return float(sum(total[number] for number in sorted(total)))
 
 
+def _tail_norms(parts: list[Partial], columns: int | None) -> Floats:
+    """Return the squared length of each row's tail, from the sums of all blocks of columns."""
+    m = parts[0].m
+    blocks, edges = _covering(parts, kernels.BLOCK_COLUMNS, columns)
+    whole = dict(blocks)
+    for number, values in _complete(edges, m, kernels.BLOCK_COLUMNS).items():
+        whole[number] = kernels.tail_square_sums(values)[None]
+    return _in_order([whole[number] for number in sorted(whole)]) if whole else np.zeros(m)
+
+
 def _checked(partials: Iterable[Partial]) -> list[Partial]:
     """Return the partials as a list; raise ValueError if it is empty or the rows differ."""
     parts = list(partials)
@@ -299,8 +299,8 @@ def _complete(
     return joined
 
 
-def _sums(request: Request | TailNorms, rows: Rows, granule: int) -> Floats:
-    if isinstance(request, Norms | TailNorms):
+def _sums(request: Request, rows: Rows, granule: int) -> Floats:
+    if isinstance(request, Norms):
         return kernels.square_sums(rows, granule)
     return kernels.pair_sums(rows, granule, request.wide)
 
