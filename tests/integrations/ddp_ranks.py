@@ -375,7 +375,8 @@ def rare(rank: int) -> Any:
         return warned(lambda: train(Recorded(model, guarded(model), [[]]), rank, 20, poison))
 
     return {
-        "rare": run(Tokens(), lambda model: protect(model, "heraclius:b=1")),
+        "rare": run(Tokens(), lambda model: protect(model, "phocas:b=1")),
+        "kept": run(Tokens(), lambda model: protect(model, "heraclius:b=1")),
         "watched": run(Tokens(), lambda model: watch(model, b=1)),
         "dense": run(dense_network(), lambda model: protect(model, "heraclius:b=1"), 1e20),
     }
@@ -494,7 +495,7 @@ def lying_aggregator(rank: int) -> Any:
 
     def gather(wire: Wire, parts: Any, sizes: Any = None) -> Any:
         if rank == LIAR and sizes is not None:
-            parts[1][0] ^= 1
+            parts[-2][0] ^= 1
         return honest(wire, parts, sizes)
 
     honest = Wire.gather

@@ -455,7 +455,8 @@ def rare(rank: int) -> Any:
         return warned(lambda: train(model, rank, 20, poison))
 
     return {
-        "rare": run(Tokens(), lambda model: protect(model, "heraclius:b=1")),
+        "rare": run(Tokens(), lambda model: protect(model, "phocas:b=1")),
+        "kept": run(Tokens(), lambda model: protect(model, "heraclius:b=1")),
         "watched": run(Tokens(), lambda model: watch(model, b=1)),
         "dense": run(dense_network(), lambda model: protect(model, "heraclius:b=1"), 1e20),
     }

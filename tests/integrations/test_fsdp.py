@@ -339,8 +339,7 @@ def test_the_example_outlives_a_broken_device_and_names_it(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Warning") == 1
-    assert "RuntimeWarning: characters.weight: the gradients are mostly zero" in done.stderr
+    assert "Warning" not in done.stderr
     assert "plain FSDP2: step 90, loss nan" in done.stdout
     loss = re.search(r"heraclius:b=1: step 90, loss ([\d.]+)", done.stdout)
     assert loss is not None

@@ -28,7 +28,7 @@ from phocas.integrations.reactions import Reactions, write_log
 from phocas.integrations.reports import FlaggedRank, as_text
 from phocas.integrations.wire import Wire
 from phocas.report.page.guards import read_reports
-from phocas.rules import Heraclius, parse_rule
+from phocas.rules import Heraclius, Phocas, parse_rule
 
 NAMES = ["a.weight", "a.bias"]
 M, WIDTH = 4, 4096
@@ -347,7 +347,8 @@ def test_verdict_that_is_not_whole_is_left_out(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("rule", "by_single_values"),
     [
-        ("heraclius:b=1", True),
+        ("heraclius:b=1", False),
+        ("heraclius:b=1,tail=0", True),
         ("median", True),
         ("nnm:b=1|phocas:b=1", True),
         ("cell-filter:b=1|mean", True),
@@ -365,7 +366,8 @@ def test_rules_that_drop_single_values_are_known(rule: str, by_single_values: bo
 
 def rare_parameter(rows: Callable[[torch.Tensor, int], None]) -> float:
     """Return the parameter whose values are found to be rare in 16 steps."""
-    observer = detection().observer(0)
+    state = DetectionState(Phocas(b=1), NAMES, ["host"] * M, 0, Reactions(), "adversaries")
+    observer = state.observer(0)
     for number in range(16):
         values = torch.randn(M, WIDTH, generator=torch.Generator().manual_seed(number))
         rows(values[:, 2048:], number)

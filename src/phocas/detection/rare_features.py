@@ -22,10 +22,11 @@ _NOTABLE = 0.02  # share of columns with values of few ranks
 
 
 def by_coordinates(rule: Rule, m: int) -> bool:
-    """Return whether a rule drops single values of the m rows, and not whole rows only."""
+    """Return whether a rule drops single values that few of the m rows have."""
     plan = plan_of(rule, m)
     chooses = not plan.window.plain and bool(plan.window.trim or plan.window.drop)
-    return plan.monitored is None and (chooses or plan.filtering is not None)
+    drops = chooses and not plan.keeps_tail
+    return plan.monitored is None and (drops or plan.filtering is not None)
 
 
 class RareFeatures:

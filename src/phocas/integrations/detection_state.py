@@ -31,6 +31,7 @@ from phocas.integrations.reports import (
     Report,
     SuspectReport,
 )
+from phocas.integrations.tail_scale import TailScale
 from phocas.integrations.wire import Wire
 from phocas.rules import Rule
 
@@ -71,6 +72,7 @@ class DetectionState:
         self.rule, self.m, self.names, self.hosts = rule, m, names, hosts
         self.detector = Detector(m, rule.max_byzantine(m) or None, threat=threat)
         self.tolerated = rule.tolerates(m).rows
+        self.scale = TailScale(m, self.detector.b)
         self.left_out: list[int] = []
         """The rows that are excluded, first excluded first; a later kind does not readmit them."""
         self.reactions = reactions
@@ -109,8 +111,7 @@ class DetectionState:
                 f"{found[0]}: the gradients are mostly zero on most ranks, and {self.rule} may"
                 " drop values that only few ranks have as outliers: rare tokens and experts of"
                 " honest ranks are then learned worse or not at all. Heraclius alone keeps such"
-                " values, unless a shard of a bucket has no others (docs/ddp.md);"
-                f" watch(model, b={self.detector.b}) averages",
+                f" values (docs/ddp.md); watch(model, b={self.detector.b}) averages",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -155,6 +156,7 @@ class DetectionState:
             "public": [one.report() for one in self.public.values()],
             "firsts": self.firsts,
             "left_out": self.left_out,
+            "squares": self.scale.known,
             "steps": 0 if self.job is None else self.job.steps,
             "logged": sorted(self.reactions.logged),
             "acted": sorted(self.reactions.acted),
@@ -184,6 +186,7 @@ class DetectionState:
         self.detector.load_state(as_arrays(state, self.detector.state()))
         self.detector.load_findings_state(told)
         self.firsts, self.left_out = told["firsts"], told["left_out"]
+        self.scale.known = told.get("squares", 0.0)
         self.reactions.logged, self.reactions.acted = set(told["logged"]), set(told["acted"])
         self.announced = set()
         self.public = {one["rank"]: FlaggedRank.read(one) for one in told["public"]}

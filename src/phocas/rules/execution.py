@@ -89,6 +89,7 @@ class Reduction:
         mean: whether to return the plain mean of all rows, and use the window for the counts only.
         tail: the allowance for outliers; None: outliers are dropped.
         allowed: how much of each row's tail is added, if it was measured over more columns.
+        squares: the smallest sum of squared radii from which the limit of the tail is computed.
     """
 
     window: Window
@@ -98,6 +99,7 @@ class Reduction:
     mean: bool = False
     tail: Tail | None = None
     allowed: Allowance | None = None
+    squares: float = 0.0
 
     @property
     def sums(self) -> Floats | None:
@@ -282,7 +284,8 @@ class Matrix(ABC):
         outliers = self.outliers(tail.outliers(reduction.window, spreads), start)
         allowed = reduction.allowed
         if allowed is None:
-            limit = tail.limit(measures.total(SquaredRadii(), [outliers.squared_radii()]))
+            squares = measures.total(SquaredRadii(), [outliers.squared_radii()])
+            limit = tail.limit(max(squares, reduction.squares))
             allowed = tail.allowance(self.tail_squares(outliers, limit), limit)
         lost = self.add_tail(None if reduction.mean else outs, outliers, allowed)
         outside -= np.rint(allowed.scales * np.maximum(outside - lost, 0)).astype(np.int64)
@@ -314,6 +317,9 @@ class Execution:
         m: the number of rows.
         d: the number of columns; if given, an answer with fewer columns is rejected.
         shared: whether blocks of columns may be split, so that their scales must be exchanged.
+
+    Attributes:
+        squares: the smallest sum of squared radii from which the limit of the tail is computed.
     """
 
     def __init__(self, plan: Plan, m: int, *, d: int | None = None, shared: bool = False) -> None:
@@ -323,6 +329,7 @@ class Execution:
         self.mix = UNMIXED
         self.request: Measurement | None = None
         self._shared = shared
+        self.squares = 0.0
         self._allowed: Allowance | None = None
         self._spreads: Mapping[int, float] | None = None
         self._looked_for: OutlierShares | None = None
@@ -441,6 +448,7 @@ class Execution:
             self._spreads,
             tail=plan.tail if keeps else None,
             allowed=self._allowed,
+            squares=self.squares,
         )
 
     @property
@@ -479,6 +487,7 @@ class Execution:
 
         def explain() -> tuple[Any, Floats]:
             counts = np.zeros(self.m, np.int64)
+            reduction.squares = self.squares
             return reduce(counts), self._shares(counts, matrix.d)
 
         return explain

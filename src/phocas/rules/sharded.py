@@ -24,6 +24,8 @@ from functools import partial
 from typing import Any
 
 from phocas.deprecation import former_attributes
+from phocas.rules import measures
+from phocas.rules.algebra import SquaredRadii
 from phocas.rules.base import Explanation, Randomness, Rule, as_generator, plan_of
 from phocas.rules.execution import Execution, Matrix, Measurement
 from phocas.rules.inputs import open_rows
@@ -40,8 +42,9 @@ class ShardedAggregation:
     between servers, then whether there are outliers, and then the lengths of the rows' tails. (A
     block is 1024 columns, counted from the first column of the matrix.) With ``whole_blocks=False``
     Heraclius requests nothing: every server counts blocks from its own first column, and measures
-    tails in its own columns. A rule that filters cells always requests these radii, and then the
-    number of replaced cells. With ``d``, an answer without the last columns is rejected as well.
+    tails in its own columns, with a limit from its own radii or from ``squares``. A rule that
+    filters cells always requests these radii, and then the number of replaced cells. With ``d``, an
+    answer without the last columns is rejected as well.
 
     Args:
         rule: the rule, or its text.
@@ -77,6 +80,32 @@ class ShardedAggregation:
         self.filters = plan.filtering is not None
         """Whether the rule filters cells, which needs the columns in host memory."""
         self._run = Execution(plan, m, d=d, shared=whole_blocks or self.filters)
+
+    @property
+    def keeps_tail(self) -> bool:
+        """Tell whether the rule adds outliers to its result, up to a limit."""
+        return self._run.plan.keeps_tail
+
+    @property
+    def squares(self) -> float:
+        """Return the sum of squared radii that the limit of the tail is at least computed from.
+
+        It is 0 unless it is set. A server that knows the sum of all columns, of this or of an
+        earlier round, sets it with ``whole_blocks=False``.
+        """
+        return self._run.squares
+
+    @squares.setter
+    def squares(self, squares: float) -> None:
+        self._run.squares = squares
+
+    def squared_radii(self, columns: Any) -> float:
+        """Return the sum of the squared radii of some columns, for a rule that keeps a tail."""
+        matrix, plan = self._open(columns), self._run.plan
+        if plan.tail is None:
+            return 0.0
+        outliers = matrix.outliers(plan.tail.outliers(plan.window, None))
+        return float(measures.total(SquaredRadii(), [outliers.squared_radii()]))
 
     @property
     def request(self) -> Measurement | None:

@@ -129,11 +129,12 @@ class DDPAggregator:
     def _finish(self, bucket: Bucket, *, last: bool) -> None:
         """Aggregate the shard of this rank, and write the results of all ranks to the bucket."""
         m = self.wire.m
-        before = report_bytes(m) if last else 0
+        before = report_bytes(m) + self.state.scale.size if last else 0
         form = self._form(bucket, before + 8 * m)
-        aside = [self.observer.report()] if last else []
+        own = self.wire.rank
+        self.state.scale.measure(self.observer.step, self.evaluation, bucket.columns[own])
+        aside = [self.observer.report(), self.state.scale.report()] if last else []
         if len(self.shifts) == 1:
-            own = self.wire.rank
             result = self._result(bucket, form, own, [bucket.columns[own]])
             messages = self.wire.gather([*aside, *result], form.sizes)
         else:
@@ -144,7 +145,8 @@ class DDPAggregator:
         torch.cat(form.values, out=bucket.flat)
         self.lost += numbers[:, before // 8 :]
         if last:
-            reports = numbers[:, : before // 8]
+            self.state.scale.hear(numbers[:, before // 8 - 1])
+            reports = numbers[:, : before // 8 - 1]
             if self.detector.hear(reports, self.lost, self.columns):
                 self.state.note(reports)
             self.observer.end()

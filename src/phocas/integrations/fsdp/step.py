@@ -41,6 +41,7 @@ class FSDPAggregator:
         self.wire, self.state, self.shards, self.seed = wire, state, shards, seed
         self.rule = state.rule
         self.observer = state.observer(seed)
+        self.aggregation = ShardedAggregation(self.rule, wire.m, whole_blocks=False)
         self.pending: _PendingReports | None = None
         self.said_twice = self.said_partial = False
         self._begin()
@@ -78,7 +79,8 @@ class FSDPAggregator:
     def _explain(self, unit: Unit, arrived: Arrived) -> Explanation:
         rows = arrived.rows
         if self.rule.columnwise:
-            return self.rule.explain(rows)
+            self.state.scale.measure(self.step, self.aggregation, rows)
+            return self.aggregation.explain(rows, 0)
         rng = generator(Stream.RULE, self.seed, self.step, unit.number)
         aggregation = ShardedAggregation(self.rule, self.wire.m, rng, whole_blocks=False)
         host = rows.cpu()
@@ -94,7 +96,8 @@ class FSDPAggregator:
         if step != self.step:
             return
         self.observer.bet()
-        parts = [self.observer.report(), as_bytes(torch.from_numpy(self.dropped))]
+        dropped = as_bytes(torch.from_numpy(self.dropped))
+        parts = [self.observer.report(), self.state.scale.report(), dropped]
         self.pending = _PendingReports.send(self.wire, parts, self.columns * self.shards)
         self.state.send()
         self.observer.end()
@@ -108,7 +111,8 @@ class FSDPAggregator:
         sent, self.pending = self.pending, None
         messages = sent.wait(self.wire.m)
         before = report_bytes(self.wire.m) // 8
-        self.state.hear(messages[:, :before], messages[:, before:], sent.columns)
+        self.state.scale.hear(messages[:, before])
+        self.state.hear(messages[:, :before], messages[:, before + 1 :], sent.columns)
         self.observer.follow(self.state.detector)
 
 
