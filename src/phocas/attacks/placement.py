@@ -53,12 +53,15 @@ def edge_of_cutoff(honest: np.ndarray, q: int, window: Window) -> np.ndarray:
 def highest_kept(
     honest: np.ndarray, *, q: int, together: int, dropped: int, trimmed: int
 ) -> np.ndarray:
-    """Return, for each column, the highest value at which ``together`` Byzantine values are kept.
+    """Return the highest value that Byzantine workers can send without being dropped, by column.
+
+    The rule drops the values farthest from a trimmed mean. ``together`` Byzantine workers send the
+    returned value. The others send infinity, so that the rule drops these instead.
 
     Args:
         honest: the honest values, sorted along axis 0, (h, d).
-        q: number of Byzantine values; those not ``together`` are at infinity.
-        together: number of Byzantine values that share the returned value, at least 1.
+        q: number of Byzantine values in a column.
+        together: how many of them share the returned value, at least 1.
         dropped: number of values that the rule drops, b; at least q.
         trimmed: number of values trimmed on each side to find the centre; at least ``dropped``.
     """

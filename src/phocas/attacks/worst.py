@@ -75,7 +75,10 @@ class ALittleIsEnough(ColumnLie):
         return self.against is None
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Yield a message also if the paper's z does not exist: it needs 2q <= m and m >= 3."""
+        """Yield what is wrong with the setting.
+
+        Without z, the paper's formula for it needs 2q <= m and m >= 3.
+        """
         yield from super().problems(setting)
         m = setting.m
         if self.against is not None:

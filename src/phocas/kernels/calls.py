@@ -141,7 +141,10 @@ def marks(
 
 
 def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
-    """Write the mixed rows to ``out``, a (k, columns) array of computed values or of doubles."""
+    """Write the k mixed rows to ``out``, a (k, columns) array.
+
+    ``out`` has the dtype in which the kernels compute (see ``compute_dtype``), or float64.
+    """
     if rows.mask is not None:
         for begin, part in clean_chunks(rows):
             combine(part, mix, out[:, begin : begin + part.columns])

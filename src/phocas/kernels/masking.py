@@ -167,7 +167,11 @@ class Patch(NamedTuple):
 
 
 class FilteredCall(NamedTuple):
-    """A kernel, its arguments, the number of items, and the items per chunk."""
+    """A kernel that is to read rows without their outliers.
+
+    ``work`` is the address of the kernel, ``words`` are its arguments, and ``local`` is the memory
+    of each thread. The kernel processes ``items``, in chunks of ``chunk`` per thread.
+    """
 
     rows: Rows
     work: int

@@ -60,9 +60,10 @@ class NNM(Bounded, PreAggregator):
         return Tolerance(rows=min(self.b, following.rows))
 
     def error_bound(self, m: int, q: int, following: float) -> float | None:
-        """Bound the error: honest rows move by at most sqrt(2) standard deviations (RMS).
+        """Bound the error of the following rule on mixed rows, in standard deviations.
 
-        The m - b nearest rows of a row are on average no farther than the honest rows.
+        Mixing moves honest rows by at most sqrt(2) standard deviations (root mean square): the
+        m - b nearest rows of an honest row are on average no farther away than the honest rows.
         """
         del m, q
         return (1 + math.sqrt(2)) * following + math.sqrt(2)
