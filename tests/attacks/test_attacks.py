@@ -16,6 +16,7 @@ from phocas.attacks import (
     BitFlip,
     ConstantRows,
     Crash,
+    Fang,
     Gambler,
     Gaussian,
     InnerProduct,
@@ -24,6 +25,8 @@ from phocas.attacks import (
     MinMax,
     MinSum,
     Omniscient,
+    OptimalALIE,
+    OptimalInnerProduct,
     RandomCells,
     SignFlip,
     SilentCorruption,
@@ -58,8 +61,15 @@ EXAMPLES: list[Attack] = [
     ALittleIsEnough(q=4),
     ALittleIsEnough(q=4, z=-1.5, who="resampled"),
     ALittleIsEnough(q=3, against=Phocas(b=3)),
+    OptimalALIE(q=3, against=Phocas(b=3)),
+    OptimalALIE(q=3, against=Krum(b=3), evaluations=8, who="resampled"),
+    OptimalInnerProduct(q=3, against=Median()),
+    Fang(q=3),
+    Fang(q=3, stretch=1.5, who="resampled"),
+    Fang(q=3, target="krum"),
     Mimic(q=4),
     Mimic(q=4, worker=7),
+    Mimic(q=4, warmup=5),
     MinMax(q=3),
     MinMax(q=3, direction="unit"),
     MinSum(q=3, direction="sign", who="resampled"),
@@ -77,6 +87,11 @@ EXAMPLES: list[Attack] = [
     WorstCase(Krum(b=3), q=3, budget=40, model="cells"),
 ]
 IDS = [str(attack) for attack in EXAMPLES]
+REST = {
+    "worst-case": ",rule=(phocas:b=4)",
+    "optimal-alie": ",against=(phocas:b=4)",
+    "optimal-ipm": ",against=(phocas:b=4)",
+}
 ROW_ATTACKS = [name for name, cls in ATTACKS.items() if hasattr(cls, "chosen")]
 each = pytest.mark.parametrize("attack", EXAMPLES, ids=IDS)
 each_kind = pytest.mark.parametrize("kind", FORMATS)
@@ -186,7 +201,7 @@ def test_honest_rows_may_have_any_values(attack: Attack, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ROW_ATTACKS)
 def test_one_honest_row_is_enough(name: str) -> None:
-    rest = {"worst-case": ",rule=median", "a-little-is-enough": ",z=1"}.get(name, "")
+    rest = {"a-little-is-enough": ",z=1"}.get(name, REST.get(name, ""))
     G = tensor("float32")
     honest = words(G)[-1].copy()
     corrupt(parse_attack(f"{name}:q={M - 1}{rest}"), G)
@@ -229,7 +244,7 @@ def test_only_label_flip_changes_labels(attack: Attack) -> None:
 
 @pytest.mark.parametrize("name", ROW_ATTACKS)
 def test_byzantine_returns_the_fixed_workers(name: str) -> None:
-    rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
+    rest = REST.get(name, "")
     fixed = parse_attack(f"{name}:q=4{rest}")
     resampled = parse_attack(f"{name}:q=4,who=resampled{rest}")
     assert fixed.chosen(M, attack_rng(0, 0)).tolist() == [0, 1, 2, 3]  # type: ignore[attr-defined]
@@ -253,7 +268,7 @@ def test_byzantine_returns_the_fixed_workers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROW_ATTACKS)
 def test_attacks_with_q_0_change_nothing(name: str) -> None:
-    rest = ",rule=(phocas:b=4)" if name == "worst-case" else ""
+    rest = REST.get(name, "")
     G = tensor("float32")
     before = words(G).copy()
     assert corrupt(parse_attack(f"{name}:q=0{rest}"), G).count == 0
@@ -301,6 +316,13 @@ def test_different_rounds_and_seeds_give_different_corruption() -> None:
         ("silent-corruption:worker=0,first=257", "needs first < d: got first=257 with d=257"),
         ("crash:worker=11", "needs worker < m"),
         ("crash:worker=0,round=-1", "needs round >= 0"),
+        ("mimic:q=4,worker=5,warmup=3", "needs worker or warmup, not both"),
+        ("fang:q=3,stretch=0.5", "needs stretch >= 1"),
+        ("fang:q=5,target=krum", r"2q \+ 2 < m against Krum: got q=5 .* the largest q is 4"),
+        ("fang:q=3,target=median", "must be one of 'trimmed-mean', 'krum'"),
+        ("optimal-alie:q=3", r"needs the rule that it searches against: give against=\(RULE\)"),
+        ("optimal-alie:q=3,evaluations=0", "evaluations >= 1"),
+        ("optimal-ipm:q=3,against=(krum:b=9)", "b=9"),
         ("mimic:q=4,worker=2", "needs an honest worker to copy, 4 <= worker < m: got worker=2"),
         ("min-max:q=2,direction=up", "must be one of 'unit', 'std', 'sign'"),
         ("inner-product:q=2,epsilon=x", "epsilon must be a number"),

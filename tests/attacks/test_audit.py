@@ -48,6 +48,8 @@ UNBOUNDED = {
     "sign-flip 100",
     "inner-product 100",
     "a-little-is-enough tuned",
+    "optimal-alie tuned",
+    "optimal-ipm tuned",
     "constant nan",
     "constant inf",
     "crash",
@@ -61,6 +63,8 @@ HIDDEN = {
     "sign-flip",
     "inner-product",
     "a-little-is-enough",
+    "fang",
+    "fang krum",
     "mimic",
     "min-max",
     "min-sum",
@@ -74,6 +78,8 @@ def label(trial: Trial) -> str:
     for key, value in (("scale", 100.0), ("epsilon", 100.0)):
         if getattr(attack, key, None) == value:
             return f"{attack.name} 100"
+    if getattr(attack, "target", None) == "krum":
+        return "fang krum"
     if getattr(attack, "against", None) is not None:
         return f"{attack.name} tuned"
     if isinstance(attack, ConstantRows):
@@ -285,11 +291,11 @@ def test_command_prints_a_table_and_no_broken_guarantee() -> None:
     )
     assert status == 0
     lines = output.splitlines()
-    assert lines[0] == "phocas:b=6 against 23 attacks: m = 20, q = 6, d = 500"
+    assert lines[0] == "phocas:b=6 against 27 attacks: m = 20, q = 6, d = 500"
     heading = ["attack", "rows", "column", "distance", "<,>", "limit", "covered", "verdict"]
     assert lines[2].split() == heading
     assert any(line.startswith("gaussian:q=6 ") and line.endswith("holds") for line in lines)
-    assert lines[-1] == "0 of 23 attacks break phocas:b=6; broken guarantees: 0"
+    assert lines[-1] == "0 of 27 attacks break phocas:b=6; broken guarantees: 0"
     assert "\x1b" not in output
 
 

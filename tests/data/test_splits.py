@@ -16,6 +16,8 @@ from phocas.data import (
     Assignment,
     ByLabel,
     Dirichlet,
+    GammaSimilarity,
+    LongTail,
     Partition,
     Split,
     batch_indices,
@@ -26,7 +28,17 @@ from phocas.data import (
 )
 
 LABELS = np.random.default_rng(0).integers(10, size=1000)
-EVERY = [IID(), Partition(), Dirichlet(0.3), Dirichlet(1e-4, minimum=7), ByLabel(), ByLabel(3)]
+EVERY = [
+    IID(),
+    Partition(),
+    Dirichlet(0.3),
+    Dirichlet(1e-4, minimum=7),
+    ByLabel(),
+    ByLabel(3),
+    GammaSimilarity(0.33),
+    GammaSimilarity(1),
+    LongTail(1.0, ByLabel()),
+]
 
 
 def slow_batches(
@@ -175,6 +187,58 @@ def test_by_label_bounds_the_classes_of_a_worker() -> None:
     assert held.sum(axis=1).tolist() == [30] * 20
 
 
+@given(st.integers(1, 60), st.integers(1, 30), st.floats(0, 1))
+@settings(max_examples=60, deadline=None)
+def test_gamma_similarity_gives_every_worker_equal_parts(
+    samples: int, workers: int, gamma: float
+) -> None:
+    if samples < workers:
+        return
+    labels = np.arange(samples) % 3
+    parts = GammaSimilarity(gamma).assign(labels, workers, np.random.default_rng(0))
+    assert sorted(np.concatenate(list(parts)).tolist()) == list(range(samples))
+    assert parts.sizes.max() - parts.sizes.min() <= 2
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.33, 1.0])
+def test_gamma_is_the_share_of_samples_that_are_divided_at_random(gamma: float) -> None:
+    labels = np.repeat(np.arange(10), 200)
+    held = holdings(GammaSimilarity(gamma).assign(labels, 10, np.random.default_rng(0)), labels)
+    most = held.max(axis=1).mean()  # of 200: its own class, and a tenth of what is random
+    assert abs(most - 200 * (1 - gamma + gamma / 10)) < 25
+
+
+def test_long_tail_keeps_a_falling_share_of_each_class() -> None:
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(5), 64))
+    split = LongTail(0.5, ByLabel())
+    parts = split.assign(labels, 4, np.random.default_rng(0))
+    held = holdings(parts, labels)
+    assert held.sum(axis=0).tolist() == [64, 32, 16, 8, 4]
+    assert (np.count_nonzero(held, axis=1) < 5).all(), "the rest is divided by label"
+    tiny = LongTail(1e-9).assign(labels, 4, np.random.default_rng(0))
+    assert np.bincount(labels[tiny[0]]).tolist() == [64, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("split", EVERY, ids=str)
+def test_some_workers_draw_from_all_samples_and_the_others_divide_them(split: Split) -> None:
+    among = np.arange(100, 1000, 2)
+    rng = np.random.default_rng(3)
+    parts = split.assign(LABELS, 6, rng, among=among, iid=[0, 4])
+    assert parts[0].tolist() == parts[4].tolist() == among.tolist()
+    rest = [parts[worker] for worker in (1, 2, 3, 5)]
+    if isinstance(split, IID):
+        assert all(part.tolist() == among.tolist() for part in rest)
+    else:
+        assert sorted(np.concatenate(rest).tolist()) == among.tolist()
+    drawn = batch_indices(parts, 6, 50, seed=1, round=2)
+    assert drawn.tolist() == slow_batches(list(parts), 50, 1, 2)
+
+
+def test_all_workers_may_draw_from_all_samples() -> None:
+    parts = ByLabel().assign(LABELS, 2, np.random.default_rng(0), iid=[0, 1])
+    assert parts.sizes.tolist() == [1000, 1000]
+
+
 @pytest.mark.parametrize("split", EVERY, ids=str)
 def test_split_spec_round_trips(split: Split) -> None:
     assert parse_split(str(split)) == split
@@ -191,6 +255,13 @@ def test_split_spec_round_trips(split: Split) -> None:
         ("dirichlet:alpha=1,minimum=0", "minimum >= 1"),
         ("by-label:shards=1.5", "must be an integer"),
         ("partitoin", "did you mean 'partition'"),
+        ("gamma-similarity", "needs gamma"),
+        ("gamma-similarity:gamma=1.1", "0 <= gamma <= 1: got gamma=1.1"),
+        ("gamma-similarity:gamma=-0.1", "0 <= gamma <= 1"),
+        ("gamma-similarity:gamma=nan", "0 <= gamma <= 1"),
+        ("long-tail:factor=0", "0 < factor <= 1"),
+        ("long-tail:factor=2", "0 <= factor <= 1"),
+        ("long-tail:split=by-lable", "did you mean 'by-label'"),
     ],
 )
 def test_invalid_split_raises_with_a_reason(text: str, says: str) -> None:

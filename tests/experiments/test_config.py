@@ -50,6 +50,12 @@ if TYPE_CHECKING:
         ({"seed": 1 << 63}, r"my.toml: seed: a run needs seed < 2\^63"),
         ({"threads": 0}, "my.toml: threads: a run needs threads >= 1"),
         ({"worker_momentum": 1}, "my.toml: worker_momentum: .*less than 1"),
+        ({"validation": -0.1}, "my.toml: validation: .*at least 0 and less than 1"),
+        ({"split": "gamma-similarity:gamma=1.5"}, "my.toml: split: .*0 <= gamma <= 1"),
+        (
+            {"byzantine_data": "iid", "attack": "gambler"},
+            "my.toml: byzantine_data: byzantine_data = iid needs an attack by the same workers",
+        ),
         ({"model": "mpl"}, "my.toml: model: unknown model 'mpl'; did you mean 'mlp'"),
         ({"dataset": "mnits"}, "my.toml: dataset: unknown dataset 'mnits'; did you mean 'mnist'"),
         ({"split": "dirichlet"}, "my.toml: split: dirichlet needs alpha"),

@@ -143,7 +143,12 @@ def test_files_of_other_kinds_are_rejected(tmp_path: Path) -> None:
         Results(tmp_path / "none.sqlite", read=True)
 
 
-VERSION_3 = """
+VERSION_4 = """
+    ALTER TABLE runs DROP COLUMN test_top3; ALTER TABLE runs DROP COLUMN test_accuracy;
+    PRAGMA user_version = 4;
+"""
+VERSION_3 = f"""
+    {VERSION_4}
     ALTER TABLE runs DROP COLUMN lost; ALTER TABLE runs DROP COLUMN byzantine;
     PRAGMA user_version = 3;
 """
@@ -164,7 +169,10 @@ VERSION_1 = f"""
 """
 
 
-@pytest.mark.parametrize("back", [VERSION_1, VERSION_2, VERSION_3], ids=["1", "2", "3"])
+OLDER = [VERSION_1, VERSION_2, VERSION_3, VERSION_4]
+
+
+@pytest.mark.parametrize("back", OLDER, ids=["1", "2", "3", "4"])
 def test_files_of_older_versions_are_read_and_upgraded(tmp_path: Path, back: str) -> None:
     path = tmp_path / "r.sqlite"
     with Results(path) as results:

@@ -450,3 +450,20 @@ def test_checkpoints_are_written_by_rounds_and_by_seconds(tmp_path: Path) -> Non
         execute(config, watch=look)
         assert set(seen.values()) <= expected
         assert len(seen) >= len(expected) - 1  # the last one is removed at the end of the run
+
+
+def test_test_samples_are_evaluated_once_at_the_end_of_a_run_with_validation(
+    tmp_path: Path, phocas: Phocas
+) -> None:
+    config = write_toml(tmp_path / "v.toml", validation=0.25, rounds=8)
+    told = json.loads(phocas("train", "--config", config, "--json").stdout)
+    assert told["test_accuracy"] is not None
+    assert told["final_accuracy"] is not None
+    listed = phocas("results", "list").stdout
+    assert " test " in listed
+    shown = phocas("results", "show", told["id"]).stdout
+    assert "accuracy on the validation samples" in shown
+    assert f"on the test set {told['test_accuracy']:.3f}" in shown
+    plain = json.loads(phocas("train", "--config", config, "--validation", 0, "--json").stdout)
+    assert plain["test_accuracy"] is None
+    assert plain["identity"] != told["identity"]

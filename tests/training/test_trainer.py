@@ -51,7 +51,9 @@ def top1(trainer: Trainer) -> float:
     return found
 
 
-def slow_twin(data: Dataset, rounds: int, lr: float, *, momentum: float = 0.0) -> torch.Tensor:
+def slow_twin(
+    data: Dataset, rounds: int, lr: float, *, momentum: float = 0.0, form: str = "average"
+) -> torch.Tensor:
     """Compute plain SGD: a loop over workers, autograd, and the mean of the gradients."""
     model = build_model("mlp:hidden=16", data.shape, 10, seed=3)
     velocity = [[torch.zeros_like(p) for p in model.parameters()] for _ in range(10)]
@@ -64,7 +66,8 @@ def slow_twin(data: Dataset, rounds: int, lr: float, *, momentum: float = 0.0) -
             for mine, gradient in zip(
                 velocity[i], torch.autograd.grad(loss, list(model.parameters())), strict=True
             ):
-                mine.mul_(momentum).add_(gradient, alpha=1 - momentum)
+                gain = 1 - momentum if form == "average" else 1.0
+                mine.mul_(momentum).add_(gradient, alpha=gain)
         with torch.no_grad():
             for place, parameter in enumerate(model.parameters()):
                 parameter.sub_(lr * torch.stack([rows[place] for rows in velocity]).mean(0))
@@ -78,6 +81,60 @@ def test_rounds_match_plain_sgd(data: Dataset, momentum: float) -> None:
             pass
         expected = slow_twin(data, 12, 1.0, momentum=momentum)
         torch.testing.assert_close(trainer.server.vector, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_momentum_as_a_sum_matches_plain_sgd(data: Dataset) -> None:
+    options: dict[str, Any] = {"worker_momentum": 0.9, "worker_momentum_form": "sum", "lr": 0.1}
+    with make(data, rule="mean", **options) as trainer:
+        list(trainer.rounds(12))
+        expected = slow_twin(data, 12, 0.1, momentum=0.9, form="sum")
+        torch.testing.assert_close(trainer.server.vector, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_validation_samples_are_not_trained_on_and_are_evaluated(data: Dataset) -> None:
+    with make(data, validation=0.2, split="by-label") as trainer:
+        samples, assignment = trainer.task.samples, trainer.task.assignment
+        assert samples.validation is not None
+        assert len(samples.validation) == round(0.2 * len(samples))
+        held = np.setdiff1d(np.arange(len(samples)), np.concatenate(list(assignment)))
+        assert len(held) == len(samples.validation)
+        inputs, targets = samples.validation.take(np.arange(len(held))[None])
+        torch.testing.assert_close(inputs, samples.train.take(held[None])[0].clone())
+        assert targets.tolist() == data.train_labels[held].tolist()
+        list(trainer.rounds(3))
+        model = trainer.model.eval()
+        for test, images, labels in (
+            (False, data.train_images[held], data.train_labels[held]),
+            (True, data.test_images, data.test_labels),
+        ):
+            scores = model(torch.from_numpy(data.floats(images))).argmax(1).numpy()
+            found = trainer.evaluate(test=test).top1
+            assert found == pytest.approx((scores == labels).mean())
+
+
+@pytest.mark.parametrize("split", ["iid", "by-label", "gamma-similarity:gamma=0.5"])
+def test_byzantine_workers_may_hold_data_of_their_own(data: Dataset, split: str) -> None:
+    options: dict[str, Any] = {"split": split, "attack": "label-flip:q=3", "byzantine_data": "iid"}
+    with make(data, **options) as trainer:
+        parts, n = trainer.task.assignment, len(trainer.task.samples)
+        assert parts.sizes[:3].tolist() == [n] * 3
+        honest = np.concatenate(list(parts)[3:])
+        assert len(np.unique(honest)) == n, "no sample is lost to the Byzantine workers"
+        indices = batch_indices(parts, 10, 16, seed=0, round=0)
+        labels = trainer.task.batches(0)[1].numpy()
+        np.testing.assert_array_equal(labels[:3], 9 - data.train_labels[indices[:3]])
+        np.testing.assert_array_equal(labels[3:], data.train_labels[indices[3:]])
+    with make(data, split=split, byzantine_data="iid") as alone, make(data, split=split) as all_:
+        assert alone.task.assignment.sizes.tolist() == all_.task.assignment.sizes.tolist()
+
+
+def test_long_tail_shortens_the_test_set_too(data: Dataset) -> None:
+    with make(data, split="long-tail:factor=0.5") as trainer:
+        test = trainer.task.samples.test
+        assert test is not None
+        labels = np.bincount(test.labels(), minlength=10)
+        whole = np.bincount(data.test_labels, minlength=10)
+        assert labels.tolist() == [max(1, round(n * 0.5**i)) for i, n in enumerate(whole.tolist())]
 
 
 def test_the_number_of_servers_and_threads_changes_no_bit(data: Dataset) -> None:
@@ -320,6 +377,12 @@ def test_evaluation_is_top_1_and_top_3_of_the_test_samples(data: Dataset) -> Non
         ({"attack": "gaussian:q=11"}, "q=11"),
         ({"attack": "gambler:server=3"}, "servers"),
         ({"worker_momentum": 1.0}, "less than 1"),
+        ({"worker_momentum_form": "sum"}, "set worker_momentum too"),
+        ({"validation": 1.0}, "less than 1: got validation=1.0"),
+        ({"validation": 1e-9}, "at least one training sample.* holds out 0"),
+        ({"validation": 0.9999}, "leave at least one|at least 1 samples"),
+        ({"byzantine_data": "own"}, "it may be: split, iid"),
+        ({"byzantine_data": "iid", "attack": "random-cells:rate=0.1"}, "the same workers in every"),
         ({"reduction": "max"}, "unknown reduction of Trainer 'max'.*it may be: mean, sum"),
         ({"batch_size": 0}, "batch_size >= 1"),
         ({"seed": -1}, "seed >= 0"),

@@ -36,6 +36,8 @@ ATTACK_EXAMPLES = {
     "bit-flip": "bit-flip:columns=8",
     "gambler": "gambler:servers=4,server=1,probability=0.2",
     "a-little-is-enough": "a-little-is-enough:q=2,z=1.5",
+    "optimal-alie": "optimal-alie:q=2,against=(phocas:b=2)",
+    "optimal-ipm": "optimal-ipm:q=2,against=(phocas:b=2)",
     "constant": "constant:q=2,value=nan",
     "crash": "crash:worker=3",
     "stuck": "stuck:worker=3,column=6",

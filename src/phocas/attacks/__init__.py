@@ -19,8 +19,10 @@ from phocas.attacks.base import (
     Who,
     attack_rng,
 )
+from phocas.attacks.fang import Fang
 from phocas.attacks.field import ConstantRows, InnerProduct, LabelFlip, SignFlip
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
+from phocas.attacks.line_search import OptimalALIE, OptimalInnerProduct
 from phocas.attacks.machine import Crash, RandomCells, SilentCorruption, Straggler, Stuck
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
 from phocas.attacks.table import ATTACKS, parse_attack
@@ -35,6 +37,7 @@ __all__ = [
     "ColumnLie",
     "ConstantRows",
     "Crash",
+    "Fang",
     "Gambler",
     "Gaussian",
     "HonestRows",
@@ -44,6 +47,8 @@ __all__ = [
     "MinMax",
     "MinSum",
     "Omniscient",
+    "OptimalALIE",
+    "OptimalInnerProduct",
     "RandomCells",
     "RowAttack",
     "Scene",

@@ -23,8 +23,10 @@ from typing import Any, Literal
 import numpy as np
 
 from phocas.attacks.base import Attack, attack_rng
+from phocas.attacks.fang import Fang
 from phocas.attacks.field import ConstantRows, InnerProduct, SignFlip
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
+from phocas.attacks.line_search import OptimalALIE, OptimalInnerProduct
 from phocas.attacks.machine import Crash, RandomCells, SilentCorruption, Straggler, Stuck
 from phocas.attacks.memory import host_array, is_tensor, kind_of
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
@@ -130,7 +132,7 @@ def audit(
     chosen = (
         suite(rule, m, d, q, matrices.dtype)
         if attacks is None
-        else [ATTACKS.of(attack, "audit") for attack in attacks]
+        else [ATTACKS.of(attack, "audit").aimed_at(rule) for attack in attacks]
     )
     for attack in chosen:
         if attack.acts_on_data:
@@ -159,7 +161,7 @@ def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
     >>> from phocas import Median
     >>> attacks = suite(Median(), 7, 50, 2, np.float32)
     >>> str(attacks[0]), len(attacks)
-    ('gaussian:q=2', 23)
+    ('gaussian:q=2', 27)
     """
     kind = kind_of(dtype)
     servers = max(1, min(20, d // 500))
@@ -175,6 +177,10 @@ def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
         InnerProduct(q, epsilon=100.0),
         ALittleIsEnough(q),
         ALittleIsEnough(q, against=rule),
+        OptimalALIE(q, against=rule),
+        OptimalInnerProduct(q, against=rule),
+        Fang(q),
+        *([Fang(q, target="krum")] if 2 * q + 2 < m else []),
         Mimic(q),
         MinMax(q),
         MinSum(q),
@@ -264,13 +270,15 @@ class _Matrices:
 
 def _try(rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int) -> Trial:
     squares, inner, most_rows, most_per_column = [], [], 0, 0
+    kept: dict[str, Any] = {"memory": {}} if attack.needs_memory else {}
     limits: list[tuple[float, Source] | None] = []
     m = matrices.shape[0]
     for t in range(1, rounds + 1):
         rows = matrices.honest(t)
         before = host_array(rows)
         previous = matrices.previous(t) if attack.needs_previous else None
-        touched = attack.corrupt(rows, rng=attack_rng(seed, t), round=t, previous=previous)
+        rng = attack_rng(seed, t)
+        touched = attack.corrupt(rows, rng=rng, round=t, previous=previous, **kept)
         result = host_array(rule(rows, rng=np.random.default_rng([seed, 3, t])))
         mean, variance = honest_statistics(before, touched)
         with np.errstate(all="ignore"):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from phocas.attacks.touched import Touched
 from phocas.floats import Format
 from phocas.seeds import Stream, generator
 from phocas.specs import Spec, count, normalise, one_of
+
+if TYPE_CHECKING:
+    from phocas.rules import Rule
 
 Who = Literal["fixed", "resampled"]
 
@@ -71,6 +74,7 @@ class Scene:
         previous: the rows of the previous round, if given.
         start: index of the first column of ``matrix`` in the whole matrix.
         d: number of columns of the whole matrix.
+        memory: arrays that the attack has kept in earlier rounds, and may change.
 
     >>> import numpy as np
     >>> from phocas.attacks.memory import WritableMatrix
@@ -87,6 +91,7 @@ class Scene:
     previous: WritableMatrix | None
     start: int
     d: int
+    memory: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -122,6 +127,16 @@ class Attack(Spec):
     def sharded(self) -> bool:
         """Return whether a server can corrupt its own columns without the other columns."""
         return True
+
+    @property
+    def needs_memory(self) -> bool:
+        """Return whether ``corrupt`` needs the same ``memory`` in every round of a run."""
+        return False
+
+    def aimed_at(self, rule: Rule) -> Self:
+        """Return the attack against the rule of a run; only attacks that search for it change."""
+        del rule
+        return self
 
     def byzantine(self) -> tuple[int, ...] | None:
         """Return the Byzantine workers if they are the same in every round, and None if not.
@@ -172,6 +187,7 @@ class Attack(Spec):
         previous: Any = None,
         start: int = 0,
         d: int | None = None,
+        memory: dict[str, np.ndarray] | None = None,
     ) -> Touched:
         """Corrupt an (m, d) array or CPU tensor in place and return which cells were touched.
 
@@ -182,6 +198,8 @@ class Attack(Spec):
             previous: the uncorrupted rows of the round before, if the attack ``needs_previous``.
             start: the first column of the rows within the whole matrix, if they are a slice.
             d: the columns of the whole matrix, if the rows are a slice.
+            memory: a mapping that the caller keeps between the rounds of a run, if the attack
+                ``needs_memory``; empty before the first round.
         """
         matrix = WritableMatrix(rows)
         whole = matrix.d if d is None else count(self.name, "d", d)
@@ -203,7 +221,8 @@ class Attack(Spec):
             )
         number = count(self.name, "round", round)
         with np.errstate(all="ignore"):  # attacks produce inf and NaN on purpose
-            return self._corrupt(Scene(rows, matrix, rng, number, before, start, whole))
+            kept = {} if memory is None else memory
+            return self._corrupt(Scene(rows, matrix, rng, number, before, start, whole, kept))
 
     def corrupt_labels(
         self,

@@ -190,6 +190,8 @@ class Mimic(RowAttack):
         q: number of Byzantine workers.
         worker: the worker to copy; None selects the honest row that is farthest along the direction
             in which honest rows vary most.
+        warmup: number of rounds over which this direction and this worker are found, as in the
+            paper; the worker is the same from then on. With 0 every round selects anew.
         who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
             workers drawn in every round.
 
@@ -204,8 +206,22 @@ class Mimic(RowAttack):
     name: ClassVar[str] = "mimic"
     q: int
     worker: int | None = field(default=None, metadata=checks(count))
+    warmup: int = field(default=0, metadata=checks(count))
     who: Who = "fixed"
     needs_honest = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup and self.worker is not None:
+            raise ValueError(
+                f"{self.name} needs worker or warmup, not both: got worker={self.worker},"
+                f" warmup={self.warmup}"
+            )
+
+    @property
+    def needs_memory(self) -> bool:
+        """Return whether the worker is found over several rounds."""
+        return self.warmup > 0
 
     @property
     def sharded(self) -> bool:
@@ -226,7 +242,8 @@ class Mimic(RowAttack):
         """Copy the bits of one row into the Byzantine rows."""
         matrix, worker = scene.matrix, self.worker
         if worker is None:
-            worker = self._farthest(HonestRows(matrix, rows))
+            honest = HonestRows(matrix, rows)
+            worker = self._learned(scene, honest) if self.warmup else self._farthest(honest)
         copied = matrix.words[worker].copy()  # the worker may be one of the Byzantine rows
         matrix.copy_rows(rows, np.broadcast_to(copied, matrix.words.shape))
 
@@ -237,3 +254,34 @@ class Mimic(RowAttack):
         else:
             index = int(np.abs(np.linalg.eigh(gram).eigenvectors[:, -1]).argmax())
         return int(honest.workers[index])
+
+    def _learned(self, scene: Scene, honest: HonestRows) -> int:
+        """Return the honest worker that has been farthest along the learned direction."""
+        memory = scene.memory
+        if scene.round < self.warmup or "scores" not in memory:
+            self._learn(memory, honest)
+        return int(honest.workers[np.abs(memory["scores"][honest.workers]).argmax()])
+
+    def _learn(self, memory: dict[str, np.ndarray], honest: HonestRows) -> None:
+        """Update the direction of largest variance, and add each row's position along it.
+
+        The direction is a running mean of C z, normalised, where C is the covariance of the honest
+        rows of a round and z the direction before (Oja's rule, as in the paper).
+        """
+        rows = honest.read()
+        centred = np.nan_to_num(rows - sum_rows(rows) / len(rows), posinf=0.0, neginf=0.0)
+        rounds = memory.get("rounds", np.zeros(1))
+        if "direction" in memory:
+            share = 1 / (1 + float(rounds[0]))
+            step = (centred @ memory["direction"]) @ centred
+            found = (1 - share) * memory["direction"] + share * _unit(step)
+        else:
+            found = _unit(np.linalg.eigh(centred @ centred.T).eigenvectors[:, -1] @ centred)
+        scores = memory.get("scores", np.zeros(honest.matrix.m)).copy()
+        scores[honest.workers] += centred @ found
+        memory.update(direction=found, rounds=rounds + 1, scores=scores)
+
+
+def _unit(vector: np.ndarray) -> np.ndarray:
+    length = float(np.sqrt(np.square(vector).sum()))
+    return vector / length if length > 0 and math.isfinite(length) else np.zeros_like(vector)

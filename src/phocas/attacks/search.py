@@ -83,14 +83,20 @@ class Search:
 
     def along(self, direction: np.ndarray, first: float, tries: int) -> float:
         """Search steps of mean + step * direction for all Byzantine rows; return the worst step."""
-        work = self.scene.matrix.kind.work
+        return climb(lambda step: self._at(direction, step), first, min(tries, self.left))
 
-        def at(step: float) -> float:
-            values = self.mean + step * direction
-            self.scene.matrix.write(self.rows, values.astype(work))
-            return self.score()
+    def expand(
+        self, direction: np.ndarray, start: float, first: float, ratio: float, tries: int
+    ) -> float:
+        """Search as ``along`` does, from a given step on; see :func:`expand`."""
+        tries = min(tries, self.left)
+        return expand(lambda step: self._at(direction, step), start, first, ratio, tries)
 
-        return climb(at, first, min(tries, self.left))
+    def _at(self, direction: np.ndarray, step: float) -> float:
+        """Write mean + step * direction into all Byzantine rows, and return the score."""
+        values = self.mean + step * direction
+        self.scene.matrix.write(self.rows, values.astype(self.scene.matrix.kind.work))
+        return self.score()
 
 
 def norm(vector: np.ndarray) -> float:
@@ -132,4 +138,34 @@ def climb(value: Callable[[float], float], first: float, tries: int) -> float:
         else:
             low = step
         upper = not upper
+    return best
+
+
+def expand(
+    value: Callable[[float], float], start: float, first: float, ratio: float, tries: int
+) -> float:
+    """Return a step >= start with a large value, after at most ``tries`` evaluations.
+
+    This is the line search of ByzFL's benchmark. It leaves ``start`` by the width ``first``, which
+    doubles while the value grows. Then it walks back and forth around the best step, with a width
+    that shrinks by ``ratio`` each time.
+
+    >>> round(expand(lambda step: -abs(step - 7), 0, 10, 0.8, 20), 1)
+    7.0
+    """
+    best = probe = start
+    most, width = value(start), first
+    growing = True
+    for _ in range(tries - 1):
+        if growing or probe < best:
+            probe = (best if growing else probe) + width
+        else:
+            back = probe - width
+            probe = back if back >= start else (start + probe) / 2
+        got = value(probe)
+        better = got > most
+        if better:
+            best, most = probe, got
+        growing = growing and better
+        width *= 2 if growing else ratio
     return best

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from phocas.attacks.base import Attack
+from phocas.attacks.fang import Fang
 from phocas.attacks.field import ConstantRows, InnerProduct, LabelFlip, SignFlip
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
+from phocas.attacks.line_search import OptimalALIE, OptimalInnerProduct
 from phocas.attacks.machine import Crash, RandomCells, SilentCorruption, Straggler, Stuck
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
 from phocas.attacks.worst import ALittleIsEnough, WorstCase
@@ -22,6 +24,9 @@ ATTACKS: Table[Attack] = Table(
         SignFlip,
         InnerProduct,
         ALittleIsEnough,
+        OptimalALIE,
+        OptimalInnerProduct,
+        Fang,
         Mimic,
         MinMax,
         MinSum,

@@ -7,7 +7,7 @@ resumed, sees the same batches.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.settings import at_least
-from phocas.specs import Spec, Table, checks, count, positive
+from phocas.specs import Spec, Table, checks, count, normalise, positive, probability
 
 Indices = npt.NDArray[np.int64]
 Labels = npt.NDArray[np.integer[Any]]
@@ -52,10 +52,21 @@ class Assignment(Sequence[Indices]):
     def everything(cls, num_samples: int, num_workers: int) -> Assignment:
         """Return an assignment in which every worker draws from all samples, as in the paper."""
         samples = count("an assignment", "num_samples", num_samples, 1)
+        return cls.common(np.arange(samples), num_workers)
+
+    @classmethod
+    def common(cls, indices: Indices, num_workers: int) -> Assignment:
+        """Return an assignment in which every worker draws from the same samples.
+
+        Args:
+            indices: the samples.
+            num_workers: m, the number of workers.
+        """
         workers = count("an assignment", "num_workers", num_workers, 1)
-        whole = cls.__new__(cls)
-        whole._set(np.arange(samples), np.full(workers, samples), shared=True)  # noqa: SLF001  a second constructor
-        return whole
+        samples = count("an assignment", "num_samples", len(indices), 1)
+        same = cls.__new__(cls)
+        same._set(np.sort(indices), np.full(workers, samples), shared=True)  # noqa: SLF001  a second constructor
+        return same
 
     def _set(self, indices: Indices, sizes: Indices, *, shared: bool) -> None:
         indices.flags.writeable = False
@@ -65,7 +76,10 @@ class Assignment(Sequence[Indices]):
         self._ends = np.cumsum(sizes)
         # Precomputed for batch_indices, with one row per worker.
         self._widths = sizes.astype(np.uint64)[:, None]
-        self._starts = (self._ends - sizes).astype(np.uint64)[:, None]
+        starts = np.zeros_like(sizes) if shared else self._ends - sizes
+        self._starts = starts.astype(np.uint64)[:, None]
+        # Whether index i is sample i, so that nothing has to be looked up.
+        self._plain = shared and int(indices[-1]) == len(indices) - 1
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -100,10 +114,34 @@ class Split(Spec, abc.ABC):
     ) -> Sequence[Indices] | None:
         """Return the samples of each worker, or None if each draws from all samples."""
 
+    def kept(self, labels: Labels, rng: np.random.Generator) -> Indices | None:
+        """Return the samples that the split uses, in the training or the test set; None for all."""
+        del labels, rng
+        return None
+
     def assign(
-        self, labels: npt.ArrayLike, num_workers: int, rng: np.random.Generator
+        self,
+        labels: npt.ArrayLike,
+        num_workers: int,
+        rng: np.random.Generator,
+        *,
+        among: Indices | None = None,
+        iid: Collection[int] = (),
     ) -> Assignment:
-        """Assign samples to workers; raise ValueError if there are too few samples."""
+        """Assign samples to workers; raise ValueError if there are too few samples.
+
+        Args:
+            labels: the label of each training sample.
+            num_workers: m, the number of workers.
+            rng: the random generator.
+            among: the samples to divide; by default all.
+            iid: workers that draw from all of these samples; the others divide them.
+
+        >>> labels = np.repeat(np.arange(2), 3)
+        >>> parts = ByLabel().assign(labels, 3, np.random.default_rng(0), iid=[0])
+        >>> [part.tolist() for part in parts]
+        [[0, 1, 2, 3, 4, 5], [3, 4, 5], [0, 1, 2]]
+        """
         classes = np.asarray(labels)
         workers = count(self.name, "num_workers", num_workers, 1)
         if classes.ndim != 1 or not np.issubdtype(classes.dtype, np.integer):
@@ -111,14 +149,21 @@ class Split(Spec, abc.ABC):
                 f"{self.name} needs one whole number a sample as labels:"
                 f" got shape {classes.shape} of {classes.dtype}"
             )
-        if len(classes) < workers * self.least:
+        pool = np.arange(len(classes)) if among is None else np.sort(among)
+        kept = self.kept(classes[pool], rng)
+        pool = pool if kept is None else pool[np.sort(kept)]
+        sharing = workers - len({worker for worker in iid if worker < workers})
+        if len(pool) < max(1, sharing) * self.least:
             raise ValueError(
                 f"{self.name} needs at least {self.least} samples a worker:"
-                f" got {len(classes)} samples for {workers} workers,"
-                f" the most workers is {len(classes) // self.least}"
+                f" got {len(pool)} samples for {sharing} workers,"
+                f" the most workers is {len(pool) // self.least}"
             )
-        parts = self.parts(classes, workers, rng)
-        return Assignment.everything(len(classes), workers) if parts is None else Assignment(parts)
+        parts = self.parts(classes[pool], sharing, rng) if sharing else None
+        if parts is None:
+            return Assignment.common(pool, workers)
+        own = (pool[part] for part in parts)
+        return Assignment([pool if worker in iid else next(own) for worker in range(workers)])
 
     @property
     def least(self) -> int:
@@ -236,7 +281,95 @@ class ByLabel(Split):
         return [np.concatenate([runs[run] for run in hand]) for hand in dealt]
 
 
-SPLITS: Table[Split] = Table("split", [IID, Partition, Dirichlet, ByLabel], base=Split)
+@dataclass(frozen=True)
+class GammaSimilarity(Split):
+    """A share gamma of the samples is divided at random, the rest sorted by label.
+
+    The rest is cut into m contiguous parts, which are assigned at random. With gamma = 1 workers
+    have equal random parts; with gamma = 0 and as many workers as classes, one class each.
+
+    Args:
+        gamma: the share, from 0 to 1.
+
+    >>> labels = np.repeat(np.arange(2), 4)
+    >>> parts = parse_split("gamma-similarity:gamma=0").assign(labels, 2, np.random.default_rng(0))
+    >>> [sorted(set(labels[part].tolist())) for part in parts]
+    [[1], [0]]
+    """
+
+    name = "gamma-similarity"
+    aliases = ("gamma",)
+
+    gamma: float = field(metadata=checks(probability))
+
+    def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> list[Indices]:
+        """Divide the first share evenly, and the rest by label."""
+        shuffled = rng.permutation(len(labels))
+        alike, differing = np.split(shuffled, [round(self.gamma * len(labels))])
+        ordered = differing[np.argsort(labels[differing], kind="stable")]
+        runs = np.array_split(ordered, num_workers)
+        # The last parts of array_split are shorter: the longer ones meet them in reverse.
+        even = np.array_split(alike, num_workers)[::-1]
+        order = rng.permutation(num_workers)
+        return [np.concatenate([runs[worker], even[worker]]) for worker in order]
+
+
+def _share(owner: str, name: str, value: object) -> float:
+    share = probability(owner, name, value)
+    if share == 0:
+        raise ValueError(f"{owner} needs 0 < {name} <= 1: got {name}=0.0")
+    return share
+
+
+@dataclass(frozen=True)
+class LongTail(Split):
+    """Class i keeps a share factor^i of its samples, in the training and in the test set.
+
+    The training samples that remain are divided by another split. Every class keeps at least one
+    sample.
+
+    Args:
+        factor: ratio of the shares of consecutive classes, above 0 and at most 1.
+        split: the split of the samples that remain.
+
+    >>> labels = np.repeat(np.arange(3), 8)
+    >>> parts = parse_split("long-tail:factor=0.5").assign(labels, 1, np.random.default_rng(0))
+    >>> np.bincount(labels[parts[0]]).tolist()
+    [8, 4, 2]
+    """
+
+    name = "long-tail"
+
+    factor: float = field(default=0.5, metadata=checks(_share))
+    split: Split = field(default=IID())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        normalise(self, split=SPLITS.of(self.split, self.name))
+
+    @property
+    def least(self) -> int:
+        """Return the smallest number of samples that the other split gives to a worker."""
+        return self.split.least
+
+    def kept(self, labels: Labels, rng: np.random.Generator) -> Indices:
+        """Return the samples that remain, drawn at random."""
+        found = []
+        for rank, label in enumerate(np.unique(labels)):
+            members = rng.permutation(np.flatnonzero(labels == label))
+            found.append(members[: max(1, round(len(members) * self.factor**rank))])
+        return np.sort(np.concatenate(found))
+
+    def parts(
+        self, labels: Labels, num_workers: int, rng: np.random.Generator
+    ) -> Sequence[Indices] | None:
+        """Divide the remaining samples by the other split."""
+        return self.split.parts(labels, num_workers, rng)
+
+
+SPLITS: Table[Split] = Table(
+    "split", [IID, Partition, Dirichlet, ByLabel, GammaSimilarity, LongTail], base=Split
+)
 
 
 def parse_split(text: str) -> Split:
@@ -303,7 +436,7 @@ def batch_indices(
     words >>= np.uint64(32)
     words *= parts._widths  # noqa: SLF001
     words >>= np.uint64(32)
-    if parts.shared:
+    if parts._plain:  # noqa: SLF001
         return words.view(np.int64)
     words += parts._starts  # noqa: SLF001
     return parts._indices[words.view(np.int64)]  # noqa: SLF001

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from phocas.engines.asynchronous.cluster import AsynchronousCluster
@@ -99,6 +101,7 @@ class LocalCluster:
         needs_previous = task.attack is not None and task.attack.needs_previous
         self._previous = torch.zeros_like(rows, device="cpu") if needs_previous else None
         self._has_previous = False
+        self._memory: dict[str, npt.NDArray[np.floating]] = {}  # of the attack
 
     def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Draw the batches, compute the rows, apply the attack, and aggregate the rows."""
@@ -110,8 +113,7 @@ class LocalCluster:
         else:
             losses = self._step_locally(rows, round, clock)
         if self._velocity is not None:
-            beta = task.worker_momentum
-            self._velocity.mul_(beta).add_(rows, alpha=1 - beta)
+            self._velocity.mul_(task.worker_momentum).add_(rows, alpha=task.momentum_gain)
             rows.copy_(self._velocity)
         clock.stop("gradients")
 
@@ -165,7 +167,8 @@ class LocalCluster:
         seen = rows.cpu()  # attacks run on the CPU; no copy if the rows are there
         own = None if self._previous is None else seen.clone()
         previous = self._previous if self._has_previous else None
-        touched = attack.corrupt(seen, rng=rng, round=round, previous=previous)
+        kept: dict[str, Any] = {"memory": self._memory} if attack.needs_memory else {}
+        touched = attack.corrupt(seen, rng=rng, round=round, previous=previous, **kept)
         if seen is not rows:
             rows.copy_(seen)
         if own is not None:
@@ -173,8 +176,8 @@ class LocalCluster:
         return touched.count
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the workers' momentum and last rows, if there are any."""
-        state = {}
+        """Return the workers' momentum and last rows, and the attack's memory, if there are any."""
+        state = {f"attack.{name}": torch.from_numpy(kept) for name, kept in self._memory.items()}
         if self._velocity is not None:
             state["velocity"] = self._velocity
         if self._previous is not None and self._has_previous:
@@ -190,6 +193,11 @@ class LocalCluster:
         if self._previous is not None and "previous" in state:
             self._previous.copy_(state["previous"])
             self._has_previous = True
+        self._memory = {
+            name.removeprefix("attack."): kept.numpy().copy()
+            for name, kept in state.items()
+            if name.startswith("attack.")
+        }
         if self._clock is not None:
             self._clock.now = float(state["now"])
 

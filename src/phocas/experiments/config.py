@@ -192,6 +192,9 @@ _LATER = {
     "speeds",
     "virtual_deadline",
     "max_staleness",
+    "byzantine_data",
+    "validation",
+    "worker_momentum_form",
 }
 
 
@@ -216,7 +219,9 @@ class RunConfig(_Declared):
     dataset: str = Field(
         "mnist", description="Data set: mnist, fashion-mnist, cifar10, synthetic or module:name."
     )
-    model: str = Field("mlp", description="Model: mlp, cnn, softmax or module:callable.")
+    model: str = Field(
+        "mlp", description="Model: mlp, cnn, softmax, cnn-bucketing, cnn-byzfl or module:callable."
+    )
     rounds: int = Field(500, ge=1, description="Number of rounds.")
     evaluate_every: int = Field(10, ge=1, description="Rounds between evaluations.")
     engine: str = Field("local", description="Engine: local (one process) or ray (a cluster).")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 PHASES = ("data", "gradients", "attack", "aggregate", "update", "metrics")
 Status = Literal["running", "complete", "interrupted", "stopped", "failed"]
 ENDED = ("complete", "stopped")
@@ -82,6 +82,7 @@ CREATE TABLE runs (
     suspect_servers TEXT NOT NULL DEFAULT '[]',
     lost INTEGER,                         -- the round that destroyed the model, if one did
     byzantine TEXT,                       -- the Byzantine workers of a simulation, if known
+    test_accuracy REAL, test_top3 REAL, -- at the end, if the evaluations are of other samples
     origin TEXT                           -- the run and the round that it goes on from, if any
 ) STRICT;
 CREATE INDEX runs_identity ON runs (identity);
@@ -139,10 +140,16 @@ _FROM_3_TO_4 = (
     "ALTER TABLE runs ADD COLUMN byzantine TEXT",
     "PRAGMA user_version = 4",
 )
+_FROM_4_TO_5 = (
+    "ALTER TABLE runs ADD COLUMN test_accuracy REAL",
+    "ALTER TABLE runs ADD COLUMN test_top3 REAL",
+    "PRAGMA user_version = 5",
+)
 _STEPS = {
-    1: (*_FROM_1_TO_2, *_FROM_2_TO_3, *_FROM_3_TO_4),
-    2: (*_FROM_2_TO_3, *_FROM_3_TO_4),
-    3: _FROM_3_TO_4,
+    1: (*_FROM_1_TO_2, *_FROM_2_TO_3, *_FROM_3_TO_4, *_FROM_4_TO_5),
+    2: (*_FROM_2_TO_3, *_FROM_3_TO_4, *_FROM_4_TO_5),
+    3: (*_FROM_3_TO_4, *_FROM_4_TO_5),
+    4: _FROM_4_TO_5,
 }
 """Statements that upgrade a file of an older version."""
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
@@ -219,6 +226,10 @@ class RunRecord:
     """The round that destroyed the model, or None; evidence of later rounds is not counted."""
     byzantine: tuple[int, ...] | None = None
     """The Byzantine workers, if a simulation knows them."""
+    test_accuracy: float | None = None
+    """Accuracy on the test samples at the end, if the run has validation samples."""
+    test_top3: float | None = None
+    """Top-3 accuracy on the test samples at the end, if the run has validation samples."""
 
 
 class Results:
@@ -541,6 +552,14 @@ class Results:
             """,  # noqa: S608 - made of constants
             (run,),
         )
+
+    def record_test(self, run: int, metrics: Metrics) -> None:
+        """Store the evaluation of the test samples at the end of a run with validation samples."""
+        with self.transaction():
+            self._connection.execute(
+                "UPDATE runs SET test_accuracy = ?, test_top3 = ? WHERE id = ?",
+                (metrics.top1, metrics.top3, run),
+            )
 
     def end(self, run: int, status: Status, message: str | None = None) -> None:
         """Store the status with which a run ended."""

@@ -117,6 +117,7 @@ def execute(
             run.track()
             try:
                 status, message = run.loop(should_stop)
+                run.test(status)
                 run.keep(status)
                 if model_file is not None:
                     save_model(model_file, trainer.model.state_dict())
@@ -351,6 +352,12 @@ class _Run:
         self._flush()
         self._save(self._path, keep=self._before)
         self._saved = time.monotonic()
+
+    def test(self, status: Status) -> None:
+        """Evaluate the test samples of a finished run, if it has evaluated others so far."""
+        samples = self.trainer.task.samples
+        if status in ENDED and samples.validation is not None and samples.test is not None:
+            self.results.record_test(self.id, self.trainer.evaluate(test=True))
 
     def keep(self, status: Status) -> None:
         """Store the final state of a finished run, from which a longer run can continue."""

@@ -31,9 +31,9 @@ AXES: dict[str, str] = {
     "virtual": "virtual seconds",
 }
 METRICS: dict[str, tuple[Metric, str]] = {
-    "accuracy": ("top1", "top-1 accuracy on the test set"),
-    "top3": ("top3", "top-3 accuracy on the test set"),
-    "loss": ("loss", "loss on the test set"),
+    "accuracy": ("top1", "top-1 accuracy"),
+    "top3": ("top3", "top-3 accuracy"),
+    "loss": ("loss", "loss"),
 }
 CLEAN = "mean, no attack"
 _NO_LINE = ("seed", "name", "rounds", "evaluate_every", "servers", "processes", "address")
@@ -82,7 +82,11 @@ def plot(
     if len(panels) == 1:
         digits = ".3g" if choice.y == "loss" else ".3f"
         panels = {key: [curve.with_final(digits) for curve in own] for key, own in panels.items()}
-    label = METRICS[choice.y][1]
+    held = [bool(record.config.get("validation")) for record in runs]
+    judged = "validation samples" if all(held) else "test set"
+    if any(held) and not all(held):
+        judged = "test set or validation samples"
+    label = f"{METRICS[choice.y][1]} on the {judged}"
     figure = panel_figure(title, panels, label, AXES[choice.x], across=_ACROSS)
     for axes in figure.axes:
         if choice.y == "loss":

@@ -125,7 +125,8 @@ def print_run(known: dict[str, Any]) -> None:
     points = known["curve"]
     drawn = draw_curve(points["round"], [_number(each) for each in points["top1"]])
     if len(points["round"]) > 1 and drawn:
-        print("\ntop-1 accuracy on the test set, by round")
+        judged = "validation samples" if known["config"].get("validation") else "test set"
+        print(f"\ntop-1 accuracy on the {judged}, by round")
         print("\n".join(drawn))
 
 
@@ -146,6 +147,8 @@ def _accuracies(known: dict[str, Any]) -> str:
     text = f"final {known['final_accuracy']:.3f}, best {known['best_accuracy']:.3f} in round {best}"
     if known["final_top3"] is not None:
         text += f"; top-3 {known['final_top3']:.3f}"
+    if known["test_accuracy"] is not None:
+        text += f"; on the test set {known['test_accuracy']:.3f}"
     return text
 
 

@@ -54,7 +54,14 @@ _UNTOLD = frozenset(
         "track",
     }
 )
-_AVERAGED = ("final_accuracy", "best_accuracy", "final_top3", "best_top3", "ms_per_round")
+_AVERAGED = (
+    "final_accuracy",
+    "best_accuracy",
+    "final_top3",
+    "best_top3",
+    "test_accuracy",
+    "ms_per_round",
+)
 _GAP = 2
 WIDTH = 80
 """Columns of prose."""
@@ -80,6 +87,8 @@ def outcome(record: RunRecord) -> dict[str, Any]:
         "best_accuracy",
         "final_top3",
         "best_top3",
+        "test_accuracy",
+        "test_top3",
         "ms_per_round",
         "nonfinite_rounds",
         "skipped_rounds",
@@ -319,6 +328,8 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
     columns["rounds"] = [f"{record.rounds_done}/{record.rounds}" for record in records]
     columns["final"] = [_number(record.final_accuracy, 3) for record in records]
     columns["best"] = [_number(record.best_accuracy, 3) for record in records]
+    if any(record.test_accuracy is not None for record in records):
+        columns["test"] = [_number(record.test_accuracy, 3) for record in records]
     columns["ms/round"] = [_number(record.ms_per_round, 1) for record in records]
     alike = [record.config.get("split", "iid") == "iid" for record in records]
     flagged = [record.suspects for record in records]
@@ -333,7 +344,7 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
         columns["resumed from"] = [record.origin or "" for record in records]
     print_table(
         columns,
-        right=("skipped", "rounds", "final", "best", "ms/round"),
+        right=("skipped", "rounds", "final", "best", "test", "ms/round"),
         optional=(
             "unusual",
             "ms/round",
@@ -400,8 +411,11 @@ def print_grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> None:
     for heading, name, digits in (
         ("final", "final_accuracy", 3),
         ("best", "best_accuracy", 3),
+        ("test", "test_accuracy", 3),
         ("ms/round", "ms_per_round", 1),
     ):
+        if heading == "test" and all(group[name]["mean"] is None for group in groups):
+            continue
         columns[heading] = [_number(group[name]["mean"], digits) for group in groups]
         if heading != "ms/round":
             columns[f"+- {heading}"] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from phocas.data import IID, Assignment, Dataset, Split
 from phocas.training.sources import (
     KINDS,
     Batch,
+    Chosen,
     Joined,
     Numbers,
     SampleSource,
@@ -70,6 +71,9 @@ class Samples:
         if judged is not None:
             self.test = open_source(judged, "test", standardise=standardise, test=True)
             self._check_kinds()
+        self.validation: SampleSource | None = None
+        self.free: npt.NDArray[np.int64] = np.arange(len(self.train))
+        """The training samples that are not held out."""
         sets = data if isinstance(data, list) else [data]
         known = [each.num_classes for each in sets if isinstance(each, Dataset)]
         self._known_classes = max(known) if len(known) == len(sets) else None
@@ -95,8 +99,36 @@ class Samples:
         labels = self.train.labels()
         return int(labels.max()) + 1 if np.issubdtype(labels.dtype, np.integer) else 0
 
-    def assign(self, split: Split | None, num_workers: int, rng: np.random.Generator) -> Assignment:
-        """Assign samples to workers: by the split, or by the data set of each worker."""
+    def hold_out(self, share: float, rng: np.random.Generator) -> None:
+        """Make a share of the training samples, drawn at random, the validation samples.
+
+        Call this before :meth:`assign`, which then assigns the other samples only.
+        """
+        number = round(share * len(self))
+        if not 1 <= number < len(self):
+            raise ValueError(
+                "validation must hold out at least one training sample and leave at least one:"
+                f" got validation={share} of {len(self)} samples, which holds out {number}"
+            )
+        held, self.free = map(np.sort, np.split(rng.permutation(len(self)), [number]))
+        source = copy.copy(self.train)
+        if isinstance(source, Images):
+            source.reuse = False  # threads evaluate several batches at the same time
+        self.validation = Chosen(source, held, "validation")
+
+    def assign(
+        self,
+        split: Split | None,
+        num_workers: int,
+        rng: np.random.Generator,
+        *,
+        iid: Collection[int] = (),
+    ) -> Assignment:
+        """Assign samples to workers: by the split, or by the data set of each worker.
+
+        The test samples that the split does not use are removed. The workers in ``iid`` draw from
+        all samples, and the others divide them.
+        """
         if isinstance(self.train, Joined):
             if split is not None and not isinstance(split, IID):
                 raise ValueError(
@@ -109,10 +141,20 @@ class Samples:
                     f"data needs one data set for each of the {num_workers} workers:"
                     f" got {len(sizes)}"
                 )
-            return Assignment(np.split(np.arange(len(self)), np.cumsum(sizes)[:-1]))
+            if iid:
+                raise ValueError(
+                    "one data set a worker is a split already: leave byzantine_data='iid' out, or"
+                    " give one data set for all"
+                )
+            parts = np.split(np.arange(len(self)), np.cumsum(sizes)[:-1])
+            return Assignment([np.intersect1d(part, self.free) for part in parts])
         split = split or IID()
         labels = self.train.labels() if split.needs_labels else np.zeros(len(self), np.int64)
-        return split.assign(labels, num_workers, rng)
+        assignment = split.assign(labels, num_workers, rng, among=self.free, iid=iid)
+        if self.test is not None and split.needs_labels:
+            kept = split.kept(self.test.labels(), rng)
+            self.test = self.test if kept is None else Chosen(self.test, kept, "test")
+        return assignment
 
     def draw(self, indices: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs (m, n, ...) and targets of indices (m, n), valid until the next draw."""
@@ -121,6 +163,14 @@ class Samples:
             inputs.reshape(*indices.shape, *inputs.shape[1:]),
             targets.reshape(*indices.shape, *targets.shape[1:]),
         )
+
+    def judging(self) -> Self:
+        """Return the samples with the validation samples, if there are any, as test samples."""
+        if self.validation is None:
+            return self
+        seen = copy.copy(self)
+        seen.test = self.validation
+        return seen
 
     def test_parts(self, size: int) -> list[npt.NDArray[np.int64]]:
         """Return the indices of the test samples in order, in parts of ``size``."""
@@ -150,9 +200,9 @@ class Samples:
         return self.test
 
     def without_test(self) -> Self:
-        """Return the samples without the test samples, which workers do not need."""
+        """Return the samples without those for evaluation, which workers do not need."""
         lean = copy.copy(self)
-        lean.test = None
+        lean.test = lean.validation = None
         return lean
 
     def _typed(self, values: torch.Tensor) -> torch.Tensor:

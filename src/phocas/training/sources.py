@@ -150,7 +150,7 @@ class Items:
 class Chosen:
     """Some of another source's samples, as made by ``torch.utils.data.random_split``."""
 
-    def __init__(self, source: SampleSource, numbers: Sequence[int], name: str) -> None:
+    def __init__(self, source: SampleSource, numbers: Sequence[int] | Numbers, name: str) -> None:
         self.source = source
         self.numbers = np.asarray(numbers, np.int64).reshape(-1)
         self.nbytes = source.nbytes

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,11 @@ from phocas.training.schedules import SCHEDULES, Constant
 from phocas.training.server import ParameterServer
 
 T = TypeVar("T")
+
+ByzantineData = Literal["split", "iid"]
+"""The data of Byzantine workers: their part of the split, or all samples."""
+MomentumForm = Literal["average", "sum"]
+"""The momentum of workers: v = beta v + (1 - beta) g, or v = beta v + g."""
 
 _SEEDS = 1 << 63  # smaller seeds fit into a database and into every generator
 
@@ -83,6 +88,18 @@ class TaskSettings(Settings):
     split: Split | str = setting(
         "iid", "Distribution of the samples over workers: iid, dirichlet:alpha=0.5, ..."
     )
+    byzantine_data: ByzantineData = setting(
+        "split",
+        "Data of Byzantine workers: a part of the split, or iid: all samples, and the honest"
+        " workers divide them.",
+        word(*get_args(ByzantineData)),
+    )
+    validation: float = setting(
+        0.0,
+        "Share of the training samples that is held out and evaluated instead of the test samples,"
+        " which are evaluated once, at the end.",
+        below_one,
+    )
     optimizer: Optimizers | str = setting(
         "sgd", "Optimizer: a name in torch.optim, or module:callable."
     )
@@ -99,6 +116,11 @@ class TaskSettings(Settings):
     )
     worker_momentum: float = setting(
         0.0, "Momentum beta of the workers, which send v = beta v + (1 - beta) g.", below_one
+    )
+    worker_momentum_form: MomentumForm = setting(
+        "average",
+        "Form of the workers' momentum: average, or sum for v = beta v + g.",
+        word(*get_args(MomentumForm)),
     )
     reduction: Reduction = setting(
         "mean", "Gradient of a batch: the mean or the sum over its samples.", word("mean", "sum")
@@ -153,8 +175,30 @@ class TaskSettings(Settings):
                 f"{say('clients')} must be at least {say('num_workers')}, which are drawn from"
                 f" them: got {self.clients} clients for {self.num_workers} workers",
             )
+        if self.worker_momentum_form != "average" and not self.worker_momentum:
+            yield Conflict(
+                "worker_momentum_form",
+                f"{say('worker_momentum_form')} is for workers with momentum: set"
+                f" {say('worker_momentum')} too",
+            )
         rule = RULES.read(self.rule) if isinstance(self.rule, str) else self.rule
         attack = ATTACKS.read(self.attack) if isinstance(self.attack, str) else self.attack
+        if isinstance(attack, Attack) and attack.needs_memory and self.clients is not None:
+            yield Conflict(
+                "attack",
+                f"{attack} is for workers that take part in every round: leave its warm-up or"
+                f" {say('clients')} out",
+            )
+        if (
+            self.byzantine_data == "iid"
+            and isinstance(attack, Attack)
+            and attack.byzantine() is None
+        ):
+            yield Conflict(
+                "byzantine_data",
+                f"{say('byzantine_data')} = iid needs an attack by the same workers in every round:"
+                f" got {attack}",
+            )
         try:
             if isinstance(rule, Rule):
                 rule.check(self.num_workers)
@@ -235,6 +279,7 @@ class Task(ServerTask):
     batch_size: int
     schedule: Callable[[int], float]
     worker_momentum: float
+    worker_momentum_form: MomentumForm
     reduction: Reduction
     device: torch.device
     threads: int | None
@@ -270,6 +315,7 @@ class Task(ServerTask):
         attack = asked.attack
         if isinstance(attack, str):
             attack = parse_attack(attack, asked.num_servers)
+        attack = None if attack is None else attack.aimed_at(rule)
         asked = replace(asked, rule=rule, attack=attack)
         for _, text in (*asked.conflicts(), *of_engine(asked)):
             raise ValueError(text)
@@ -300,8 +346,13 @@ class Task(ServerTask):
         if asked.device is not None:
             module.to(asked.device)
         made["device"] = next(module.parameters(), torch.empty(0)).device
+        if asked.validation:
+            samples.hold_out(asked.validation, generator(Stream.VALIDATION, asked.seed, 1))
         rng = generator(Stream.SPLIT, asked.seed)
-        assignment = samples.assign(split, asked.clients or asked.num_workers, rng)
+        holders = asked.clients or asked.num_workers
+        byzantine = None if attack is None else attack.byzantine()
+        iid = (byzantine or ()) if asked.byzantine_data == "iid" else ()
+        assignment = samples.assign(split, holders, rng, iid=iid)
         made |= {"model": module, "samples": samples, "assignment": assignment}
         used = (*made.values(), split, spec, test, model, *vars(asked).values())
         made["code"] = code_of([data, *(each for each in used if each is not samples)])
@@ -335,6 +386,11 @@ class Task(ServerTask):
             reduction=self.reduction,
             path=self.gradient_path,
         )
+
+    @property
+    def momentum_gain(self) -> float:
+        """Return the factor of a new gradient in the workers' momentum."""
+        return 1.0 if self.worker_momentum_form == "sum" else 1 - self.worker_momentum
 
     def server_factor(self, factor: float) -> float:
         """Return the factor by which the servers multiply the learning rate.
@@ -388,6 +444,8 @@ class Task(ServerTask):
             del said["local"]
         if self.clients is None:
             del said["clients"]
+        if self.worker_momentum_form == "average":  # older digests do not name the form
+            del said["worker_momentum_form"]
         said["model"] = [
             (name, str(tensor.dtype), *tensor.shape)
             for name, tensor in self.model.state_dict().items()

@@ -317,13 +317,19 @@ class Trainer:
         seed = self.task.seed
         return [Sample.draw(d, generator(Stream.SAMPLE, seed, number)) for number in rounds]
 
-    def evaluate(self) -> Metrics:
-        """Return the loss and, if targets are classes, the accuracy on the test samples."""
+    def evaluate(self, *, test: bool = False) -> Metrics:
+        """Return the loss and, if targets are classes, the accuracy.
+
+        Args:
+            test: evaluate the test samples also if there are validation samples; by default the
+                validation samples are evaluated if there are any.
+        """
         gradients = self.cluster.gradients
+        samples = self.task.samples
         return evaluate(
             self.model,
             self.task.loss,
-            self.task.samples,
+            samples if test else samples.judging(),
             gradients.pool,
             channels_last=gradients.channels_last,
         )

@@ -122,7 +122,7 @@ class AsynchronousCluster:
                 losses[worker] = float(loss)
         beta = task.worker_momentum
         if beta and workers:
-            out.mul_(1 - beta).add_(rows[workers], alpha=beta)
+            out.mul_(task.momentum_gain).add_(rows[workers], alpha=beta)
         rows[workers] = out
         self._waiting[workers] = False
         if clock is not None:

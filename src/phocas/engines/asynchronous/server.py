@@ -234,12 +234,12 @@ def _validation(task: Task, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]
     if number is None:
         return None
     rng = generator(Stream.VALIDATION, task.seed)
-    if number > len(task.samples):
+    free = task.samples.free
+    if number > len(free):
         raise ValueError(
-            f"{policy.name} needs validation <= the training samples: got {number} of"
-            f" {len(task.samples)}"
+            f"{policy.name} needs validation <= the training samples: got {number} of {len(free)}"
         )
-    chosen = np.sort(rng.choice(len(task.samples), number, replace=False))[None]
+    chosen = np.sort(free[rng.choice(len(free), number, replace=False)])[None]
     inputs, targets = (part.clone() for part in task.samples.draw(chosen))
     if task.samples.test is not None:
         held = {sample.numpy().tobytes() for sample in inputs[0]}

@@ -55,6 +55,12 @@ class AsynchronousSettings(Settings):
                 f"{attack.name} is what slow workers do in synchronous rounds: with"
                 f" {say('asynchronous')} set {say('speeds')} instead",
             )
+        if isinstance(attack, Attack) and attack.needs_memory:
+            yield Conflict(
+                "attack",
+                f"{attack} keeps what it has seen in synchronous rounds: leave its warm-up or"
+                f" {say('asynchronous')} out",
+            )
         rule = RULES.read(task.rule) if isinstance(task.rule, str) else task.rule
         said = self.asynchronous
         policy = read_policy(said) if isinstance(said, str) else said

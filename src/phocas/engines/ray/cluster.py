@@ -350,6 +350,11 @@ def _check(task: Task, server: ParameterServer, settings: RaySettings) -> int:
             f"{task.attack} looks at all columns, and a server holds only its own: run it on"
             " the local engine, or with one server"
         )
+    if task.attack is not None and task.attack.needs_memory:
+        raise ValueError(
+            f"{task.attack} keeps what it has seen in earlier rounds, which a server does not: run"
+            " it on the local engine"
+        )
     check_optimizer(server)
     most = task.rule.tolerates(m).rows
     if settings.missing is None:

@@ -98,8 +98,8 @@ class Workers:
             vector[bounds] = values
         losses, changed = self.compute_rows(round, factor, buffers)
         if self.velocity is not None:
-            beta = self.job.task.worker_momentum
-            self.velocity.mul_(beta).add_(self.rows, alpha=1 - beta)
+            task = self.job.task
+            self.velocity.mul_(task.worker_momentum).add_(self.rows, alpha=task.momentum_gain)
             self.rows.copy_(self.velocity)
         report = WorkerReply(losses, changed, time.perf_counter() - start)
         self._last = round, report
@@ -130,7 +130,7 @@ class Workers:
         losses = self.compute(inputs, targets, row[None], task.seed, step, worker)
         if self.velocity is not None:
             velocity, beta = self.velocity[i], task.worker_momentum
-            row.copy_(velocity.mul_(beta).add_(row, alpha=1 - beta))
+            row.copy_(velocity.mul_(beta).add_(row, alpha=task.momentum_gain))
         in_place = self.memory is not None
         report = WorkerReply(losses.numpy(), [], time.perf_counter() - start, in_place)
         return [] if in_place else [cut(values) for values in self._send(worker)], report
