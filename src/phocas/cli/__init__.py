@@ -26,7 +26,7 @@ from phocas.deprecation import FORMER
 from phocas.kernels.triton import KernelError
 
 GROUPS = {
-    "Train": ("train", "sweep", "reproduce", "demo"),
+    "Train": ("train", "sweep", "benchmark", "reproduce", "demo"),
     "Results": ("results", "advise"),
     "Rules and theory": ("rules", "attacks", "audit", "theory"),
     "Tools": ("aggregate", "bench", "data", "doctor"),
