@@ -79,6 +79,7 @@ def small_cnn() -> nn.Module:
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Dropout(0.3),
+        nn.Dropout2d(0.4),
         nn.Conv2d(5, 4, 3),
         nn.Flatten(),
         nn.Linear(16, 4),
@@ -141,6 +142,9 @@ def run_twin(model: nn.Module, values: torch.Tensor, generator: torch.Generator)
     """Run the layers of a stack in order, drawing dropout masks from the worker's generator."""
     if type(model) is nn.Dropout:
         kept = torch.empty(values.shape).bernoulli_(1 - model.p, generator=generator)
+        return values * kept / (1 - model.p)
+    if type(model) is nn.Dropout2d:
+        kept = torch.empty(*values.shape[:2], 1, 1).bernoulli_(1 - model.p, generator=generator)
         return values * kept / (1 - model.p)
     if type(model) is nn.Sequential:
         for layer in model:

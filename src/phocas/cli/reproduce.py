@@ -12,6 +12,7 @@ from phocas.cli import reject_unused
 
 if TYPE_CHECKING:
     from phocas.experiments.config import RunConfig
+    from phocas.experiments.reproduction.published import PublishedStudy
     from phocas.experiments.reproduction.rare.simulation import Setting
     from phocas.experiments.reproduction.rare.study import Study, StudyResults
     from phocas.experiments.reproduction.tasks import Reproduction
@@ -28,7 +29,8 @@ def reproduce(
     task: Annotated[
         str,
         typer.Argument(
-            help="mnist, cifar10, heraclius, choosing, choosing-cifar10, rare, or a TOML file."
+            help="mnist, cifar10, heraclius, choosing, choosing-cifar10, rare, bucketing, byzfl,"
+            " or a TOML file."
         ),
     ],
     repeats: Annotated[
@@ -47,7 +49,8 @@ def reproduce(
         typer.Option(help="Results file.", show_default="in the output folder"),
     ] = None,
     figure: Annotated[
-        list[str] | None, typer.Option(help="Only this figure. Repeatable.", show_default="all")
+        list[str] | None,
+        typer.Option(help="Only this figure or table. Repeatable.", show_default="all"),
     ] = None,
     processes: Annotated[
         int | None,
@@ -71,6 +74,7 @@ def reproduce(
     Complete runs are not repeated: the same command resumes after an
     interruption, and with more repeats it adds the missing ones.
     """
+    from phocas.experiments.reproduction.published import is_published, plan_published
     from phocas.experiments.reproduction.rare.study import StudyResults, is_study, plan_study
     from phocas.experiments.reproduction.tasks import plan
     from phocas.files import check_writable
@@ -88,6 +92,14 @@ def reproduce(
         return
     file = results or folder / "results.sqlite"
     places = {"results": str(file), "data_dir": data_dir}
+    if is_published(task):
+        tables = plan_published(
+            task, scale=scale, repeats=repeats, only=tuple(figure or ()), places=places
+        )
+        _published(
+            tables, file, folder, processes, data_dir, dry_run=dry_run, report_only=report_only
+        )
+        return
     reproduction = plan(task, scale=scale, repeats=repeats, only=tuple(figure or ()), places=places)
     if dry_run:
         runs = reproduction.runs()
@@ -107,8 +119,78 @@ def reproduce(
         raise typer.Exit(1)
 
 
+def _published(
+    study: PublishedStudy,
+    file: Path,
+    folder: Path,
+    processes: int | None,
+    data_dir: str | None,
+    *,
+    dry_run: bool,
+    report_only: bool,
+) -> None:
+    """Run, or only report, a study of other authors: theirs beside ours."""
+    import shlex
+    import sys
+
+    from phocas.experiments.results import ENDED
+    from phocas.experiments.runner import versions
+    from phocas.experiments.sweep import attempts
+    from phocas.files import check_writable
+    from phocas.report.published import (
+        counts,
+        draw_tables,
+        judged_tables,
+        markdown,
+        verdict_columns,
+    )
+    from phocas.report.tables import print_table
+
+    runs = study.runs()
+    if dry_run:
+        for config in runs[: len(runs) // study.repeats]:
+            typer.echo(f"{config.name}: {config.attack or 'no attack'}")
+        typer.echo(f"{len(runs)} runs, {study.repeats} of each, into {file}")
+        return
+    check_writable(file, "the results file")
+    path = folder / "verdicts.md"
+    check_writable(path, "the table of verdicts")
+    failed = [] if report_only or not runs else _run(study, file, processes, data_dir)
+    records = {
+        record.identity: record
+        for record in attempts(runs)
+        if record is not None and record.status in ENDED
+    }
+    tables = judged_tables(study, records)
+    for table, judged in tables.items():
+        typer.echo(f"{table.name}: {table.title}")
+        print_table(verdict_columns(judged), right=("theirs", "ours"))
+        typer.echo()
+    facts = [
+        f"{len(records)} of {len(runs)} runs are complete; seeds: {study.repeats}; scale"
+        f" {study.scale}"
+        + ("" if study.scale == "paper" else ", which is not the published size: no comparison"),
+        ", ".join(f"{name} {version}" for name, version in versions().items()),
+        *(f"failed and left out: {line}" for line in failed),
+    ]
+    command = shlex.join(["phocas", *sys.argv[1:]])
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(markdown(study, tables, command=command, facts=facts), "utf-8")
+    if study.heat_map:
+        draw_tables(tables, folder)
+    typer.echo(f"cells by verdict: {counts(tables)}")
+    typer.echo(f"{path.name} in {folder}, results in {file}")
+    for line in failed:
+        typer.echo(f"failed: {line}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
 def _run(
-    reproduction: Reproduction, file: Path, processes: int | None, data_dir: str | None
+    reproduction: Reproduction | PublishedStudy,
+    file: Path,
+    processes: int | None,
+    data_dir: str | None,
 ) -> list[str]:
     """Run what is missing; return what failed; leave if interrupted."""
     from phocas.data import load

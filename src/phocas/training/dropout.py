@@ -50,26 +50,39 @@ class Noise(threading.local):
 
 
 class SeededDropout(nn.Module):
-    """nn.Dropout with the generator of its thread instead of that of the process."""
+    """nn.Dropout or nn.Dropout2d with the generator of its thread, not that of the process.
 
-    def __init__(self, p: float, noise: Noise) -> None:
+    Args:
+        p: probability of zero.
+        noise: the generator of each thread.
+        whole: whether whole channels become zero, as those of nn.Dropout2d.
+    """
+
+    def __init__(self, p: float, noise: Noise, *, whole: bool = False) -> None:
         super().__init__()
         self.p = p
+        self.whole = whole
         self.noise = noise
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Zero each value with probability p and scale the others by 1 / (1 - p)."""
+        """Zero each value, or channel, with probability p and scale the others by 1 / (1 - p)."""
         if self.noise.generator is None:
             raise RuntimeError("the dropout layers of a worker need its generator: none was set")
         # Contiguous for any layout of the values, so that the mask does not depend on the layout.
-        mask = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+        shape = (*values.shape[:2], *[1] * (values.dim() - 2)) if self.whole else values.shape
+        mask = torch.empty(shape, dtype=values.dtype, device=values.device)
         return values * fill_mask(mask, self.p, self.noise.generator)
 
 
+_SEEDED = (nn.Dropout, nn.Dropout2d)  # not their subclasses, which may do anything
+
+
 def seed_dropout(module: nn.Module, noise: Noise) -> None:
-    """Replace every nn.Dropout inside a module by SeededDropout."""
+    """Replace every nn.Dropout and nn.Dropout2d inside a module by SeededDropout."""
     for name, child in module.named_children():
-        if type(child) is nn.Dropout:
-            setattr(module, name, SeededDropout(child.p, noise) if child.p else nn.Identity())
+        if isinstance(child, nn.Dropout | nn.Dropout2d) and type(child) in _SEEDED:
+            whole = type(child) is nn.Dropout2d
+            seeded = SeededDropout(child.p, noise, whole=whole) if child.p else nn.Identity()
+            setattr(module, name, seeded)
         else:
             seed_dropout(child, noise)

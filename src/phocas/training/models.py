@@ -104,12 +104,7 @@ class CNN(ModelSpec):
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
         """Return the layers of the paper's table; height and width are halved twice."""
-        if len(input_shape) != 3 or min(input_shape[1:]) < 4:
-            raise ValueError(
-                "cnn needs images of (channels, height, width) with sides of at least 4:"
-                f" got inputs of shape {tuple(input_shape)}"
-            )
-        channels, height, width = input_shape
+        channels, height, width = _sides(self.name, input_shape, 4)
         few, many, hidden = self.width, 2 * self.width, 16 * self.width
         features = many * (height // 4) * (width // 4)
         stack = nn.Sequential(
@@ -155,7 +150,85 @@ class Softmax(ModelSpec):
         return _initialise(stack, self.init)
 
 
-MODELS: Table[ModelSpec] = Table("model", [MLP, CNN, Softmax])
+def _sides(owner: str, input_shape: Sequence[int], least: int) -> tuple[int, int, int]:
+    """Return channels, height and width of images; raise if a side is too short."""
+    if len(input_shape) != 3 or min(input_shape[1:]) < least:
+        raise ValueError(
+            f"{owner} needs images of (channels, height, width) with sides of at least {least}:"
+            f" got inputs of shape {tuple(input_shape)}"
+        )
+    channels, height, width = input_shape
+    return channels, height, width
+
+
+@dataclass(frozen=True)
+class BucketingCNN(ModelSpec):
+    """The CNN of Karimireddy, He, Jaggi (ICLR 2022): two convolutions, two linear layers, dropout.
+
+    Args:
+        init: initial weights, ``"xavier"`` or ``"torch"``.
+
+    >>> sum(p.numel() for p in BucketingCNN().layers((1, 28, 28), 10).parameters())
+    1199882
+    """
+
+    init: str = field(default="torch", metadata=checks(_init))
+
+    name: ClassVar[str] = "cnn-bucketing"
+
+    def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
+        """Return conv 32, conv 64, pool, dropout2d 0.25, linear 128, dropout 0.5, linear."""
+        channels, height, width = _sides(self.name, input_shape, 6)
+        stack = nn.Sequential(
+            nn.Conv2d(channels, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.MaxPool2d(2),
+            nn.Dropout2d(0.25),
+            nn.Flatten(),
+            nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(128, num_classes),
+        )
+        return _initialise(stack, self.init)
+
+
+@dataclass(frozen=True)
+class ByzFLCNN(ModelSpec):
+    """The ``cnn_mnist`` of ByzFL's benchmark: two convolutions with pooling, two linear layers.
+
+    Args:
+        init: initial weights, ``"xavier"`` or ``"torch"``.
+
+    >>> sum(p.numel() for p in ByzFLCNN().layers((1, 28, 28), 10).parameters())
+    431080
+    """
+
+    init: str = field(default="torch", metadata=checks(_init))
+
+    name: ClassVar[str] = "cnn-byzfl"
+
+    def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
+        """Return (conv, ReLU, pool) with 20 and 50 channels, linear 500, ReLU, linear."""
+        channels, height, width = _sides(self.name, input_shape, 16)
+        sides = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+        stack = nn.Sequential(
+            nn.Conv2d(channels, 20, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(20, 50, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(50 * math.prod(sides), 500),
+            nn.ReLU(),
+            nn.Linear(500, num_classes),
+        )
+        return _initialise(stack, self.init)
+
+
+MODELS: Table[ModelSpec] = Table("model", [MLP, CNN, Softmax, BucketingCNN, ByzFLCNN])
 
 Builder = Callable[[Sequence[int], int], nn.Module]
 
@@ -175,7 +248,7 @@ def check_model_text(text: str) -> str:
 
 
 def parse_model(text: str) -> Builder:
-    """Parse ``mlp``, ``mlp:hidden=64/64``, ``cnn``, ``softmax`` or a user's ``module:callable``.
+    """Parse a model's spec, such as ``mlp:hidden=64/64``, or a user's ``module:callable``.
 
     The callable receives ``input_shape`` and ``num_classes`` if it has parameters of these names.
     It returns a ``torch.nn.Module``; a module's class is such a callable. The working directory is

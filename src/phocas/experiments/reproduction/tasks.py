@@ -168,9 +168,9 @@ def tasks() -> list[str]:
     """Return the names of the tasks that ship with the package.
 
     >>> tasks()
-    ['choosing', 'choosing-cifar10', 'cifar10', 'heraclius', 'mnist', 'rare']
+    ['bucketing', 'byzfl', 'choosing', 'choosing-cifar10', 'cifar10', 'heraclius', 'mnist', 'rare']
     """
-    wanted = {"figures", "parts"}
+    wanted = {"figures", "parts", "tables"}
     return sorted(path.stem for path in _folder().glob("*.toml") if wanted & set(read_toml(path)))
 
 
