@@ -134,7 +134,7 @@ class WorstCase(RowAttack):
     optimum of every column is computed (see ``phocas.attacks.placement``). If the window has a
     cutoff, as that of Heraclius, values at the cutoff are tried too, but none that use its tail.
     For other rules the attack searches, within ``budget`` evaluations of the rule. It first tries
-    all row attacks of this package. It then tries lines from the honest mean along their
+    most row attacks of this package. It then tries lines from the honest mean along their
     directions, along the directions in which honest rows vary, and along random directions.
 
     ``model="cells"`` is the paper's generalised model: at most q Byzantine values per column, in

@@ -357,7 +357,9 @@ class _Run:
         """Evaluate the test samples of a finished run, if it has evaluated others so far."""
         samples = self.trainer.task.samples
         if status in ENDED and samples.validation is not None and samples.test is not None:
-            self.results.record_test(self.id, self.trainer.evaluate(test=True))
+            metrics = self.trainer.evaluate(test=True)
+            self.results.record_test(self.id, metrics)
+            self.tracking.evaluated(self.trainer.rounds_done, metrics, test=True)
 
     def keep(self, status: Status) -> None:
         """Store the final state of a finished run, from which a longer run can continue."""

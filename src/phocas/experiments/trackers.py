@@ -241,14 +241,16 @@ class Tracking:
         self._trackers = {text: open_tracker(text) for text in texts}
         self._notify = notify
         self._suspects: set[int] = set()
+        self._judged = "test"
 
     def start(self, run: TrackedRun) -> None:
         """Start all trackers."""
+        self._judged = "validation" if run.config.get("validation") else "test"
         self._all(lambda tracker: tracker.start(run))
 
-    def evaluated(self, number: int, evaluation: Metrics) -> None:
-        """Log an evaluation before the first round."""
-        self._log(number, _evaluation(evaluation))
+    def evaluated(self, number: int, evaluation: Metrics, *, test: bool = False) -> None:
+        """Log an evaluation beside those of rounds; ``test``: of the test samples in any case."""
+        self._log(number, _evaluation(evaluation, "test" if test else self._judged))
 
     def log(self, done: Round, evaluation: Metrics | None) -> None:
         """Log a round: its numbers, its evaluation, and the dropped shares of flagged workers."""
@@ -265,7 +267,7 @@ class Tracking:
             "train/virtual_seconds": done.virtual_seconds,
             "suspects/number": float(len(done.flagged)),
             **{f"suspects/dropped_{each}": _dropped(done, each) for each in sorted(self._suspects)},
-            **({} if evaluation is None else _evaluation(evaluation)),
+            **({} if evaluation is None else _evaluation(evaluation, self._judged)),
         }
         self._log(done.number, numbers)
 
@@ -288,11 +290,11 @@ class Tracking:
                 self._notify(f"{message}: {type(error).__name__}: {reason}")
 
 
-def _evaluation(evaluation: Metrics) -> dict[str, float | None]:
+def _evaluation(evaluation: Metrics, judged: str) -> dict[str, float | None]:
     return {
-        "test/loss": evaluation.loss,
-        "test/top1": evaluation.top1,
-        "test/top3": evaluation.top3,
+        f"{judged}/loss": evaluation.loss,
+        f"{judged}/top1": evaluation.top1,
+        f"{judged}/top3": evaluation.top3,
     }
 
 

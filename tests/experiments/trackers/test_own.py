@@ -86,6 +86,14 @@ def calls() -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
 
 
+def test_evaluations_of_validation_samples_are_not_logged_as_tests(folder: Path) -> None:
+    record = execute(config("own_trackers:Recorder", validation=0.25))
+    held = [each["validation/top1"] for each in calls() if "validation/top1" in each]
+    tested = [each["test/top1"] for each in calls() if "test/top1" in each]
+    assert held[-1] == record.final_accuracy
+    assert tested == [record.test_accuracy]
+
+
 def test_every_round_and_evaluation_is_logged(folder: Path) -> None:
     record = execute(config("own_trackers:Recorder"))
     first, *rounds, last = calls()

@@ -134,7 +134,7 @@ export function detectionSection(root) {
   const note = el("p", { class: "note" });
   put(root, heading, el("div", { class: "controls" }, choice.element), verdict,
     el("div", { class: "two even" },
-      el("figure", {}, el("figcaption", {}, "Test accuracy by round"), curve), el("div", {}, workers, detail)),
+      el("figure", {}, el("figcaption", {}, "Accuracy by round"), curve), el("div", {}, workers, detail)),
     el("div", { class: "two maps" },
       el("figure", {}, el("figcaption", {}, "Dropped values by worker and round"), rounds), linksFigure),
     note);
@@ -184,7 +184,7 @@ export function detectionSection(root) {
       .map(([x, numbers]) => ({ x, label: `${workersText(inOrder(numbers))} flagged` }));
     lineChart(curve, {
       lines: [{ label: run.rule, style: data.rules[run.rule], x: run.curve.round, y: run.curve.top1 }],
-      title: "Test accuracy by round", xLabel: "round", yLabel: "top-1 accuracy", yRange: [0, 1], height: 240,
+      title: "Accuracy by round", xLabel: "round", yLabel: "top-1 accuracy", yRange: [0, 1], height: 240,
       events: run.lost === null ? first : [{ x: run.lost, label: "model lost" }],
     });
   }
