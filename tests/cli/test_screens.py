@@ -100,7 +100,7 @@ def test_every_setting_is_an_option_of_train(phocas: Phocas) -> None:
 
 def test_help_fits_a_screen_and_names_every_command_in_its_group(phocas: Phocas) -> None:
     lines = phocas("--help").splitlines()
-    assert len(lines) <= 30
+    assert len(lines) <= 31
     assert max(map(len, lines)) <= 80
     for heading, names in GROUPS.items():
         start = lines.index(heading)

@@ -36,7 +36,10 @@ def benchmark(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print a JSON list at the end.")] = False,
 ) -> None:
-    """Compare rules by their worst attack, with settings chosen on validation data."""
+    """Compare rules by their worst attack, with a heat map.
+
+    Settings are chosen on validation data. The same command resumes.
+    """
     import json
 
     if dry_run:
