@@ -17,7 +17,7 @@ from phocas.experiments.reproduction.published import (
     judge,
     plan_published,
 )
-from phocas.experiments.runner import build_trainer
+from phocas.experiments.runner import build_trainer, execute
 
 STUDY = """
 title = "A study"
@@ -147,3 +147,15 @@ def test_a_wrong_study_is_rejected(tmp_path: Path, old: str, new: str, message: 
     path.write_text(STUDY.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
         plan_published(str(path), repeats=1)
+
+
+@pytest.mark.slow
+def test_sign_flip_in_byzfls_benchmark_reaches_the_published_accuracy(tmp_path: Path) -> None:
+    """One attack of the cell gamma = 1, f = 1: the run has ended at 0.985, published is 0.98."""
+    places = {"results": str(tmp_path / "r.sqlite")}
+    study = plan_published("byzfl", repeats=1, places=places)
+    wanted = "heat-map: TrMean, gamma 1, f = 1"
+    config = next(run for run in study.runs() if run.name == wanted)
+    record = execute(config)
+    assert record.attack == "inner-product:q=1,epsilon=1.0"
+    assert record.test_accuracy == pytest.approx(0.98, abs=0.01)
