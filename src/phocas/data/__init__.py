@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from phocas.data.assignment import Assignment, batch_indices, sample
 from phocas.data.dataset import Dataset, DataSpec, OwnData
 from phocas.data.fetching import Fetched, fetch_published
 from phocas.data.picture import holdings, picture
@@ -19,16 +20,13 @@ from phocas.data.published import CIFAR10, MNIST, FashionMNIST, Published
 from phocas.data.splits import (
     IID,
     SPLITS,
-    Assignment,
     ByLabel,
     Dirichlet,
     GammaSimilarity,
     LongTail,
     Partition,
     Split,
-    batch_indices,
     parse_split,
-    sample,
 )
 from phocas.data.store import DataError, data_folder
 from phocas.data.synthetic import Synthetic

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from phocas.data.splits import Indices
+    from phocas.data.assignment import Indices
 
 
 def holdings(

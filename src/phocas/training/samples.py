@@ -164,7 +164,7 @@ class Samples:
             targets.reshape(*indices.shape, *targets.shape[1:]),
         )
 
-    def judging(self) -> Self:
+    def for_evaluation(self) -> Self:
         """Return the samples with the validation samples, if there are any, as test samples."""
         if self.validation is None:
             return self

@@ -329,7 +329,7 @@ class Trainer:
         return evaluate(
             self.model,
             self.task.loss,
-            samples if test else samples.judging(),
+            samples if test else samples.for_evaluation(),
             gradients.pool,
             channels_last=gradients.channels_last,
         )
