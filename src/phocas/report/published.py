@@ -95,7 +95,10 @@ def markdown(
             lines.append(f"| {row} | " + " | ".join(texts) + " |")
         reasons = dict.fromkeys(cell.reason for cell, _, _ in judged if cell.reason)
         if reasons:
-            lines += ["", *(f"Not run: {reason}." for reason in reasons)]
+            lines += ["", *(f"- Not run: {reason}." for reason in reasons)]
+        noted = [f"- {cell.row}, {cell.column}: {cell.note}" for cell, _, _ in judged if cell.note]
+        if noted:
+            lines += ["", *noted]
     return "\n".join(lines) + "\n"
 
 

@@ -46,6 +46,8 @@ rows = [
     { name = "worst", rule = "trimmed-mean:b={f}", attack = BOTH, published = ["-", "90"] },
     { name = "other", not_run = "a rule is missing", published = ["1", "2"] },
 ]
+[notes]
+"first: mean, f = 1" = "other initial weights"
 """.replace("BOTH", '["sign-flip:q={f}", "mimic:q={f}"]')
 
 
@@ -128,7 +130,8 @@ def test_command_reports_theirs_beside_ours_and_resumes(
     assert "not run: 3" in told
     text = Path("phocas-mine-paper/verdicts.md").read_text()
     assert "| other | 1.0; not run | 2.0; not run |" in text
-    assert "Not run: a rule is missing." in text
+    assert "- Not run: a rule is missing." in text
+    assert "- mean, f = 1: other initial weights" in text
     assert Path("phocas-mine-paper/first.png").exists()
     assert run("--repeats", "1", "--report-only") == told
 
@@ -141,6 +144,7 @@ def test_command_reports_theirs_beside_ours_and_resumes(
         ("trimmed-mean:b={f}", "trimmed-mean:b=5", "the largest b is 2"),
         ('"mean", attack', '"maen", attack', "unknown rule 'maen'"),
         ("title = ", "titel = ", "titel"),
+        ("first: mean, f = 1", "first: mean, f = 7", "unknown cell 'first: mean, f = 7'"),
     ],
 )
 def test_a_wrong_study_is_rejected(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -4,7 +4,8 @@ A study is a TOML file with tables. A cell of a table has the settings of the fi
 its column and of its row, in this order; later ones replace earlier ones. In a setting of text,
 ``{key}`` stands for the value of the key in an earlier layer, or for a number that a layer gives
 beside the settings, such as ``f``. If ``attack`` is a list, the cell is that of the worst attack. A
-column or row with ``not_run`` has no runs, and says why.
+column or row with ``not_run`` has no runs, and says why. The table ``notes`` has the reasons of
+differences, by the name of the cell: ``"table-2: iid, Krum" = "..."``.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class _StudyFile(BaseModel):
     settings: dict[str, Any]
     scale: dict[str, dict[str, Any]] = Field(default={"paper": {}})
     tables: list[_TableFile] = Field(min_length=1)
+    notes: dict[str, str] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class PublishedCell:
         published: the published accuracy, from 0 to 1; None if there is none.
         cell: our runs; None if they cannot be run.
         reason: why there are no runs.
+        note: why our accuracy differs, if that is known.
     """
 
     row: str
@@ -73,6 +76,7 @@ class PublishedCell:
     published: Accuracy | None
     cell: Cell | None
     reason: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +170,15 @@ def plan_published(
         ) from None
     if scale not in file.scale:
         raise ConfigError(unknown("scale", scale, file.scale))
+    titles = [
+        f"{table.name}: {row['name']}, {column['name']}"
+        for table in file.tables
+        for row in table.rows
+        for column in table.columns
+    ]
+    for name in file.notes:
+        if name not in titles:
+            raise ConfigError(f"{path}: notes: {unknown('cell', name, titles)}")
     names = [table.name for table in file.tables]
     for name in only:
         if name not in names:
@@ -210,6 +223,7 @@ def _table(
                     _figure(text, file, source),
                     None if reason else _cell(_merged(layers), title, repeats, source),
                     reason,
+                    file.notes.get(title, ""),
                 )
             )
     rows, columns = (tuple(each["name"] for each in part) for part in (table.rows, table.columns))
