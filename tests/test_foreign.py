@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from phocas import (
     PRE_AGGREGATORS,
     RULES,
     FunctionRule,
+    Mix,
     Rule,
     ShardedAggregation,
     Tolerance,
     aggregate,
 )
-from phocas.attacks import ATTACKS, parse_attack
+from phocas.attacks import ATTACKS, RowAttack, Scene, parse_attack
+from phocas.attacks.audit import audit
 from phocas.cli import application
+from phocas.provenance import describe_error
 from phocas.specs import Foreign, Table
 
 SOURCE = """
@@ -102,6 +106,28 @@ def spoiling(rows):
 
 def short(rows):
     return rows[0, 1:]
+
+
+def drawn(rows, b, size: int = 1, rng=None):
+    return rows[rng.choice(len(rows), size, replace=False)].mean(axis=0) + b
+
+
+def shifted(honest, own, q, rng, round, rule, step=1.0):
+    assert len(own) == q
+    return np.full_like(own, rule(honest)[0] + step + round + 0 * rng.normal())
+
+
+def wrong_shape(honest):
+    return honest
+
+
+def writes(honest):
+    honest[:] = 0
+    return honest[0]
+
+
+def raising(honest):
+    raise KeyError("oh")
 """
 
 
@@ -203,7 +229,10 @@ def test_names_of_their_own_change_no_spelling(mine: str, table: Table[Any], tex
         ("{}:Bare", ["must be a frozen dataclass"]),
         ("{}:Inner", ["needs b"]),
         ("{}:Inner:b=1,c=2", ["unknown parameter", "'c'"]),
-        ("{}:largest:c=2", ["unknown parameter of function 'c'", "b, columnwise"]),
+        ("{}:largest:c=2", ["unknown parameter of", "largest 'c'", "parameters: none"]),
+        ("{}:drawn:b=1,size=x", ["drawn: size must be an integer, got 'x'"]),
+        ("{}:drawn:size=2", ["drawn needs b: write"]),
+        ("__main__:nothing", ["not defined in this process", "put it into a file"]),
         ("broken_inside:x", ["broken_inside cannot be imported: ZeroDivisionError"]),
         ("needs_more:x", ["needs_more cannot be imported", "no_such_module_at_all"]),
     ],
@@ -215,7 +244,7 @@ def test_mistakes_are_one_line(mine: str, text: str, words: list[str]) -> None:
 
 
 def test_only_the_right_base_is_taken(mine: str) -> None:
-    with pytest.raises(ValueError, match="must be a subclass of Attack: got"):
+    with pytest.raises(ValueError, match="must be a subclass of Attack or a function: got"):
         parse_attack(f"{mine}:Inner:b=1")
     with pytest.raises(ValueError, match="must be a subclass of PreAggregator: got"):
         PRE_AGGREGATORS.parse(f"{mine}:largest")
@@ -281,19 +310,107 @@ def test_only_column_functions_are_sharded() -> None:
             ShardedAggregation(rule, m=9)
 
 
-def test_the_page_runs_and_so_does_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "own-rule.md").read_text()
-    module, *programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "my_rules.py").write_text(module)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for program in programs:
-        exec(program, {"__name__": "page"})
-    asked = ["audit", "--rule", "my_rules:Interior:b=3", "--dims", "40"]
-    result = CliRunner().invoke(
-        application(), [*asked, "--attack", "gaussian:q=3", "--json"], catch_exceptions=False
-    )
-    assert json.loads(result.output)["tolerates"] == {"rows": 3, "values": 3}
-    sys.modules.pop("my_rules")
+def test_functions_have_parameters_and_an_rng(mine: str) -> None:
+    rule = RULES.parse(f"{mine}:drawn:b=2,size=9")
+    np.testing.assert_allclose(rule(ROWS, rng=1), ROWS.mean(axis=0) + 2)
+    assert str(rule) == f"{mine}:drawn:b=2,size=9"
+    assert RULES.parse(str(rule)) == rule
+    assert len({rule, RULES.parse(str(rule))}) == 1
+    one = RULES.parse(f"{mine}:drawn:b=0")
+    np.testing.assert_array_equal(one(ROWS, rng=3), one(ROWS, rng=3))
+    assert any((one(ROWS, rng=seed) != one(ROWS, rng=3)).any() for seed in range(4))
+    np.testing.assert_array_equal(one(ROWS), one(ROWS, rng=0))
+    chain = RULES.parse(f"nnm:b=1|{mine}:drawn:b=1,size=9")
+    np.testing.assert_allclose(chain(ROWS), (phocas.NNM(1) | phocas.Mean())(ROWS) + 1)
+    assert rule.tolerates(9) == Tolerance(2, 0)
+    assert not rule.proven
+    assert not chain.proven
+    assert (phocas.NNM(1) | phocas.Median()).proven
+    with pytest.raises(ValueError, match=r"unknown parameter of .*'c'"):
+        FunctionRule(lambda rows: rows[0], options={"c": 1})
+
+
+def test_functions_are_attacks(mine: str) -> None:
+    attack = parse_attack(f"{mine}:shifted:q=2,step=3,who=resampled").aimed_at(phocas.Median())
+    assert parse_attack(str(attack)) == attack
+    rows = ROWS.copy()
+    touched = attack.corrupt(rows, rng=np.random.default_rng(0), round=4)
+    others = np.setdiff1d(np.arange(9), touched.rows)
+    np.testing.assert_allclose(rows[touched.rows], np.median(rows[others, 0]) + 7)
+    np.testing.assert_array_equal(rows[others], ROWS[others])
+    with pytest.raises(ValueError, match="rule=self: outside of training and audit"):
+        parse_attack(f"{mine}:shifted:q=2").corrupt(rows, rng=np.random.default_rng(0))
+    for text, words in {
+        f"{mine}:shifted": "shifted needs q: write",
+        f"{mine}:shifted:q=2,stop=1": "did you mean 'step'",
+        f"{mine}:writes:q=1,rule=median": "has no parameter rule",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            parse_attack(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wrong_shape", r"\d+: mine_.*:wrong_shape must return numbers of shape \(40,\) or"),
+        ("writes", r"\d+: ValueError: assignment destination is read-only"),
+        ("raising", r"\d+: KeyError: 'oh'"),
+    ],
+)
+def test_errors_of_functions_name_file_and_line(mine: str, name: str, words: str) -> None:
+    with pytest.raises((ValueError, KeyError)) as caught:
+        parse_attack(f"{mine}:{name}:q=2").corrupt(ROWS.copy(), rng=np.random.default_rng(0))
+    assert re.search(rf"{mine}\.py:{words}", describe_error(caught.value))
+
+
+def test_rule_of_the_run_is_attacked() -> None:
+    for text in ("worst-case:rule=self,q=2", "alie:q=2,against=self"):
+        attack = parse_attack(text)
+        assert "self" in str(attack)
+        attack.check(9, 40)
+        aimed = attack.aimed_at(phocas.Median())
+        assert "median" in str(aimed)
+        assert aimed.aimed_at(phocas.Mean()) == aimed
+        (trial,) = audit("median", num_workers=9, byzantine=2, dims=40, attacks=[text], rounds=1)
+        assert trial.attack == str(aimed)
+
+
+def test_subclasses_of_row_attacks_inherit_q_and_who() -> None:
+    @dataclass(frozen=True)
+    class Boost(RowAttack):
+        factor: float = 10.0
+
+        def fill(self, scene: Scene, rows: np.ndarray) -> None:
+            scene.matrix.write(rows, np.full(scene.d, self.factor))
+
+    made: Any = Boost
+    assert [field.name for field in fields(made)] == ["q", "factor", "who"]
+    rows = ROWS.copy()
+    made(2, 3.0).corrupt(rows, rng=np.random.default_rng(0))
+    assert (rows[:2] == 3).all()
+    assert made(q=1).byzantine() == (0,)
+    with pytest.raises(ValueError, match="q >= 0"):
+        made(q=-1)
+
+
+def test_a_mix_of_an_author_has_fair_blame() -> None:
+    assert Mix.average(np.ones(4)).fair == 0.25
+    for wrong in (np.zeros(3), np.array([1.0, -1.0]), np.array([np.inf])):
+        with pytest.raises(ValueError, match="one weight >= 0 for each row"):
+            Mix.average(wrong)
+
+
+def test_commands_describe_what_a_user_wrote(mine: str) -> None:
+    def said(*words: str) -> Any:
+        result = CliRunner().invoke(application(), [*words, "--json"], catch_exceptions=False)
+        return json.loads(result.output)
+
+    known = said("attacks", f"{mine}:shifted")
+    assert [each["name"] for each in known["parameters"]] == ["q", "rule", "step", "who"]
+    assert said("attacks", "alie")["name"] == "a-little-is-enough"
+    rule = said("rules", f"{mine}:drawn")
+    assert rule["rule"] == f"{mine}:drawn:b=9"
+    assert rule["promise"]["proven"] is False
+    assert said("rules", f"nnm:b=1|{mine}:Inner")["steps"][1]["name"] == f"{mine}:Inner"
+    result = CliRunner().invoke(application(), ["attacks", f"{mine}:shifted"])
+    assert "--attack" in result.output

@@ -6,8 +6,11 @@ import dataclasses
 import dis
 import functools
 import hashlib
+import inspect
 import itertools
 import sys
+import sysconfig
+import traceback
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -92,6 +95,39 @@ def describe_code(code: Mapping[str, str]) -> str:
     'my_rules 3f2a91bc'
     """
     return ", ".join(f"{name} {digest[:8]}" for name, digest in code.items())
+
+
+def defined_in(function: Any) -> str:
+    """Return ``file:line`` of a function's definition, or its module if it has no file."""
+    inner = inspect.unwrap(getattr(function, "func", function))
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    if code is None:
+        return str(getattr(inner, "__module__", "?"))
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def raised_in(error: BaseException) -> str | None:
+    """Return ``file:line`` of the user's code in which an error was raised; None if in ours."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    ours = str(Path(__file__).parent)
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    inside = False
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if file.startswith(ours):
+            inside = True
+        elif inside and (not file.startswith((*libraries, "<")) or file.startswith("<ipython")):
+            place = f"{file}:{line}"
+    return place
+
+
+def describe_error(error: BaseException) -> str:
+    """Return one line about an error, with the line of the user's code if it was raised there."""
+    place = raised_in(error)
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    return text if place is None else f"{place}: {text}"
 
 
 def _is_excluded(module: str) -> bool:

@@ -7,20 +7,42 @@ names to their classes, and parses their text. A user-defined class is written a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import numbers
 import operator
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from phocas.deprecation import warn_renamed
+
+SPELLINGS = {
+    "f": ("b", "q"),
+    "byzantine": ("q", "b"),
+    "n_byzantine": ("q", "b"),
+    "num_byzantine": ("q", "b"),
+    "workers": ("num_workers",),
+    "n_workers": ("num_workers",),
+    "m": ("num_workers",),
+    "n": ("num_workers",),
+    "num_clients": ("clients", "num_workers"),
+    "servers": ("num_servers",),
+    "learning_rate": ("lr",),
+    "batch": ("batch_size",),
+    "aggregator": ("rule",),
+    "aggregation": ("rule",),
+    "random_state": ("seed",),
+    "momentum": ("worker_momentum",),
+}
+"""Names that other libraries use, and ours in the order in which they are suggested."""
 
 OnNonfinite = Literal["skip", "stop", "apply"]
 """The policy for an aggregate with NaN or inf: skip it, stop the run, or apply it."""
@@ -35,6 +57,21 @@ class Spec:
     """The name before version 0.3, which tables read with a warning."""
     former_fields: ClassVar[Mapping[str, str]] = {}
     """Parameters by the names that they had before version 0.3, which are read with a warning."""
+
+    if not typing.TYPE_CHECKING:  # type checkers and editors read the fields
+
+        def __new__(cls, *args: Any, **given: Any) -> Any:
+            """Raise TypeError for an unknown parameter, and suggest the right one."""
+            del args
+            known = getattr(cls, "__dataclass_fields__", {})
+            for name in given.keys() - known.keys() - cls.former_fields.keys():
+                takes = inspect.signature(cls.__init__).parameters
+                if name not in takes and not any(
+                    each.kind == each.VAR_KEYWORD for each in takes.values()
+                ):
+                    owner = f"parameter of {cls.__name__}"
+                    raise TypeError(unknown(owner, name, [*takes][1:], "parameters"))
+            return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Set the default name of a class: ``module:Class``."""
@@ -59,12 +96,12 @@ class Spec:
         return cls.name if cls in _LISTED else f"{cls.__module__}:{cls.__qualname__}"
 
     def __str__(self) -> str:
-        parts = []
+        given = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every Spec is a dataclass
             value = getattr(self, field.name)
             if field.init and value != field.default:
-                parts.append(f"{field.name}={_write(value)}")
-        return self.spelling() + (":" + ",".join(parts) if parts else "")
+                given[field.name] = value
+        return write_spec(self.spelling(), given)
 
     @classmethod
     def summary(cls) -> str:
@@ -199,6 +236,28 @@ class Table(Mapping[str, type[S]], Generic[S]):
             return self.adapt(value, {})
         raise TypeError(f"{owner} needs a {self.kind}, as a value or as text: got {value!r}")
 
+    def find(self, text: str) -> Any:
+        """Return what a text names: a class, or the user's class, function or value; import it.
+
+        Args:
+            text: the name, with or without arguments.
+        """
+        place = self._place(text)
+        if place is not None:
+            return self._imported(place[0])
+        name = text.strip().partition(":")[0].strip()
+        if name not in self:
+            raise ValueError(unknown(self.kind, name, self))
+        return self[name]
+
+    def _imported(self, where: str) -> Any:
+        try:
+            return imported(where)
+        except ModuleNotFoundError as error:
+            module = where.partition(":")[0]
+            message = f"{unknown(self.kind, module, self)}; and there is no module {error.name!r}"
+            raise ValueError(message) from None
+
     def _place(self, text: str) -> tuple[str, str] | None:
         """Split the text of a user-defined value into ``module:name`` and its arguments."""
         found = _FOREIGN.fullmatch(text.strip())
@@ -214,12 +273,7 @@ class Table(Mapping[str, type[S]], Generic[S]):
             values = read_arguments(cls, split_arguments(rest, cls.name))
             return cls(**{key: loaded(value) for key, value in values.items()})
         where, rest = place
-        try:
-            found = imported(where)
-        except ModuleNotFoundError as error:
-            module = where.partition(":")[0]
-            message = f"{unknown(self.kind, module, self)}; and there is no module {error.name!r}"
-            raise ValueError(message) from None
+        found = self._imported(where)
         arguments = split_arguments(rest, where)
         assert self.base is not None
         if isinstance(found, type) and issubclass(found, self.base):
@@ -264,6 +318,12 @@ def imported(place: str) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             names = [each for each in dir(found) if not each.startswith("_")]
+            if module in ("__main__", "__mp_main__"):
+                raise ValueError(
+                    f"{place} is not defined in this process: other processes cannot import what a"
+                    " notebook or a session defines; put it into a file, my_code.py, and write"
+                    f" my_code:{name}"
+                )
             raise ValueError(unknown(f"name in {module}", part, names, plural="names"))
         found = getattr(found, part)
     return found
@@ -277,6 +337,19 @@ def is_place(text: str) -> bool:
     """
     found = _FOREIGN.fullmatch(text.strip())
     return found is not None and found["rest"] is None
+
+
+def split_place(text: str) -> tuple[str, dict[str, str]] | None:
+    """Split ``package.module:name:key=value`` into its place and its arguments; import nothing.
+
+    >>> split_place("package.module:net:width=16"), split_place("mlp")
+    (('package.module:net', {'width': '16'}), None)
+    """
+    found = _FOREIGN.fullmatch(text.strip())
+    if found is None:
+        return None
+    place = f"{found['module']}:{found['name']}"
+    return place, split_arguments(found["rest"] or "", place)
 
 
 def named_modules(text: str) -> list[str]:
@@ -345,14 +418,92 @@ def read_arguments(
     return values
 
 
+def keywords_of(function: Callable[..., Any], skip: int = 1) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function that may be given by name, after the first ``skip``.
+
+    >>> def centre(rows, b, *, share=0.5): ...
+    >>> list(keywords_of(centre))
+    ['b', 'share']
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[skip:]
+    except ValueError:  # a function of compiled code that does not tell
+        return {}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {each.name: each for each in parameters if each.kind in named}
+
+
+def describe_keywords(keywords: Mapping[str, inspect.Parameter]) -> str:
+    """Describe the keywords of a function as :meth:`Spec.parameters` does."""
+    return ", ".join(
+        name if each.default is each.empty else f"{name}={_write(each.default)}"
+        for name, each in keywords.items()
+    )
+
+
+def check_keywords(
+    function: Callable[..., Any],
+    given: Iterable[str],
+    offered: Collection[str] = (),
+    skip: int = 1,
+) -> None:
+    """Raise ValueError unless a function can be called with the given keywords.
+
+    Args:
+        function: the user's function.
+        given: the names that the user gives.
+        offered: names that the caller passes if the function has them.
+        skip: the number of first parameters that the caller passes in any case.
+    """
+    known = keywords_of(function, skip)
+    known = {name: each for name, each in known.items() if name not in offered}
+    owner, names = place_of(function), set(given)
+    for name in sorted(names - known.keys()):
+        raise ValueError(unknown(f"parameter of {owner}", name, known, plural="parameters"))
+    for name, each in known.items():
+        if each.default is each.empty and name not in names:
+            shown = describe_keywords(known)
+            raise ValueError(
+                f"{owner} needs {name}: write {owner}:{name}=... (parameters: {shown})"
+            )
+
+
+def read_keywords(function: Callable[..., Any], arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Read the text of a function's keywords by its annotations, or by the form of the text.
+
+    >>> def centre(rows, b: int, share=0.5): ...
+    >>> read_keywords(centre, {"b": "2", "share": "1", "other": "mean"})
+    {'b': 2, 'share': 1, 'other': 'mean'}
+    """
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError):  # annotations that cannot be evaluated are ignored
+        hints = {}
+    values = {}
+    for key, text in arguments.items():
+        try:
+            values[key] = loaded(_read(text, hints[key])) if key in hints else _guess(text)
+        except ValueError as error:
+            raise ValueError(f"{place_of(function)}: {key} must be {error}, got {text!r}") from None
+    return values
+
+
+def place_of(function: Any) -> str:
+    """Return ``module:name`` of a function, a class or a callable object."""
+    inner = getattr(function, "func", function)  # functools.partial
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
 def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None) -> str:
     """Return the error text for an unknown name: the nearest match and all known names."""
     names = list(known)
     keys = {_key(name): name for name in names}
-    close = difflib.get_close_matches(_key(got), keys, n=1, cutoff=0.5)
+    usual = [_key(name) for name in SPELLINGS.get(got, ()) if name in names]
+    close = usual[:1] or difflib.get_close_matches(_key(got), keys, n=1, cutoff=0.5)
     hint = f"; did you mean {keys[close[0]]!r}?" if close else ";"
     listing = ", ".join(names) if names else "none"
-    plural = plural or (f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s")
+    plural = plural or f"{kind}s"
     return f"unknown {kind} {got!r}{hint} {plural}: {listing}"
 
 
@@ -417,6 +568,12 @@ def _key(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
+def write_spec(name: str, given: Mapping[str, object]) -> str:
+    """Return the text of a value: ``name:field=value,...``."""
+    parts = [f"{key}={_write(value)}" for key, value in given.items()]
+    return name + (":" + ",".join(parts) if parts else "")
+
+
 def _write(value: object) -> str:
     if isinstance(value, Spec):
         return f"({value})"
@@ -458,6 +615,14 @@ def split_arguments(text: str, owner: str) -> dict[str, str]:
             raise ValueError(f"{owner}: {key} is given twice")
         arguments[key] = value.strip()
     return arguments
+
+
+def _guess(text: str) -> Any:
+    """Read text as an integer, a number, true, false or none; else return the text."""
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
 def _read(text: str, hint: Any) -> Any:

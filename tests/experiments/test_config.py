@@ -218,3 +218,37 @@ def test_an_error_names_settings_as_the_user_wrote_them(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(values, "my.toml", options)
+
+
+def test_settings_of_a_grid_follow_one_another() -> None:
+    grid = {
+        "rule": ["phocas:b={b}", "krum:b={b}"],
+        "attack": "gaussian:q={q}",
+        "q": [2, 4],
+        "b": ["q", "q + 2", "2*q-1"],
+        "name": "run {seed}",
+        "seed": [7],
+        "num_workers": [20],
+        "clients": "num_workers",
+    }
+    runs = expand_grid({"grid": grid}, "grid.toml")
+    assert len(runs) == 12
+    assert {(run.rule, run.attack) for run in runs if run.rule.startswith("krum")} == {
+        (f"krum:b={b}", f"gaussian:q={q}") for q in (2, 4) for b in (q, q + 2, 2 * q - 1)
+    }
+    assert {run.name for run in runs} == {"run 7"}
+    assert {run.clients for run in runs} == {20}
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({"b": "q", "q": "b", "rule": "phocas:b={b}"}, "grid.b depends on itself: b -> q"),
+        ({"rule": "phocas:b={c}", "q": [1]}, "unknown key in braces 'c'"),
+        ({"rule": "phocas:b={b}", "b": "split+1", "split": "iid"}, "needs a number split"),
+        ({"q": [1, 2]}, "unknown key 'q'.* keys: rule"),
+    ],
+)
+def test_mistakes_in_tied_settings_are_one_line(grid: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        expand_grid({"grid": grid}, "grid.toml")

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from phocas.attacks.base import (
     Attack,
     ColumnLie,
@@ -21,6 +23,7 @@ from phocas.attacks.base import (
 )
 from phocas.attacks.fang import Fang
 from phocas.attacks.field import ConstantRows, InnerProduct, LabelFlip, SignFlip
+from phocas.attacks.function import FunctionAttack
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
 from phocas.attacks.line_search import OptimalALIE, OptimalInnerProduct
 from phocas.attacks.machine import Crash, RandomCells, SilentCorruption, Straggler, Stuck
@@ -28,6 +31,14 @@ from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
 from phocas.attacks.table import ATTACKS, parse_attack
 from phocas.attacks.touched import Touched
 from phocas.attacks.worst import ALittleIsEnough, WorstCase
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Name the class of an attack that is asked for by another name, such as ``ALIE``."""
+        found = f"; write {ATTACKS[name].__name__}" if name in ATTACKS else ""
+        raise AttributeError(f"module 'phocas.attacks' has no attribute {name!r}{found}")
+
 
 __all__ = [
     "ATTACKS",
@@ -38,6 +49,7 @@ __all__ = [
     "ConstantRows",
     "Crash",
     "Fang",
+    "FunctionAttack",
     "Gambler",
     "Gaussian",
     "HonestRows",

@@ -8,15 +8,21 @@ attack did not touch.
 A rule *guarantees* to survive an attack that touches no more rows, or no more values per column,
 than ``rule.tolerates`` returns. It *holds* if the root mean square distance of its result from the
 honest mean, over the rounds, is within a limit. The limit is the paper's bound sqrt(Delta) if there
-is one, and ``rule.error_bound`` otherwise. An attack beyond the guarantee is also tried, with
-``LIMIT`` as the limit. Failing it breaks no guarantee. A rule *breaks* if its distance exceeds the
-limit or its result is not finite.
+is one, and ``rule.error_bound`` otherwise. A rule without an error bound, such as a function with a
+``b``, only claims what it tolerates: its limit is ``LIMIT``. An attack beyond the guarantee is also
+tried, with ``LIMIT`` as the limit. Failing it breaks no guarantee. A rule *breaks* if its distance
+exceeds the limit or its result is not finite. A rule or an attack that raises an error, or that
+takes too long, costs its own trial only, which has the error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,13 +39,16 @@ from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
 from phocas.attacks.table import ATTACKS
 from phocas.attacks.touched import Touched
 from phocas.attacks.worst import ALittleIsEnough, WorstCase
+from phocas.provenance import describe_error
 from phocas.rules import RULES, Rule
 from phocas.specs import count, positive
 
 LIMIT = 2.0
 """Limit, in honest standard deviations, for attacks that the rule does not guarantee to survive."""
 
-Source = Literal["paper", "rule", "none"]
+Source = Literal["paper", "rule", "claim", "none"]
+TIMEOUT = 120.0
+"""Seconds after which the trial of one attack ends."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,12 @@ class Trial:
         distance: root mean square distance of the rule's result from the honest mean.
         inner_product: mean inner product of the rule's result with the honest mean.
         limit: largest ``distance`` with which the rule holds.
-        source: origin of the limit: ``"paper"``, ``"rule"``, or ``"none"`` for ``LIMIT``.
-        promised: whether the rule guarantees to survive the attack.
+        source: origin of the limit: ``"paper"``, ``"rule"``, ``"claim"`` for a rule that claims its
+            tolerance without a bound, or ``"none"`` for ``LIMIT``.
+        promised: whether the rule guarantees, or claims, to survive the attack.
+        seconds: duration of the trial.
+        error: the error of the rule or of the attack, with its file and line; else None. The
+            trial then has the distance inf.
 
     >>> from phocas.attacks.audit import audit
     >>> (trial,) = audit("mean", byzantine=1, dims=50, attacks=["constant:q=1,value=inf"])
@@ -70,22 +83,28 @@ class Trial:
     limit: float
     source: Source
     promised: bool
+    seconds: float = 0.0
+    error: str | None = None
 
     @property
     def holds(self) -> bool:
         """Return whether the rule's result stayed within the limit."""
-        return self.distance <= self.limit
+        return self.error is None and self.distance <= self.limit
 
     @property
     def broken_promise(self) -> bool:
-        """Return whether the rule broke under an attack that it guarantees to survive."""
+        """Return whether the rule broke under an attack that it guarantees or claims to survive."""
         return self.promised and not self.holds
 
     @property
     def verdict(self) -> str:
         """Return the result in words."""
+        if self.error is not None:
+            return "fails"
         if self.holds:
             return "holds"
+        if self.promised and self.source == "claim":
+            return "CLAIM BROKEN"
         return "GUARANTEE BROKEN" if self.promised else "breaks"
 
 
@@ -100,6 +119,8 @@ def audit(
     rounds: int = 3,
     signal: float = 1.0,
     seed: int = 0,
+    timeout: float = TIMEOUT,
+    watch: Callable[[int, Sequence[Attack]], None] = lambda *_: None,
 ) -> list[Trial]:
     """Run attacks by ``byzantine`` workers against a rule and return one trial per attack.
 
@@ -113,6 +134,9 @@ def audit(
         rounds: number of rounds to average over.
         signal: length of the true gradient in honest standard deviations, if the matrix is drawn.
         seed: seed of the drawn matrices and of the attacks.
+        timeout: seconds after which a trial ends. Python code is interrupted, in the main thread
+            on Linux and macOS; a call of compiled code ends by itself.
+        watch: called before each trial with its index and with all attacks.
 
     >>> trials = audit("phocas:b=2", num_workers=7, byzantine=2, dims=50, rounds=1)
     >>> len(trials) > 20, [trial.attack for trial in trials if trial.broken_promise]
@@ -141,7 +165,12 @@ def audit(
                 " training"
             )
         attack.check(m, d, matrices.dtype)
-    return [_try(rule, attack, matrices, rounds, seed) for attack in chosen]
+    limit = positive("audit", "timeout", timeout)
+    trials = []
+    for index, attack in enumerate(chosen):
+        watch(index, chosen)
+        trials.append(_try(rule, attack, matrices, rounds, seed, limit))
+    return trials
 
 
 def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:
@@ -204,7 +233,8 @@ def yardstick(rule: Rule, m: int, touched: Touched) -> tuple[float, Source] | No
     """Return the guaranteed limit of the rule's error, and the source of the guarantee.
 
     The error is the distance of the result from the honest mean, in standard deviations of the
-    honest rows. The source is ``paper`` (a theorem) or ``rule`` (``rule.error_bound``). Return
+    honest rows. The source is ``paper`` (a theorem), ``rule`` (``rule.error_bound``) or ``claim``
+    (the rule claims its tolerance without a bound, and the limit is ``LIMIT``). Return
     None if the rule has no guarantee for so many touched cells.
 
     Args:
@@ -227,7 +257,9 @@ def yardstick(rule: Rule, m: int, touched: Touched) -> tuple[float, Source] | No
     delta, error_bound = rule.bound(m, q), rule.error_bound(m, q)
     if delta is not None:
         return math.sqrt(delta), "paper"
-    return None if error_bound is None else (error_bound, "rule")
+    if error_bound is None:
+        return None
+    return (error_bound, "rule") if rule.proven else (LIMIT, "claim")
 
 
 class _Matrices:
@@ -268,39 +300,68 @@ class _Matrices:
         return self.rows[order]
 
 
-def _try(rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int) -> Trial:
+def _try(
+    rule: Rule, attack: Attack, matrices: _Matrices, rounds: int, seed: int, timeout: float
+) -> Trial:
     squares, inner, most_rows, most_per_column = [], [], 0, 0
     kept: dict[str, Any] = {"memory": {}} if attack.needs_memory else {}
     limits: list[tuple[float, Source] | None] = []
     m = matrices.shape[0]
-    for t in range(1, rounds + 1):
-        rows = matrices.honest(t)
-        before = host_array(rows)
-        previous = matrices.previous(t) if attack.needs_previous else None
-        rng = attack_rng(seed, t)
-        touched = attack.corrupt(rows, rng=rng, round=t, previous=previous, **kept)
-        result = host_array(rule(rows, rng=np.random.default_rng([seed, 3, t])))
-        mean, variance = honest_statistics(before, touched)
-        with np.errstate(all="ignore"):
-            squares.append(_ratio(float(np.square(result - mean).sum()), variance))
-            inner.append(float(np.multiply(result, mean).sum()))
-        limits.append(yardstick(rule, m, touched))
-        most_rows = max(most_rows, len(touched.rows))
-        most_per_column = max(most_per_column, touched.most_per_column)
+    began, failure = time.perf_counter(), None
+    try:
+        with _time_limit(timeout):
+            for t in range(1, rounds + 1):
+                rows = matrices.honest(t)
+                before = host_array(rows)
+                previous = matrices.previous(t) if attack.needs_previous else None
+                rng = attack_rng(seed, t)
+                touched = attack.corrupt(rows, rng=rng, round=t, previous=previous, **kept)
+                limits.append(yardstick(rule, m, touched))
+                most_rows = max(most_rows, len(touched.rows))
+                most_per_column = max(most_per_column, touched.most_per_column)
+                result = host_array(rule(rows, rng=np.random.default_rng([seed, 3, t])))
+                mean, variance = honest_statistics(before, touched)
+                with np.errstate(all="ignore"):
+                    squares.append(_ratio(float(np.square(result - mean).sum()), variance))
+                    inner.append(float(np.multiply(result, mean).sum()))
+    except Exception as error:  # noqa: BLE001  # it costs this trial, which says so
+        failure = describe_error(error)
     guaranteed = [limit for limit in limits if limit is not None]
-    all_guaranteed = len(guaranteed) == rounds
+    all_guaranteed = 0 < len(guaranteed) == len(limits)
     no_guarantee: tuple[float, Source] = (LIMIT, "none")
     limit, source = max(guaranteed) if all_guaranteed else no_guarantee
     return Trial(
         attack=str(attack),
         rows=most_rows,
         per_column=most_per_column,
-        distance=math.sqrt(np.mean(squares)),
-        inner_product=float(np.mean(inner)),
+        distance=math.inf if failure else math.sqrt(np.mean(squares)),
+        inner_product=math.nan if failure else float(np.mean(inner)),
         limit=limit,
         source=source,
         promised=all_guaranteed,
+        seconds=time.perf_counter() - began,
+        error=failure,
     )
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the Python code inside after some time, where signals can do that."""
+    alarms = hasattr(signal, "setitimer")
+    if not alarms or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"no result within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, if the code catches the error
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _ratio(square: float, variance: float) -> float:

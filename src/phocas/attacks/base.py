@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Final, Literal, Self, get_args
 
 import numpy as np
 
@@ -19,13 +19,15 @@ from phocas.attacks.blocks import column_blocks, run, sum_rows
 from phocas.attacks.memory import WritableMatrix, kind_of
 from phocas.attacks.touched import Touched
 from phocas.floats import Format
+from phocas.rules import Rule
 from phocas.seeds import Stream, generator
 from phocas.specs import Spec, count, normalise, one_of
 
-if TYPE_CHECKING:
-    from phocas.rules import Rule
-
 Who = Literal["fixed", "resampled"]
+SELF: Final = "self"
+"""The text that stands for the rule of the run in a parameter of an attack."""
+RunRule = Rule | Literal["self"]
+"""A rule, or ``"self"``: the rule of the run in which the attack takes place."""
 
 
 def attack_rng(seed: int, round: int) -> np.random.Generator:
@@ -133,11 +135,6 @@ class Attack(Spec):
         """Return whether ``corrupt`` needs the same ``memory`` in every round of a run."""
         return False
 
-    def aimed_at(self, rule: Rule) -> Self:
-        """Return the attack against the rule of a run; only attacks that search for it change."""
-        del rule
-        return self
-
     def byzantine(self) -> tuple[int, ...] | None:
         """Return the Byzantine workers if they are the same in every round, and None if not.
 
@@ -146,6 +143,26 @@ class Attack(Spec):
         ((3,), None)
         """
         return None
+
+    def aimed_at(self, rule: Rule) -> Self:
+        """Return the attack with ``"self"`` replaced by the rule of the run.
+
+        >>> from phocas import Median
+        >>> from phocas.attacks import parse_attack
+        >>> print(parse_attack("alie:q=2,against=self").aimed_at(Median()))
+        a-little-is-enough:q=2,against=(median)
+        """
+        names = self._unaimed()
+        return replace(self, **dict.fromkeys(names, rule)) if names else self  # type: ignore[type-var]
+
+    def _unaimed(self) -> list[str]:
+        """Return the parameters that stand for the rule of the run."""
+        every = [each.name for each in fields(self)]  # type: ignore[arg-type]  # every Spec is one
+        return [
+            name
+            for name in every
+            if isinstance(value := getattr(self, name), str) and value == SELF
+        ]
 
     def check(
         self,
@@ -201,6 +218,11 @@ class Attack(Spec):
             memory: a mapping that the caller keeps between the rounds of a run, if the attack
                 ``needs_memory``; empty before the first round.
         """
+        if names := self._unaimed():
+            raise ValueError(
+                f"{self} needs the rule of a run for {names[0]}=self: outside of training and audit"
+                " call aimed_at(rule) first"
+            )
         matrix = WritableMatrix(rows)
         whole = matrix.d if d is None else count(self.name, "d", d)
         start = count(self.name, "start", start)
@@ -261,6 +283,18 @@ class RowAttack(Attack):
     q: int
     who: Who
     needs_honest: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Add the fields q, first, and who, last, to a subclass that does not declare them."""
+        super().__init_subclass__(**kwargs)
+        known = getattr(cls, "__dataclass_fields__", {})
+        declared = dict(vars(cls).get("__annotations__", {}))
+        if "q" not in declared and "q" not in known:
+            declared = {"q": int, **declared}
+        if "who" not in declared and "who" not in known:
+            declared["who"] = Who
+            cls.who = "fixed"
+        cls.__annotations__ = declared
 
     def __post_init__(self) -> None:
         normalise(self, q=count(self.name, "q", self.q))

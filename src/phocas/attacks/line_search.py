@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
-from phocas.attacks.base import HonestRows, RowAttack, Scene, Setting, Who
+from phocas.attacks.base import SELF, HonestRows, RowAttack, RunRule, Scene, Setting, Who
 from phocas.attacks.geometry import Cloud, survey
 from phocas.attacks.search import Search
 from phocas.rules import RULES, Rule
@@ -30,14 +29,14 @@ class LineSearched(RowAttack):
     """
 
     q: int
-    against: Rule | None
+    against: RunRule
     evaluations: int
     who: Who
     needs_honest = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.against is not None:
+        if self.against != SELF:
             normalise(self, against=RULES.of(self.against, self.name))
 
     @property
@@ -48,12 +47,8 @@ class LineSearched(RowAttack):
     def problems(self, setting: Setting) -> Iterator[str]:
         """Yield a message also if the rule cannot run with m workers."""
         yield from super().problems(setting)
-        if self.against is not None:
+        if isinstance(self.against, Rule):
             self.against.check(setting.m)
-
-    def aimed_at(self, rule: Rule) -> Self:
-        """Return the attack against the rule of a run, unless it names another one."""
-        return self if self.against is not None else dataclasses.replace(self, against=rule)  # type: ignore[type-var]
 
     @abstractmethod
     def line(self, cloud: Cloud) -> tuple[float, np.ndarray]:
@@ -61,11 +56,8 @@ class LineSearched(RowAttack):
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
         """Write the rows of the best factor."""
-        if self.against is None:
-            raise ValueError(
-                f"{self.name} needs the rule that it searches against: give against=(RULE), or use"
-                " the attack in a run or an audit, whose rule it then takes"
-            )
+        if not isinstance(self.against, Rule):
+            raise TypeError(f"{self.name} needs a rule: call aimed_at(rule) first")
         cloud = survey(HonestRows(scene.matrix, rows), "std")
         start, direction = self.line(cloud)
         search = Search(
@@ -92,7 +84,7 @@ class OptimalALIE(LineSearched):
 
     Args:
         q: number of Byzantine workers.
-        against: the rule to search against; by default that of the run.
+        against: the rule to search against; by default ``"self"``, that of the run.
         evaluations: number of evaluations of the rule for each sign of z.
         who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
             workers drawn in every round.
@@ -109,7 +101,7 @@ class OptimalALIE(LineSearched):
     name: ClassVar[str] = "optimal-alie"
     aliases: ClassVar[tuple[str, ...]] = ("optimal-little",)
     q: int
-    against: Rule | None = None
+    against: RunRule = SELF
     evaluations: int = field(default=20, metadata=checks(at_least(1)))
     who: Who = "fixed"
 
@@ -128,7 +120,7 @@ class OptimalInnerProduct(LineSearched):
 
     Args:
         q: number of Byzantine workers.
-        against: the rule to search against; by default that of the run.
+        against: the rule to search against; by default ``"self"``, that of the run.
         evaluations: number of evaluations of the rule for each sign of epsilon.
         who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
             workers drawn in every round.
@@ -145,7 +137,7 @@ class OptimalInnerProduct(LineSearched):
     name: ClassVar[str] = "optimal-ipm"
     aliases: ClassVar[tuple[str, ...]] = ("optimal-inner-product",)
     q: int
-    against: Rule | None = None
+    against: RunRule = SELF
     evaluations: int = field(default=20, metadata=checks(at_least(1)))
     who: Who = "fixed"
 

@@ -7,6 +7,7 @@ import dataclasses
 from phocas.attacks.base import Attack
 from phocas.attacks.fang import Fang
 from phocas.attacks.field import ConstantRows, InnerProduct, LabelFlip, SignFlip
+from phocas.attacks.function import FunctionAttack
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
 from phocas.attacks.line_search import OptimalALIE, OptimalInnerProduct
 from phocas.attacks.machine import Crash, RandomCells, SilentCorruption, Straggler, Stuck
@@ -40,6 +41,7 @@ ATTACKS: Table[Attack] = Table(
         WorstCase,
     ],
     base=Attack,
+    adapt=FunctionAttack.adapt,
 )
 
 

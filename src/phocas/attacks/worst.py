@@ -9,7 +9,16 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from phocas.attacks.base import ColumnLie, HonestRows, RowAttack, Scene, Setting, Who
+from phocas.attacks.base import (
+    SELF,
+    ColumnLie,
+    HonestRows,
+    RowAttack,
+    RunRule,
+    Scene,
+    Setting,
+    Who,
+)
 from phocas.attacks.blocks import deviations, sum_rows
 from phocas.attacks.field import ConstantRows, InnerProduct, SignFlip
 from phocas.attacks.geometry import Cloud, Mimic, MinMax, MinSum, survey
@@ -38,7 +47,8 @@ class ALittleIsEnough(ColumnLie):
     Args:
         q: number of Byzantine workers.
         z: number of standard deviations.
-        against: a rule; z is then chosen to move its result farthest from the honest mean.
+        against: a rule, or ``"self"``, the rule of the run; z is then chosen to move its result
+            farthest from the honest mean.
         who: which workers are Byzantine; ``"fixed"``: workers 0 to q - 1; ``"resampled"``: q
             workers drawn in every round.
 
@@ -54,12 +64,12 @@ class ALittleIsEnough(ColumnLie):
     aliases: ClassVar[tuple[str, ...]] = ("alie", "little")
     q: int
     z: float | None = None
-    against: Rule | None = None
+    against: RunRule | None = None
     who: Who = "fixed"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.against is not None:
+        if self.against is not None and self.against != SELF:
             normalise(self, against=RULES.of(self.against, self.name))
         if self.z is not None:
             normalise(self, z=number(self.name, "z", self.z))
@@ -81,9 +91,9 @@ class ALittleIsEnough(ColumnLie):
         """
         yield from super().problems(setting)
         m = setting.m
-        if self.against is not None:
+        if isinstance(self.against, Rule):
             self.against.check(m)
-        elif self.z is None and self.q and (2 * self.q > m or m < 3):
+        elif self.against is None and self.z is None and self.q and (2 * self.q > m or m < 3):
             yield (
                 f"2q <= m and m >= 3 to choose z: got q={self.q} with m={m} workers,"
                 f" the largest q is {m // 2}; or give z"
@@ -114,7 +124,7 @@ class ALittleIsEnough(ColumnLie):
 
     def fill(self, scene: Scene, rows: np.ndarray) -> None:
         """Write the Byzantine rows, with z tuned against the rule if one is given."""
-        if self.against is None:
+        if not isinstance(self.against, Rule):
             super().fill(scene, rows)
             return
         cloud = survey(HonestRows(scene.matrix, rows), "std")
@@ -144,7 +154,7 @@ class WorstCase(RowAttack):
     column to column.
 
     Args:
-        rule: the rule under attack.
+        rule: the rule under attack; ``"self"`` is the rule of the run.
         q: number of Byzantine workers.
         budget: largest number of evaluations of the rule.
         seed: seed of the search.
@@ -165,7 +175,7 @@ class WorstCase(RowAttack):
     """
 
     name: ClassVar[str] = "worst-case"
-    rule: Rule
+    rule: RunRule
     q: int
     budget: int = field(default=200, metadata=checks(at_least(1)))
     seed: int = field(default=0, metadata=checks(count))
@@ -176,7 +186,8 @@ class WorstCase(RowAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        normalise(self, rule=RULES.of(self.rule, self.name))
+        if self.rule != SELF:
+            normalise(self, rule=RULES.of(self.rule, self.name))
         one_of(self.name, "objective", self.objective, get_args(Objective))
         one_of(self.name, "model", self.model, ("rows", "cells"))
 
@@ -191,7 +202,7 @@ class WorstCase(RowAttack):
 
     def _window(self, m: int) -> Window | None:
         """Return the rule's window if the rule only applies a window to each column, else None."""
-        if not self.rule.columnwise:
+        if not isinstance(self.rule, Rule) or not self.rule.columnwise:
             return None
         plan = plan_of(self.rule, m)
         return plan.window if plan.function is None else None
@@ -199,7 +210,8 @@ class WorstCase(RowAttack):
     def problems(self, setting: Setting) -> Iterator[str]:
         """Yield a message also if the rule or the cells model cannot run with m workers."""
         yield from super().problems(setting)
-        self.rule.check(setting.m)
+        if isinstance(self.rule, Rule):
+            self.rule.check(setting.m)
         d, cells = setting.d, self.model == "cells"
         if cells and self.q and d is not None and d * self.q < setting.m:
             yield f"q * d >= m to put a value into every row: got q={self.q}, d={d}, m={setting.m}"
@@ -227,6 +239,7 @@ class WorstCase(RowAttack):
         window = self._window(scene.matrix.m)
         cloud = survey(honest, "std") if window is None else None
         mean = honest.mean() if cloud is None else cloud.mean
+        assert isinstance(self.rule, Rule)  # corrupt rejects "self"
         search = Search(
             scene,
             self.rule,

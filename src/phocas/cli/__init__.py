@@ -11,12 +11,9 @@ import importlib
 import os
 import sqlite3
 import sys
-import sysconfig
-import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from phocas.deprecation import FORMER
 from phocas.kernels.triton import KernelError
+from phocas.provenance import describe_error, raised_in
 
 GROUPS = {
     "Train": ("train", "sweep", "benchmark", "reproduce", "demo"),
@@ -249,33 +247,16 @@ def explain(error: Exception) -> str | None:
         extra = _EXTRAS.get(package)
         if extra is not None:
             return f"this command needs {package}: pip install 'phocas[{extra}]'"
-    place = _foreign(error)
-    if place is not None:
-        what = f"{place}: {type(error).__name__}: {error}".rstrip(": ")
-        return f"{what} ({TRACEBACK}=1, or phocas --traceback, shows the traceback)"
+    if raised_in(error) is not None:
+        return (
+            f"{describe_error(error)} ({TRACEBACK}=1, or phocas --traceback, shows the traceback)"
+        )
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return ": ".join([*names, error.strerror[:1].lower() + error.strerror[1:]])
     if isinstance(error, _EXPECTED):
         return str(error)
     return None
-
-
-def _foreign(error: Exception) -> str | None:
-    """Return the line of the user's own code that raised an error, if we called such code."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    ours = str(Path(__file__).parent.parent)
-    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-    inside = False
-    place = None
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        if file.startswith(ours):
-            inside = True
-        elif inside and not file.startswith((*libraries, "<")):
-            place = f"{file}:{line}"
-    return place
 
 
 def _version(wanted: bool) -> None:

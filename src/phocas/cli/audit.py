@@ -6,12 +6,13 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from phocas.attacks import Attack
 from phocas.attacks.audit import Trial
 from phocas.cli import reject_unused
 from phocas.rules import Rule
@@ -41,11 +42,14 @@ def audit(
         typer.Option(help="Length of the synthetic gradient, in standard deviations (RMS)."),
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the matrices and the attacks.")] = 0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which the trial of one attack ends.")
+    ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Try every attack against a rule.
 
-    The exit status is 1 if the rule breaks its guarantee.
+    The exit status is 1 if the rule breaks its guarantee, or if a trial fails.
     """
     from phocas.attacks.audit import audit as run_audit
     from phocas.rules import parse_rule
@@ -77,6 +81,8 @@ def audit(
         rounds=rounds,
         signal=signal,
         seed=seed,
+        timeout=timeout,
+        watch=_progress() if sys.stderr.isatty() else lambda *_: None,
     )
     m, d = (wanted, dims) if rows is None else rows.shape
     broken = [trial for trial in trials if trial.broken_promise]
@@ -90,8 +96,21 @@ def audit(
     else:
         size = f"m = {m}, d = {d}" if attack else f"m = {m}, q = {byzantine}, d = {d}"
         _show(trials, parsed, m, size)
-    if broken:
+    if broken or any(trial.error for trial in trials):
         raise typer.Exit(1)
+
+
+def _progress() -> Callable[[int, Sequence[Attack]], None]:
+    """Return a function that shows the attack under trial on one line of the terminal."""
+
+    def show(index: int, attacks: Sequence[Attack]) -> None:
+        line = f"{index + 1}/{len(attacks)} {attacks[index]}"
+        last = index + 1 == len(attacks)
+        typer.echo(f"\r\x1b[K{line[:78]}", err=True, nl=False)
+        if last:
+            typer.echo("\r\x1b[K", err=True, nl=False)
+
+    return show
 
 
 def load_matrix(path: Path, tensor: str | None = None) -> Any:
@@ -138,7 +157,8 @@ def _plain(trial: Trial) -> dict[str, Any]:
 def _show(trials: Sequence[Trial], rule: Rule, m: int, size: str) -> None:
     print(f"{rule} against {len(trials)} attacks: {size}")
     print()
-    mark = {"paper": "", "rule": " +", "none": " *"}
+    mark = {"paper": "", "rule": " +", "claim": " ?", "none": " *"}
+    covers = {"claim": "claimed"}
     rows = [
         (
             trial.attack,
@@ -147,27 +167,35 @@ def _show(trials: Sequence[Trial], rule: Rule, m: int, size: str) -> None:
             _number(trial.distance),
             _sign(trial.inner_product),
             _number(trial.limit) + mark[trial.source],
-            "yes" if trial.promised else "no",
+            covers.get(trial.source, "yes") if trial.promised else "no",
+            f"{trial.seconds:.1f}",
             trial.verdict,
         )
         for trial in trials
     ]
-    heading = ("attack", "rows", "column", "distance", "<,>", "limit", "covered", "verdict")
-    _table(heading, rows, right=(1, 2, 3, 5))
+    heading = ("attack", "rows", "column", "distance", "<,>", "limit", "covered", "s", "verdict")
+    _table(heading, rows, right=(1, 2, 3, 5, 7))
+    for trial in trials:
+        if trial.error is not None:
+            print(f"{trial.attack} fails: {trial.error}")
     tolerance = rule.tolerates(m)
     print()
     print("rows, column  Byzantine rows; the most Byzantine values in a column")
     print("distance      of the aggregate from the honest mean, in standard deviations (RMS)")
     print("<,>           sign of the inner product of the aggregate with the honest mean")
     print("limit         largest distance that holds: sqrt(Delta) of the paper; +: the bound")
-    print("              of the rule itself; *: no guarantee, so this many deviations")
-    print(f"covered       by the guarantee: {rule} tolerates {tolerance.rows} Byzantine rows, and")
+    print("              that the rule declares; ?: claimed without a bound, *: no guarantee, so")
+    print("              this many deviations")
+    said = "tolerates" if rule.proven else "claims, without a proof, to tolerate"
+    print(f"covered       by the guarantee: {rule} {said} {tolerance.rows} Byzantine rows, and")
     print(f"              {tolerance.values} Byzantine values in every column")
+    print("s             seconds of the trial")
     print("not tried     label-flip, which acts on data, not on rows")
     broken = sum(trial.broken_promise for trial in trials)
     breaks = sum(not trial.holds for trial in trials)
     print()
-    print(f"{breaks} of {len(trials)} attacks break {rule}; broken guarantees: {broken}")
+    word = "guarantees" if rule.proven else "claims"
+    print(f"{breaks} of {len(trials)} attacks break {rule}; broken {word}: {broken}")
 
 
 def _number(value: float) -> str:
@@ -203,7 +231,8 @@ def _table(
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     for place, name in enumerate(heading):
         table.add_column(name, justify="right" if place in right else "left", overflow="fold")
-    styles = {"breaks": "yellow", "GUARANTEE BROKEN": "bold red"}
+    styles = dict.fromkeys(["breaks", "fails"], "yellow")
+    styles |= dict.fromkeys(["GUARANTEE BROKEN", "CLAIM BROKEN"], "bold red")
     for row in rows:
         breakable = row[0].replace(",", ", ")  # still reads as the same attack
         table.add_row(escape(breakable), *map(escape, row[1:]), style=styles.get(row[-1]))

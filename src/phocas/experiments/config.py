@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 import tomllib
 import types
 import typing
@@ -33,10 +34,10 @@ from phocas.engines.faults import FaultScript
 from phocas.experiments.trackers import check_tracker
 from phocas.provenance import RESULTS_VERSION, code_of, describe_code
 from phocas.rules import RULES
-from phocas.specs import Foreign, imported_callable, is_place, unknown
+from phocas.specs import Foreign, imported_callable, split_place, unknown
 from phocas.training.cluster import ENGINES, Engine, find_engine
 from phocas.training.devices import find_device
-from phocas.training.models import check_model_text
+from phocas.training.models import MODELS, check_model_text
 from phocas.training.optimizers import check_optimizer_text, parse_server_optimizer
 from phocas.training.schedules import SCHEDULES
 from phocas.training.task import TaskSettings
@@ -166,7 +167,8 @@ _TEXTS: dict[str, Callable[[str], str]] = {
 
 
 def _callable(text: str) -> Foreign | None:
-    return Foreign(text, imported_callable) if is_place(text) else None
+    place = split_place(text)
+    return None if place is None else Foreign(place[0], imported_callable)
 
 
 # The text of a setting -> its value, or a Foreign, which imports the user's code when loaded.
@@ -178,7 +180,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "dataset": DATASETS.read,
     "asynchronous": read_policy,
     "speeds": SPEEDS.read,
-    "model": _callable,
+    "model": lambda text: None if text.partition(":")[0] in MODELS else _callable(text),
     "optimizer": _callable,
     "server_optimizer": lambda text: _callable(parse_server_optimizer(text).kind),
 }
@@ -392,9 +394,9 @@ def _say(info: ValidationInfo) -> Spelling:
 
 
 def check_setting(name: str) -> str:
-    """Return the key of a recorded setting, or raise and list the settings."""
+    """Return the key of a recorded setting, ``b`` or ``q``; raise and list the settings else."""
     key = key_of(name)
-    if key not in (*RunConfig.model_fields, *RECORDED):
+    if key not in (*RunConfig.model_fields, *RECORDED, "b", "q"):
         raise ValueError(unknown("setting", name, map(name_of, RunConfig.model_fields)))
     return key
 
@@ -457,19 +459,75 @@ def expand_grid(values: Mapping[str, Any], source: str) -> list[RunConfig]:
     """Return the runs of a sweep: every combination of the lists in ``grid``.
 
     Keys outside ``grid`` are common to all runs. Each of several ``[[grid]]`` tables counts alone.
+    ``{q}`` in a text is the value of the key ``q`` of the grid, which need not be a setting. A
+    value ``"q"``, ``"q+2"`` or ``"2*q"`` is computed from another key, so that both change
+    together.
 
     >>> grid = {"dataset": "synthetic", "grid": {"rule": ["mean", "phocas:b=3"], "seed": [0, 1, 2]}}
     >>> len(expand_grid(grid, "grid.toml"))
     6
+    >>> tied = {"rule": "phocas:b={b}", "attack": "gaussian:q={q}", "q": [2, 4], "b": "q+2"}
+    >>> [run.title() for run in expand_grid({"grid": tied}, "grid.toml")]
+    ['phocas:b=4 under gaussian:q=2', 'phocas:b=6 under gaussian:q=4']
     """
     common = {key: value for key, value in values.items() if key != "grid"}
     blocks = values.get("grid", {})
     runs: dict[str, RunConfig] = {}
     for block in [blocks] if isinstance(blocks, Mapping) else blocks:
         for choice in _product(block):
-            config = make_config({**common, **choice}, source)
+            config = make_config(_filled({**common, **choice}, choice, source), source)
             runs.setdefault(config.settings_digest(), config)
     return list(runs.values())
+
+
+_TIE = re.compile(
+    r"(?:(?P<factor>\d+)\s*\*\s*)?(?P<key>[A-Za-z_]\w*)\s*(?:(?P<sign>[+-])\s*(?P<add>\d+))?"
+)
+_SLOT = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+def _filled(values: Mapping[str, Any], grid: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Compute the values of one run of a grid that depend on others, and fill the slots of texts.
+
+    Args:
+        values: the settings of the run, and other keys of the grid.
+        grid: the keys of the grid.
+        source: the file, which errors name.
+    """
+    used: set[str] = set()
+
+    def value_of(key: str, waiting: tuple[str, ...] = ()) -> Any:
+        if key in waiting:
+            raise ConfigError(f"{source}: grid.{key} depends on itself: {' -> '.join(waiting)}")
+        value = values[key]
+        tie = _TIE.fullmatch(value.strip()) if isinstance(value, str) and key in grid else None
+        if tie is None or tie["key"] not in values:
+            return value
+        other = value_of(tie["key"], (*waiting, key))
+        used.add(tie["key"])
+        if tie.group("factor") is tie.group("add") is None:
+            return other
+        if isinstance(other, bool) or not isinstance(other, int | float):
+            raise ConfigError(
+                f"{source}: grid.{key} = {value!r} needs a number {tie['key']}: got {other!r}"
+            )
+        add = int(f"{tie['sign']}{tie['add']}") if tie["add"] else 0
+        return int(tie["factor"] or 1) * other + add
+
+    found = {key: value_of(key) for key in values}
+
+    def fill(slot: re.Match[str]) -> str:
+        if slot[1] not in found:
+            raise ConfigError(f"{source}: {unknown('key in braces', slot[1], grid, 'keys')}")
+        used.add(slot[1])
+        return str(found[slot[1]])
+
+    found = {
+        key: _SLOT.sub(fill, value) if isinstance(value, str) else value
+        for key, value in found.items()
+    }
+    settings = {*RunConfig.model_fields, *map(name_of, RunConfig.model_fields)}
+    return {key: value for key, value in found.items() if key in settings or key not in used}
 
 
 def _product(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

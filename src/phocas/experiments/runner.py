@@ -23,6 +23,7 @@ from phocas.experiments.results import ENDED, Results, RunRecord, Status
 from phocas.experiments.trackers import TrackedRun, Tracking
 from phocas.files import check_writable
 from phocas.machine import available_cores
+from phocas.provenance import describe_error
 from phocas.training.checkpoints import (
     DamagedCheckpointError,
     discard_checkpoint,
@@ -122,7 +123,7 @@ def execute(
                 if model_file is not None:
                     save_model(model_file, trainer.model.state_dict())
             except BaseException as error:
-                results.end(run.id, "failed", f"{type(error).__name__}: {error}")
+                results.end(run.id, "failed", describe_error(error))
                 tracking.finish("failed")
                 error.add_note(f"what was done is in {config.results}, run {run.id}")
                 raise

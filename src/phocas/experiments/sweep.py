@@ -26,7 +26,7 @@ from phocas.experiments.config import RunConfig
 from phocas.experiments.results import ENDED, Results, RunRecord
 from phocas.experiments.runner import execute
 from phocas.machine import available_cores
-from phocas.provenance import describe_code
+from phocas.provenance import describe_code, describe_error
 from phocas.specs import count
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _run_one(
             patience=PATIENCE,
         )
     except Exception as error:  # noqa: BLE001  # one failed run must not end the sweep
-        return Ended(index, "failed", f"{type(error).__name__}: {error}")
+        return Ended(index, "failed", describe_error(error))
     return Ended(index, record.status)
 
 

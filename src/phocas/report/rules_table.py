@@ -5,14 +5,27 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import textwrap
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phocas.attacks import ATTACKS, Attack
+from phocas.attacks.base import SELF
+from phocas.attacks.function import OFFERED
 from phocas.experiments.benchmark import published_costs
 from phocas.report.tables import WIDTH, print_facts
-from phocas.rules import PRE_AGGREGATORS, RULES, Median, Pipeline, Rule
+from phocas.rules import PRE_AGGREGATORS, RULES, Median, PreAggregator, Rule
 from phocas.rules.base import Bounded
-from phocas.specs import split, split_arguments, unknown
+from phocas.specs import (
+    Spec,
+    is_place,
+    keywords_of,
+    place_of,
+    split,
+    split_arguments,
+    split_place,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from phocas.rules.base import Stage
@@ -31,13 +44,13 @@ class Description:
     example: str | None
 
 
-def describe(cls: type) -> Description:
+def describe(cls: Any) -> Description:
     """Split a docstring into its first line, its body and the parts with a heading.
 
     >>> describe(RULES["krum"]).reference.startswith("Blanchard et al.")
     True
     """
-    text = inspect.getdoc(cls) or cls.__name__
+    text: str = inspect.getdoc(cls) or str(getattr(cls, "__name__", cls))
     summary, *rest = text.replace("``", "").split("\n\n")
     found: dict[str, str] = {}
     body = []
@@ -135,7 +148,7 @@ def read_rule(text: str, m: int, b: int | None = None) -> Rule:
 
     def told(number: int) -> Rule:
         words = [
-            f"{step}{',' if ':' in step else ':'}b={number}" if lacks else step
+            f"{step}{':' if _bare(step) else ','}b={number}" if lacks else step
             for step, lacks in zip(steps, lacking, strict=True)
         ]
         rule = RULES.parse("|".join(words))
@@ -157,19 +170,19 @@ def about(text: str, m: int, b: int | None = None) -> dict[str, Any]:
     steps = _steps(text)
     needs = [need for step in steps for need in _more_than_b(step)]
     rule = None if needs else read_rule(text, m, b)
-    classes = [_class(step) for step in steps] if rule is None else _classes(rule, len(steps))
+    classes = [_found(step) for step in steps]
     return {
         "rule": text if rule is None else str(rule),
         "workers": m,
         "steps": [
             {
-                "name": cls.spelling(),
+                "name": cls.spelling() if _is_stage(cls) else place_of(cls),
                 "kind": _kind(cls),
-                "aliases": list(cls.aliases),
+                "aliases": list(cls.aliases) if _is_stage(cls) else [],
                 "parameters": _parameters(cls),
-                "largest_b": cls.largest_b(m) if issubclass(cls, Bounded) else None,
-                "condition": cls.condition if issubclass(cls, Bounded) else None,
-                "cost": published_costs().ratios.get(cls.name),
+                "largest_b": cls.largest_b(m) if _is_stage(cls, Bounded) else None,
+                "condition": cls.condition if _is_stage(cls, Bounded) else None,
+                "cost": published_costs().ratios.get(getattr(cls, "name", "")),
                 **dataclasses.asdict(describe(cls)),
             }
             for cls in classes
@@ -182,18 +195,10 @@ def about(text: str, m: int, b: int | None = None) -> dict[str, Any]:
 def print_rule(known: dict[str, Any]) -> None:
     """Print what :func:`about` returns."""
     for step in known["steps"]:
-        print(f"{step['name']}: a {step['kind']}")
-        print(textwrap.fill(step["summary"], WIDTH))
-        for paragraph in step["body"]:
-            print(f"\n{_wrapped(paragraph)}")
-        print()
-        given = [
-            each["name"] + (f"={each['default']}" if "default" in each else "")
-            for each in step["parameters"]
-        ]
+        _print_text(step, step["kind"])
         print_facts(
             {
-                "parameters": ", ".join(given) or "none",
+                "parameters": _listed(step["parameters"]),
                 "b": _limits(step, known["workers"]),
                 "also": ", ".join(step["aliases"]),
                 "breakdown": step["breakdown"] or "",
@@ -209,11 +214,17 @@ def _wrapped(paragraph: str) -> str:
     """Wrap prose; indented lines, as of formulas, are wrapped one by one."""
     if "\n " not in f"\n{paragraph}":
         return textwrap.fill(paragraph, WIDTH)
-    lines = []
+    lines: list[str] = []
     for line in paragraph.splitlines():
-        margin = " " * (len(line) - len(line.lstrip())) + _INDENT
-        lines.append(textwrap.fill(line, WIDTH, subsequent_indent=margin))
-    return "\n".join(lines)
+        if paragraph.startswith("Args:") and line.startswith(2 * _INDENT):
+            lines[-1] += f" {line.strip()}"  # the sentence about a parameter goes on
+        else:
+            lines.append(line)
+    margins = [" " * (len(line) - len(line.lstrip())) + _INDENT for line in lines]
+    return "\n".join(
+        textwrap.fill(line, WIDTH, subsequent_indent=margin)
+        for line, margin in zip(lines, margins, strict=True)
+    )
 
 
 def _print_promise(known: dict[str, Any]) -> None:
@@ -233,9 +244,10 @@ def _print_promise(known: dict[str, Any]) -> None:
             "tolerates": _survives(promise["survives"]),
             "distance": (
                 f"from the honest mean at most, in standard deviations (RMS): {distances}"
-                if distances
+                if distances and promise["proven"]
                 else ""
             ),
+            "proof": "" if promise["proven"] else "none: the rule only claims what it tolerates",
             "theorem": (
                 f"Delta = {promise['delta']:.3g} with {promise['most']} Byzantine, in units of the"
                 " variance V"
@@ -262,6 +274,7 @@ def _promise(rule: Rule, m: int) -> dict[str, Any]:
     return {
         "survives": dataclasses.asdict(survives),
         "most": most,
+        "proven": rule.proven or not most,
         "distances": [{"wrong": q, "spreads": rule.error_bound(m, q)} for q in sorted({0, most})],
         "delta": rule.bound(m, most),
         "expected_dropped": rule.expected(m),
@@ -276,41 +289,44 @@ def _steps(text: str) -> list[str]:
     return [step.strip() for step in split(text, "|")]
 
 
-def _classes(rule: Rule, number: int) -> list[type[Stage]]:
-    """Return the classes of the first steps; a median that was added is left out."""
-    steps = (*rule.stages, rule.rule) if isinstance(rule, Pipeline) else (rule,)
-    return [type(step) for step in steps[:number]]
-
-
-def _class(step: str) -> type[Stage]:
+def _found(step: str) -> Any:
+    """Return what a step names: a class, or the user's class or function."""
     name = step.partition(":")[0].strip()
-    for table in (RULES, PRE_AGGREGATORS):
-        if name in table:
-            found: type[Stage] = table[name]
-            return found
-    raise ValueError(unknown("rule", name, [*RULES, *PRE_AGGREGATORS]))
+    found = PRE_AGGREGATORS.find(step) if name in PRE_AGGREGATORS else None
+    if found is None and name not in RULES and ":" not in step:
+        raise ValueError(unknown("rule", name, [*RULES, *PRE_AGGREGATORS]))
+    found = RULES.find(step) if found is None else found
+    return type(found) if isinstance(found, Rule) else found
 
 
-def _is_ours(step: str) -> bool:
-    name = step.partition(":")[0].strip()
-    return name in RULES or name in PRE_AGGREGATORS
+def _is_stage(found: Any, base: type = Spec) -> bool:
+    return isinstance(found, type) and issubclass(found, base)
 
 
-def _kind(cls: type[Stage]) -> str:
-    return "rule" if issubclass(cls, Rule) else "pre-aggregator"
+def _kind(found: Any) -> str:
+    return "pre-aggregator" if _is_stage(found, PreAggregator) else "rule"
 
 
 def _kind_of(step: str) -> str:
-    return _kind(_class(step)) if _is_ours(step) else "rule"
+    return _kind(_found(step))
 
 
 def _missing(step: str) -> set[str]:
-    """Return the required parameters that a step of this package lacks."""
-    if not _is_ours(step):
-        return set()
-    cls = _class(step)
-    given = split_arguments(step.partition(":")[2], cls.name)
-    return {each["name"] for each in _parameters(cls) if "default" not in each} - set(given)
+    """Return the required parameters that a step lacks; a ready value of the user's lacks none."""
+    place = split_place(step)
+    arguments = step.partition(":")[2]
+    if place is not None and place[0].partition(":")[0] not in {*RULES, *PRE_AGGREGATORS}:
+        if isinstance(RULES.find(step), Rule):
+            return set()
+        arguments = step[len(place[0]) + 1 :]
+    given = split_arguments(arguments, step)
+    required = [each for each in _parameters(_found(step)) if "default" not in each]
+    return {each["name"] for each in required} - set(given)
+
+
+def _bare(step: str) -> bool:
+    """Return whether a step has no arguments yet."""
+    return ":" not in step or is_place(step)
 
 
 def _lacks_b(step: str) -> bool:
@@ -321,14 +337,90 @@ def _more_than_b(step: str) -> list[str]:
     return sorted(_missing(step) - {"b"})
 
 
-def _parameters(cls: type[Stage]) -> list[dict[str, Any]]:
-    """Return the parameters of a step; those without a default are required."""
+def _parameters(cls: Any) -> list[dict[str, Any]]:
+    """Return the parameters of a class or function; those without a default are required."""
+    if not _is_stage(cls):
+        return _keywords(cls, ("rng",), {"b": 0, "columnwise": False})
     return [
         {"name": field.name}
         if field.default is dataclasses.MISSING
         else {"name": field.name, "default": field.default}
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]  # every Spec is a dataclass
+        for field in dataclasses.fields(cls)
     ]
+
+
+def _keywords(
+    function: Any,
+    hidden: Collection[str],
+    more: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the parameters of a user's function, and those of the class that wraps it."""
+    takes = {name: each for name, each in keywords_of(function).items() if name not in hidden}
+    found = {name: each.default for name, each in takes.items()} | dict(defaults or {})
+    found = {name: found[name] for name in takes} | {
+        name: inspect.Parameter.empty if default is None else default
+        for name, default in more.items()
+        if name not in takes
+    }
+    return [
+        {"name": name} if default is inspect.Parameter.empty else {"name": name, "default": default}
+        for name, default in found.items()
+    ]
+
+
+def about_attack(text: str) -> dict[str, Any]:
+    """Return the description of an attack of the table, or of the user's own.
+
+    >>> about_attack("alie")["name"], about_attack("alie:q=3")["parameters"][0]
+    ('a-little-is-enough', {'name': 'q'})
+    """
+    found = ATTACKS.find(text)
+    found = type(found) if isinstance(found, Attack) else found
+    mine = _is_stage(found)
+    hidden = [name for name in OFFERED if name not in ("q", "rule")]
+    return {
+        "name": found.spelling() if mine else place_of(found),
+        "aliases": list(found.aliases) if mine else [],
+        "parameters": _parameters(found)
+        if mine
+        else _keywords(found, hidden, {"q": None, "who": "fixed"}, {"rule": SELF}),
+        **dataclasses.asdict(describe(found)),
+    }
+
+
+def print_attack(known: dict[str, Any]) -> None:
+    """Print what :func:`about_attack` returns."""
+    _print_text(known, "attack")
+    print_facts(
+        {
+            "parameters": _listed(known["parameters"]),
+            "also": ", ".join(known["aliases"]),
+            "reference": known["reference"] or "",
+            "use": f"--attack {_use(known)}",
+        }
+    )
+
+
+def _use(known: dict[str, Any]) -> str:
+    required = [f"{each['name']}=..." for each in known["parameters"] if "default" not in each]
+    return str(known["name"]) + (":" + ",".join(required) if required else "")
+
+
+def _print_text(known: dict[str, Any], kind: str) -> None:
+    article = "an" if kind == "attack" else "a"
+    print(f"{known['name']}: {article} {kind}")
+    print(textwrap.fill(known["summary"], WIDTH))
+    for paragraph in known["body"]:
+        print(f"\n{_wrapped(paragraph)}")
+    print()
+
+
+def _listed(parameters: list[dict[str, Any]]) -> str:
+    given = [
+        each["name"] + (f"={each['default']}" if "default" in each else "") for each in parameters
+    ]
+    return ", ".join(given) or "none"
 
 
 def _survival(survives: dict[str, int] | None) -> str:

@@ -1,6 +1,7 @@
 """Aggregation rules: frozen values that reduce m rows to one."""
 
 from phocas.deprecation import former_names
+from phocas.rules.algebra import Distances, Mix, Norms, centred_gram, measured_distances
 from phocas.rules.base import Bounded, Chain, Explanation, Pipeline, PreAggregator, Rule
 from phocas.rules.cell_filter import CellFilter
 from phocas.rules.centres import CenteredClipping, GeometricMedian
@@ -39,6 +40,7 @@ __all__ = [
     "Chain",
     "Clipping",
     "ColumnRule",
+    "Distances",
     "Explanation",
     "FunctionRule",
     "GeometricMedian",
@@ -47,8 +49,10 @@ __all__ = [
     "MeaMed",
     "Mean",
     "Median",
+    "Mix",
     "Monitor",
     "MultiKrum",
+    "Norms",
     "Phocas",
     "Pipeline",
     "PreAggregator",
@@ -61,6 +65,8 @@ __all__ = [
     "TrimmingRule",
     "Weighted",
     "aggregate",
+    "centred_gram",
+    "measured_distances",
     "parse_rule",
 ]
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels import Weighing, Window
+from phocas.provenance import defined_in
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -148,6 +149,10 @@ class Distances:
         wide: whether to compute in double precision, for squares outside the range of single.
         scale: a power of two by which the rows are multiplied first, in double precision, for
             squares outside the range of double precision.
+
+    >>> planning = measured_distances()
+    >>> next(planning)
+    Distances(weights=None, wide=False, scale=1.0)
     """
 
     weights: Floats | None = None
@@ -157,7 +162,18 @@ class Distances:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """A request for the squared norms of the rows, or of ``weights @ rows``, times ``scale``."""
+    """A request for the squared norms of the rows, or of ``weights @ rows``, times ``scale``.
+
+    Attributes:
+        weights: the mix that is measured; None: the rows.
+        scale: a power of two by which the rows are multiplied first.
+
+    >>> def planning(m):
+    ...     squared = yield Norms()
+    ...     return Mix.average(1 / np.sqrt(squared))
+    >>> next(planning(3))
+    Norms(weights=None, scale=1.0)
+    """
 
     weights: Floats | None = None
     scale: float = 1.0
@@ -199,11 +215,16 @@ def _chosen(weights: Floats) -> NDArray[np.intp] | None:
 class Mix:
     """The rows to reduce: all m of them, or ``weights @ rows``.
 
+    ``planning`` of a rule returns it. :meth:`selection` and :meth:`average` make the usual ones.
+
     Attributes:
         weights: one row of weights for each mixed row; None: the rows are not mixed.
         fair: the weight of a worker in the mixed rows if nothing of the worker is dropped.
         norms: a function that returns the squared norms of the mixed rows if they are known without
             measuring.
+
+    >>> Mix.average(np.array([1.0, 1.0, 2.0])).weights
+    array([[0.25, 0.25, 0.5 ]])
     """
 
     weights: Floats | None = None
@@ -221,6 +242,31 @@ class Mix:
         object.__setattr__(
             self, "selected", None if self.weights is None else _chosen(self.weights)
         )
+
+    @classmethod
+    def selection(cls, m: int, indices: NDArray[np.intp]) -> Mix:
+        """Return the mix that keeps the rows with these indices, of m rows.
+
+        >>> Mix.selection(3, np.array([0, 2])).weights.tolist()
+        [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+        """
+        return cls(select(m, np.asarray(indices)))
+
+    @classmethod
+    def average(cls, weights: Floats) -> Mix:
+        """Return the mix that averages the rows by their weights, which are at least 0.
+
+        A worker counts as dropped by the share that its weight is below 1/m of all weight.
+
+        >>> Mix.average(np.array([1.0, 3.0])).weights.tolist()
+        [[0.25, 0.75]]
+        """
+        share = np.asarray(weights, np.float64)
+        if share.ndim != 1 or not (share >= 0).all() or not 0 < share.sum() < np.inf:
+            raise ValueError(
+                f"Mix.average needs one weight >= 0 for each row, and one above 0: got {weights}"
+            )
+        return cls((share / share.sum())[None, :], fair=1 / len(share))
 
     def after(self, first: Mix) -> Mix:
         """Return the mix that applies ``first`` and then this mix."""
@@ -272,6 +318,13 @@ def measured_distances() -> Generator[Request, Floats, tuple[Floats, Distances]]
     """Request distances, and again in double precision if most squares are out of range.
 
     Returns the squared distances, and the request that defines their scale.
+
+    >>> def planning(m):
+    ...     squared, _ = yield from measured_distances()
+    ...     return Mix.selection(m, np.argsort(squared.sum(axis=1))[: m - 1])
+    >>> steps = planning(3)
+    >>> next(steps)
+    Distances(weights=None, wide=False, scale=1.0)
     """
     request = Distances()
     squared = yield request
@@ -295,6 +348,25 @@ def chosen(choose: Callable[[Floats], tuple[Choice, bool]]) -> Generator[Request
         if np.isinf(squared[np.ix_(present, present)]).any():
             found, _ = choose((yield Distances(wide=True)))
     return found
+
+
+def centred_gram(squared: Floats) -> Floats:
+    """Return the inner products of rows minus their mean, from the squared distances of the rows.
+
+    Its eigenvectors are the principal components of the rows, as one number for each row. All
+    distances must be finite: leave out rows with NaN or inf, which are at infinite distance.
+
+    Args:
+        squared: the squared distances, (m, m).
+
+    >>> rows = np.array([[0.0, 1.0], [2.0, 1.0], [4.0, 4.0]])
+    >>> squared = np.square(rows[:, None] - rows).sum(axis=2)
+    >>> centred = rows - rows.mean(axis=0)
+    >>> bool(np.allclose(centred_gram(squared), centred @ centred.T))
+    True
+    """
+    means = squared.mean(axis=0)
+    return np.asarray(0.5 * (means + means[:, None] - squared - means.mean()), np.float64)
 
 
 def measured_norms(
@@ -441,7 +513,8 @@ def by_function(function: Function, rows: NDArray[Any]) -> NDArray[Any]:
     values = np.asarray(function(rows))
     if values.shape != rows.shape[1:] or values.dtype.kind not in "fiu":
         raise ValueError(
-            f"a rule's function must return a number for each of {rows.shape[1]} columns:"
+            f"{defined_in(function)}: the function of a rule must return a number for each of"
+            f" {rows.shape[1]} columns:"
             f" got {values.dtype} of shape {values.shape}"
         )
     return values.astype(rows.dtype, copy=False)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from phocas.deprecation import former_attributes, warn_renamed
 from phocas.kernels import Masses, Window
+from phocas.notebook import html_table
 from phocas.rules import execution
 from phocas.rules.algebra import Filtering, Mix, OutlierShares, Planning, through, weighted_mean
 from phocas.rules.execution import Plan
@@ -20,6 +21,7 @@ from phocas.rules.inputs import open_rows
 from phocas.specs import Spec, count, normalise
 
 Randomness: TypeAlias = np.random.Generator | int | None
+_MOST_SHOWN = 20  # workers that a notebook shows
 
 
 def as_generator(rng: Randomness) -> np.random.Generator | None:
@@ -64,6 +66,31 @@ class Explanation:
     def excess(self) -> NDArray[np.float64]:
         """Return ``dropped - expected`` for each worker."""
         return self.dropped - self.expected
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the dropped share of each worker with matplotlib, and return the axes.
+
+        Args:
+            axes: the axes to draw into; None: those of a new figure.
+        """
+        if axes is None:
+            from matplotlib import pyplot as plt  # noqa: PLC0415 - only figures need it
+
+            axes = plt.subplots(figsize=(6, 2.5), layout="constrained")[1]
+        axes.bar(np.arange(len(self.dropped)), self.dropped)
+        axes.axhline(self.expected, color="0.4", linestyle="--", label="expected")
+        axes.set(xlabel="worker", ylabel="dropped share", ylim=(0, 1))
+        axes.legend(frameon=False)
+        return axes
+
+    def _repr_html_(self) -> str:
+        """Return the dropped shares as a small HTML table, largest first."""
+        order = np.argsort(-self.dropped, kind="stable")[:_MOST_SHOWN]
+        caption = f"dropped shares; {self.expected:.4g} is expected of an honest worker"
+        if len(order) < len(self.dropped):
+            caption += f"; the {len(order)} largest of {len(self.dropped)}"
+        rows = [(int(i), float(self.dropped[i]), float(self.excess[i])) for i in order]
+        return html_table(["worker", "dropped", "excess"], rows, caption)
 
 
 _FORMER_METHODS = {
@@ -244,6 +271,14 @@ class Rule(Stage):
         tolerance = self.tolerates(m)
         return ASSUMED if q <= max(tolerance.rows, tolerance.values) else None
 
+    @property
+    def proven(self) -> bool:
+        """Return whether the rule has an error bound of its own, and not the assumed one.
+
+        ``tolerates`` of a rule without it, such as a function with a ``b``, is a claim.
+        """
+        return type(self).error_bound is not Rule.error_bound
+
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
         """Return the paper's Delta for q Byzantine of m workers, in units of the variance V.
 
@@ -281,6 +316,11 @@ class Rule(Stage):
         self.check(matrix.m)
         plan = plan_of(self, matrix.m, as_generator(rng))
         return Explanation(*execution.explain(plan, matrix), self.expected(matrix.m))
+
+    def _repr_html_(self) -> str:
+        """Return the rule and its parameters as a small HTML table."""
+        given = [(each.name, str(getattr(self, each.name))) for each in fields(self)]  # type: ignore[arg-type]  # every Spec is a dataclass
+        return html_table([], [("", self.summary()), *given], str(self))
 
     def weighted(self, weights: Any, max_share: float | None = None) -> Rule:
         """Return the rule for workers that have weights; its guarantees depend on the weights."""
@@ -417,6 +457,9 @@ class Pipeline(Composite):
     def __str__(self) -> str:
         return "|".join(str(stage) for stage in (*self.stages, self.rule))
 
+    def __repr__(self) -> str:
+        return " | ".join(repr(stage) for stage in (*self.stages, self.rule))
+
     @property
     def following(self) -> Rule:
         """Return the rule without its first stage."""
@@ -475,6 +518,11 @@ class Pipeline(Composite):
         for stage, size in zip(reversed(self.stages), reversed(before), strict=True):
             found = None if found is None else stage.error_bound(size, q, found)
         return found
+
+    @property
+    def proven(self) -> bool:
+        """Return whether the rule at the end has an error bound of its own."""
+        return self.rule.proven
 
     def _among_filtered(self, m: int, most: int) -> float | None:
         """Bound the error of the following steps if at most ``most`` rows are excluded."""

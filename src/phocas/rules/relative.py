@@ -80,6 +80,11 @@ class Relative(Composite):
         """Return the tolerance of the rule among the other rows; the base must be correct."""
         return self.rule.tolerates(m - 1)
 
+    @property
+    def proven(self) -> bool:
+        """Return whether the rule inside has an error bound of its own."""
+        return self.rule.proven
+
     def error_bound(self, m: int, q: int) -> float | None:
         """Return the error bound of the rule."""
         return self.rule.error_bound(m - 1, q)

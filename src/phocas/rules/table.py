@@ -99,7 +99,7 @@ def parse_rule(text: str) -> Rule:
         text: the rule as on the command line.
 
     >>> parse_rule("nnm:b=6|phocas:b=6")
-    Pipeline(stages=(NNM(b=6),), rule=Phocas(b=6))
+    NNM(b=6) | Phocas(b=6)
     >>> parse_rule("phoca:b=6")
     Traceback (most recent call last):
         ...

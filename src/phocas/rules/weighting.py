@@ -205,6 +205,11 @@ class Weighted(Composite):
         most = max(q for q in range(len(units)) if q == 0 or heaviest(units, q) <= limit)
         return Tolerance(min(before.rows, most), min(before.values, most))
 
+    @property
+    def proven(self) -> bool:
+        """Return whether the rule inside has an error bound of its own."""
+        return self.rule.proven
+
     def error_bound(self, m: int, q: int) -> float | None:
         """Bound the distance from the weighted honest mean.
 

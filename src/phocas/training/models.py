@@ -8,9 +8,8 @@ without attack then reaches an accuracy of 0.931 in 500 rounds. With torch's own
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,7 +17,19 @@ import torch
 from torch import nn
 
 from phocas.settings import at_least
-from phocas.specs import Spec, Table, checks, count, imported_callable, is_place, unknown
+from phocas.specs import (
+    Spec,
+    Table,
+    check_keywords,
+    checks,
+    count,
+    imported_callable,
+    keywords_of,
+    read_keywords,
+    split_place,
+    unknown,
+    write_spec,
+)
 
 
 class ModelSpec(Spec):
@@ -236,34 +247,45 @@ Builder = Callable[[Sequence[int], int], nn.Module]
 def check_model_text(text: str) -> str:
     """Return a model's normalised spec, or raise ValueError; no module is imported.
 
-    >>> check_model_text("MLP: hidden=64"), check_model_text("package.module:Net")
-    ('mlp:hidden=64', 'package.module:Net')
+    >>> check_model_text("MLP: hidden=64"), check_model_text("package.module:net:width=16")
+    ('mlp:hidden=64', 'package.module:net:width=16')
     """
     name = text.strip().partition(":")[0]
     if name in MODELS:
         return str(MODELS.parse(text))
-    if not is_place(text):
+    place = split_place(text)
+    if place is None:
         raise ValueError(unknown("model", name, MODELS) + ", or module:callable of your own")
-    return text.strip()
+    return write_spec(place[0], place[1])
 
 
 def parse_model(text: str) -> Builder:
     """Parse a model's spec, such as ``mlp:hidden=64/64``, or a user's ``module:callable``.
 
-    The callable receives ``input_shape`` and ``num_classes`` if it has parameters of these names.
-    It returns a ``torch.nn.Module``; a module's class is such a callable. The working directory is
-    searched for the module, too.
+    The callable receives ``input_shape`` and ``num_classes`` if it has parameters of these names,
+    and what the text gives: ``module:callable:width=16``. It returns a ``torch.nn.Module``; a
+    module's class is such a callable. The working directory is searched for the module, too.
     """
-    if text.strip().partition(":")[0] in MODELS:
-        return MODELS.parse(text).layers
-    target = imported_callable(check_model_text(text))
-    takes = inspect.signature(target).parameters
+    place = None if text.strip().partition(":")[0] in MODELS else split_place(text)
+    if place is None:
+        return MODELS.parse(check_model_text(text)).layers
+    return UserModel(imported_callable(place[0]), place[1])
 
-    def build(input_shape: Sequence[int], num_classes: int) -> nn.Module:
+
+class UserModel:
+    """A callable of the user's that makes a model, with the text of its arguments."""
+
+    def __init__(self, target: Callable[..., nn.Module], arguments: Mapping[str, str]) -> None:
+        self.target = target
+        self.given = read_keywords(target, arguments)
+        self.takes = keywords_of(target, skip=0)
+        check_keywords(target, self.given, ("input_shape", "num_classes"), skip=0)
+
+    def __call__(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
+        """Return a new module."""
         offered = {"input_shape": tuple(input_shape), "num_classes": num_classes}
-        return target(**{key: value for key, value in offered.items() if key in takes})  # type: ignore[no-any-return]  # build_model checks
-
-    return build
+        offered = {key: value for key, value in offered.items() if key in self.takes}
+        return self.target(**(offered | self.given))
 
 
 def build_model(

@@ -315,7 +315,8 @@ class Task(ServerTask):
         attack = asked.attack
         if isinstance(attack, str):
             attack = parse_attack(attack, asked.num_servers)
-        attack = None if attack is None else attack.aimed_at(rule)
+        if attack is not None:
+            attack = ATTACKS.of(attack, "Trainer").aimed_at(rule)
         asked = replace(asked, rule=rule, attack=attack)
         for _, text in (*asked.conflicts(), *of_engine(asked)):
             raise ValueError(text)
