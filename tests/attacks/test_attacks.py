@@ -320,7 +320,7 @@ def test_different_rounds_and_seeds_give_different_corruption() -> None:
         ("fang:q=3,stretch=0.5", "needs stretch >= 1"),
         ("fang:q=5,target=krum", r"2q \+ 2 < m against Krum: got q=5 .* the largest q is 4"),
         ("fang:q=3,target=median", "must be one of 'trimmed-mean', 'krum'"),
-        ("optimal-alie:q=3", r"needs the rule that it searches against: give against=\(RULE\)"),
+        ("optimal-alie:q=3", "needs the rule of a run for against=self"),
         ("optimal-alie:q=3,evaluations=0", "evaluations >= 1"),
         ("optimal-ipm:q=3,against=(krum:b=9)", "b=9"),
         ("mimic:q=4,worker=2", "needs an honest worker to copy, 4 <= worker < m: got worker=2"),

@@ -94,7 +94,7 @@ def phocas(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProces
         ("results list --results short.sqlite", "short.sqlite cannot be used as a results file"),
         ("results list --status xyz", "unknown status 'xyz'; it may be: running, complete"),
         ("results export --csv folder", "the table must be a file: got folder"),
-        ("results export", "needs --csv FILE for a table, or --model RUN"),
+        ("results export", "for a table, or --model RUN"),
         ("results export --model 7", "there is no run 7 in phocas.sqlite"),
         ("results export --model 1", "the model of run 1 is not there any more"),
         ("train --config folder", "folder: is a directory"),

@@ -80,6 +80,59 @@ def test_mean_and_deviation_over_seeds(phocas: Phocas, here: Path) -> None:
     assert lines[2].split()[:5] == cells
 
 
+def test_rules_are_compared_by_pairs_of_seeds(phocas: Phocas, here: Path) -> None:
+    by = ("results", "list", "--by", "rule,attack,q")
+    groups = json.loads(phocas(*by, "--versus", "mean", "--json"))
+    every = {
+        (run["rule"], run["seed"]): run["final_accuracy"]
+        for run in json.loads(phocas("results", "list", "--json"))
+        if run["attack"]
+    }
+    assert [group["q"] for group in groups] == [2, 2, None]
+    own = groups[1]["difference"]
+    wanted = [every["phocas:b=2", seed] - every["mean", seed] for seed in (0, 1, 2)]
+    assert own["pairs"] == 3
+    assert own["mean"] == pytest.approx(statistics.mean(wanted))
+    half = 4.303 * statistics.stdev(wanted) / 3**0.5
+    assert (own["low"], own["high"]) == pytest.approx((own["mean"] - half, own["mean"] + half))
+    assert groups[0]["difference"]["pairs"] == 0  # the rule itself
+    assert groups[2]["difference"] == {
+        **dict.fromkeys(("mean", "deviation", "low", "high")),
+        "pairs": 0,
+    }
+    assert f"{own['mean']:+.3f}" in phocas("results", "list", "--by", "rule,q", "--versus", "mean")
+    told = phocas(*by, "--versus", "media", status=2)
+    assert "unknown rule of these runs 'media'" in told
+    assert "--versus has no effect without --by" in phocas(
+        "results", "list", "--versus", "mean", status=2
+    )
+
+
+def test_tables_for_a_paper(phocas: Phocas, here: Path) -> None:
+    export = ("results", "export", "--format")
+    groups = json.loads(phocas("results", "list", "--by", "rule,attack", "--json"))
+    mean = groups[0]["final_accuracy"]
+    cell = f"{mean['mean']:.3f} ± {mean['deviation']:.3f}"
+    lines = phocas(*export, "markdown", "--by", "rule,attack").splitlines()
+    assert lines[0] == "| rule | gaussian:q=2 | no attack |"
+    assert lines[2] == f"| mean | {cell} |  |"
+    assert "3 rows in table.tex" in phocas(*export, "latex", "-o", "table.tex")
+    latex = (here / "table.tex").read_text()
+    assert latex.startswith("\\begin{tabular}{lrrr}\n\\toprule\nrule & lr &")
+    assert f"${cell.replace('±', chr(92) + 'pm')}$" in latex
+    one = phocas(*export, "markdown", "--by", "rule", "--value", "ms_per_round", "--run", "1")
+    assert one.splitlines()[0] == "| rule | ms per round |"
+    assert phocas(*export, "csv") == phocas("results", "export", "--csv", "-")
+    for words, message in (
+        (("xml",), "unknown format 'xml'"),
+        (("latex", "--table", "rounds"), "--table has no effect with --format latex"),
+        (("csv", "--by", "rule"), "--by has no effect with --format csv"),
+        (("latex", "--value", "accuracy"), "unknown value 'accuracy'"),
+        (("parquet",), "needs --output FILE"),
+    ):
+        assert message in phocas(*export, *words, status=2)
+
+
 def test_rows_that_mix_more_than_seeds_say_so(phocas: Phocas, here: Path) -> None:
     assert phocas("results", "list", "--by", "rule").splitlines()[-1] == "  --by rule,attack,lr"
     assert "--by" not in phocas("results", "list", "--by", "lr,rule,attack")
@@ -112,7 +165,8 @@ def test_who_is_averaged_can_be_chosen(phocas: Phocas, here: Path) -> None:
     )
     killed = json.loads(phocas("results", "list", "--by", "rule", "--status", "killed", "--json"))
     assert [group["seeds"] for group in killed] == [[9]]
-    assert killed[0]["final_accuracy"] == {"mean": None, "deviation": None}
+    nothing = dict.fromkeys(("mean", "deviation", "low", "high"))
+    assert killed[0]["final_accuracy"] == nothing
     for words, message in (
         (("--by", "rul"), "unknown setting 'rul'; did you mean 'rule'?"),
         (("--by", "rule", "--status", "ended"), "unknown status 'ended'"),
@@ -277,7 +331,7 @@ def test_a_figure_is_drawn(phocas: Phocas, here: Path) -> None:
         (("--lines", "rules"), "did you mean 'rule'"),
         (("--run", "77"), "there is no run 77"),
         (("--run", "9"), "no runs that were evaluated"),
-        (("-o", "curves.pdf"), "as .png or .svg: got curves.pdf"),
+        (("-o", "curves.gif"), "as .png, .svg or .pdf: got curves.gif"),
         (("-o", "."), "must be a file"),
     ],
 )

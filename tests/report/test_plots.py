@@ -14,6 +14,7 @@ from phocas.experiments.config import expand_grid, make_config
 from phocas.experiments.curves import read_curve
 from phocas.experiments.results import Results, latest
 from phocas.experiments.runner import execute
+from phocas.report.figures import BANDS, Looks, band_of
 from phocas.report.palette import BASELINE, STYLES
 from phocas.report.plots import CLEAN, Choice, _arranged, plot
 
@@ -161,9 +162,46 @@ def test_unknown_axes_metrics_and_settings_are_rejected(swept: Path, tmp_path: P
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             drawn(swept, tmp_path / "curves.svg", **choice)
-    with pytest.raises(ValueError, match=r"written as \.png or \.svg: got .*curves.pdf"):
-        drawn(swept, tmp_path / "curves.pdf")
+    with pytest.raises(ValueError, match=r"written as \.png, \.svg or \.pdf: got .*curves.gif"):
+        drawn(swept, tmp_path / "curves.gif")
     assert not list(tmp_path.iterdir())
+
+
+def test_figures_for_a_paper(swept: Path, tmp_path: Path) -> None:
+    figure = tmp_path / "paper.svg"
+    svg = drawn(swept, figure, looks=Looks("paper", band="interval"))
+    assert re.search(r'width="234(\.0+)?pt"', svg)  # 3.25 inches
+    assert not any("seeds a line" in word for word in words(svg))
+    assert "top-1 accuracy" in words(svg)
+    wide = drawn(swept, figure, looks=Looks("paper", width=6.75))
+    assert re.search(r'width="486(\.0+)?pt"', wide)
+    assert "95% interval of the mean" in drawn(swept, figure, looks=Looks(band="interval"))
+    with Results(swept, read=True) as results:
+        for name in ("one.pdf", "two.pdf"):
+            plot(results, latest(results.runs()), [tmp_path / name], Choice(looks=Looks("paper")))
+    assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "one.pdf").read_bytes() == (tmp_path / "two.pdf").read_bytes()
+
+
+def test_bands_of_repeats() -> None:
+    repeats = np.array([[1.0], [2.0], [3.0]])
+    ends = {band: [float(end[0]) for end in band_of(repeats, band)] for band in BANDS}
+    assert ends["range"] == [1, 3]
+    assert ends["deviation"] == [1, 3]
+    np.testing.assert_allclose(ends["interval"], [2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5])
+
+
+@pytest.mark.parametrize(
+    ("looks", "words"),
+    [
+        ({"style": "poster"}, "unknown style of a figure 'poster'"),
+        ({"band": "all"}, "unknown band of a figure 'all'"),
+        ({"width": 0}, "needs a finite width > 0"),
+    ],
+)
+def test_unknown_looks_are_rejected(looks: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Looks(**looks)
 
 
 def test_a_policy_that_drops_rows_is_no_baseline(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from phocas.data import Dataset, Dirichlet, load
 from phocas.engines.local import LocalSettings
 from phocas.specs import imported_callable
 from phocas.training import Task, TaskSettings, Trainer
+from phocas.training.keywords import TrainerKeywords
 from phocas.training.models import build_model
 from phocas.training.pool import kernel_threads
 from phocas.training.schedules import Step
@@ -106,13 +107,43 @@ def test_missing_and_invalid_arguments_are_rejected() -> None:
     with pytest.raises(TypeError, match=r"data must be a phocas Dataset, .*: got None"):
         Trainer("mlp", rule="mean")
     with pytest.raises(TypeError, match="needs a rule"):
-        Trainer("mlp", data=DATA)
+        Trainer("mlp", data=DATA)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="unknown engine 'spark'"):
         Trainer("mlp", data="no such data, which nobody reads", rule="mean", engine="spark")
     with pytest.raises(TypeError, match=r"an engine is a name or has build\(task\): got 5"):
         Trainer("mlp", data=DATA, rule="mean", engine=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be callable: got module"):
         imported_callable("torch:nn")
+
+
+def test_editors_see_the_settings_of_a_trainer() -> None:
+    hints = {name: hint for name, hint in get_type_hints(TrainerKeywords).items() if name != "rule"}
+    declared = get_type_hints(TaskSettings)
+    assert [*get_type_hints(TrainerKeywords)] == [each.name for each in fields(TaskSettings)]
+    assert {name: declared[name] for name in hints} == hints
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [("workers", "num_workers"), ("m", "num_workers"), ("learning_rate", "lr"), ("f", None)],
+)
+def test_usual_spellings_are_answered_with_the_right_one(given: str, right: str | None) -> None:
+    settings: Any = {"rule": "mean", given: 3}
+    words = "" if right is None else f"did you mean '{right}'"
+    with pytest.raises(TypeError, match=f"unknown setting of a Trainer '{given}'.*{words}"):
+        Trainer("mlp", data=DATA, **settings)
+
+
+def test_a_trainer_and_a_round_describe_themselves(data: Dataset) -> None:
+    with Trainer(
+        "softmax", data=data, rule="phocas:b=1", num_workers=4, attack="sign-flip:q=1"
+    ) as it:
+        assert repr(it) == (
+            "Trainer(rule='phocas:b=1', num_workers=4, attack='sign-flip:q=1', rounds_done=0)"
+        )
+        page = it.step()._repr_html_()
+    assert page.startswith("<table><caption>round 1</caption>")
+    assert "flagged workers" in page
 
 
 def test_none_is_the_default_of_every_setting(data: Dataset) -> None:

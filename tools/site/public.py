@@ -18,6 +18,7 @@ MODULES = {
     "phocas": "Rules",
     "phocas.attacks": "Attacks",
     "phocas.attacks.audit": "Audit",
+    "phocas.results": "Results",
     "phocas.theory": "Theory",
     "phocas.detection": "Detection",
     "phocas.data": "Data",

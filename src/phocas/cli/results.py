@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phocas.cli import Application, reject_unused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phocas.experiments.results import Results, RunRecord
 
 FILE = Annotated[Path, typer.Option("--results", help="Results file.")]
 DEFAULT = Path("phocas.sqlite")
@@ -42,7 +47,13 @@ def list_runs(
     ] = None,
     by: Annotated[
         str | None,
-        typer.Option(help="Mean and deviation over seeds, grouped by settings: rule,attack."),
+        typer.Option(
+            help="Mean, deviation and 95% interval over seeds, grouped by settings: rule,attack,q."
+        ),
+    ] = None,
+    versus: Annotated[
+        str | None,
+        typer.Option(help="With --by: paired differences from the runs of this rule."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
@@ -52,7 +63,8 @@ def list_runs(
 
     from phocas.experiments.locks import actual_status
     from phocas.experiments.results import Results, Status, latest
-    from phocas.report.tables import grouped, outcome, print_grouped, print_runs
+    from phocas.report.statistics import grouped
+    from phocas.report.tables import outcome, print_grouped, print_runs
     from phocas.specs import unknown
 
     statuses = (*typing.get_args(Status), "killed")
@@ -61,14 +73,16 @@ def list_runs(
     with Results(results, read=True) as file:
         found = [(record, actual_status(record, results)) for record in file.runs()]
     found = [(record, state) for record, state in found if status in (None, state)]
+    if by is None and versus is not None:
+        raise ValueError("--versus has no effect without --by: write --by rule --versus mean")
     if by is not None:
         keys = _settings(by)
         records = [record for record, _ in found]
         records = latest(records) if status is None else records
         if json_:
-            typer.echo(json.dumps(grouped(records, keys)))
+            typer.echo(json.dumps(grouped(records, keys, versus)))
         elif records:
-            print_grouped(records, keys)
+            print_grouped(records, keys, versus)
         else:
             typer.echo(f"no run in {results} is complete")
     elif json_:
@@ -130,14 +144,23 @@ def plot(
         typer.Option(
             "--output",
             "-o",
-            help="Figure to write, .png or .svg. Repeatable.",
+            help="Figure to write: .png, .svg or .pdf. Repeatable.",
             show_default="curves.png",
         ),
+    ] = None,
+    band: Annotated[
+        str, typer.Option(help="Band around the mean over seeds: range, deviation, interval.")
+    ] = "range",
+    style: Annotated[str, typer.Option(help="Style of the figure: screen, paper.")] = "screen",
+    width: Annotated[
+        float | None,
+        typer.Option(help="Width of the figure in inches.", show_default="3.25 for --style paper"),
     ] = None,
 ) -> None:
     """Plot the curves of runs, with bands over seeds."""
     from phocas.experiments.results import Results, latest
     from phocas.files import check_writable
+    from phocas.report.figures import Looks
     from phocas.report.plots import Choice
     from phocas.report.plots import plot as draw
 
@@ -147,7 +170,8 @@ def plot(
     panels_by, *more = (*_settings(by), None)
     if more[1:]:
         raise ValueError(f"--by takes one setting, --lines several: got {by}")
-    choice = Choice(x, y, panels_by, _settings(lines))  # type: ignore[arg-type]  # which checks x
+    looks = Looks(style, width, band)
+    choice = Choice(x, y, panels_by, _settings(lines), looks)  # type: ignore[arg-type]  # checked
     with Results(results, read=True) as file:
         known = [file.run(number) for number in run] if run else latest(file.runs())
         if not known:
@@ -167,58 +191,126 @@ def _settings(text: str | None) -> tuple[str, ...]:
 
 def export(
     context: typer.Context,
+    format_: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="csv or parquet; markdown or latex: means and deviations over seeds."
+        ),
+    ] = None,
     csv: Annotated[
-        Path | None, typer.Option("--csv", help="CSV file to write; - is the standard output.")
+        Path | None, typer.Option("--csv", help="The same as --format csv --output FILE.")
     ] = None,
     results: FILE = DEFAULT,
     table: Annotated[
         str,
         typer.Option(
-            help="With --csv: runs, rounds, evaluations, dropped, dropped_by_server, implausible,"
-            " virtual."
+            help="For csv and parquet: runs, rounds, evaluations, dropped, dropped_by_server,"
+            " implausible, virtual."
         ),
     ] = "runs",
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="For markdown and latex: settings of a row, and last that of the columns.",
+            show_default="those that vary, last attack",
+        ),
+    ] = None,
+    value: Annotated[
+        str, typer.Option(help="For markdown and latex: final_accuracy, best_accuracy, ...")
+    ] = "final_accuracy",
     run: Annotated[
-        list[int] | None, typer.Option(help="With --csv: only this run. Repeatable.")
+        list[int] | None, typer.Option(help="With a format: only this run. Repeatable.")
     ] = None,
     model: Annotated[
         int | None, typer.Option(help="Number of a complete run whose model to write.")
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="With --model: safetensors file to write.")
-    ] = Path("model.safetensors"),
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write; - is the standard output.",
+            show_default="-, or model.safetensors",
+        ),
+    ] = None,
 ) -> None:
-    """Write a table of the results as CSV, or the model of a run."""
-    import sys
-
+    """Write a table of the results for other programs or a paper, or the model of a run."""
     from phocas.experiments.results import Results
     from phocas.files import check_writable
-    from phocas.report.tables import EXPORTS, export_csv
+    from phocas.report.exports import EXPORTS, FORMATS
     from phocas.specs import unknown
 
-    if (csv is None) == (model is None):
-        raise ValueError("an export needs --csv FILE for a table, or --model RUN for a model")
-    if csv is None:
-        reject_unused(context, ["table", "run"], "without --csv")
-    else:
-        reject_unused(context, ["output"], "without --model")
+    if csv is not None:
+        reject_unused(context, ["format_", "output"], "with --csv, which gives both")
+        format_, output = "csv", csv
+    if (format_ is None) == (model is None):
+        raise ValueError(
+            "an export needs --format csv, parquet, markdown or latex for a table, or --model RUN"
+            " for a model"
+        )
+    if model is not None:
+        reject_unused(context, ["table", "run", "by", "value"], "with --model")
+        output = output or Path("model.safetensors")
+        check_writable(output, "the model")
+        with Results(results, read=True) as file:
+            _export_model(results, file.run(model).id, output)
+        return
+    if format_ not in FORMATS:
+        raise ValueError(unknown("format", format_ or "", FORMATS))
     if table not in EXPORTS:
         raise ValueError(unknown("table", table, EXPORTS))
+    summary = format_ in ("markdown", "latex")
+    unused = ["table"] if summary else ["by", "value"]
+    reject_unused(context, unused, f"with --format {format_}")
+    to_file = output is not None and str(output) != "-"
+    if to_file:
+        assert output is not None
+        check_writable(output, "the table")
+        output.parent.mkdir(parents=True, exist_ok=True)
+    if format_ == "parquet" and not to_file:
+        raise ValueError("--format parquet needs --output FILE")
     with Results(results, read=True) as file:
-        if model is not None:
-            check_writable(output, "the model")
-            _export_model(results, file.run(model).id, output)
-            return
         chosen = [file.run(number) for number in run] if run else file.runs()
-        assert csv is not None
-        if str(csv) == "-":
-            export_csv(file, table, chosen, sys.stdout)
-            return
-        check_writable(csv, "the table")
-        csv.parent.mkdir(parents=True, exist_ok=True)
-        with csv.open("w", newline="", encoding="utf-8") as out:
-            rows = export_csv(file, table, chosen, out)
-    typer.echo(f"{rows} rows in {csv}")
+        if summary:
+            text, rows = _summary(chosen, by, value, format_, everything=bool(run))
+        else:
+            text, rows = _table(file, table, chosen, None if format_ == "csv" else output)
+    if not to_file:
+        typer.echo(text, nl=summary)
+        return
+    assert output is not None
+    if format_ != "parquet":
+        with output.open("w", newline="", encoding="utf-8") as out:
+            out.write(text + "\n" * summary)
+    typer.echo(f"{rows} rows in {output}")
+
+
+def _table(
+    file: Results, table: str, runs: Sequence[RunRecord], path: Path | None
+) -> tuple[str, int]:
+    """Return a table as CSV, or write it to a path as Parquet; with its number of rows."""
+    from phocas.report.exports import as_csv, export_rows, write_parquet
+
+    rows = export_rows(file, table, runs)
+    if path is None:
+        return as_csv(rows), len(rows)
+    write_parquet(rows, path)
+    return "", len(rows)
+
+
+def _summary(
+    runs: Sequence[RunRecord], by: str | None, value: str, format_: str, *, everything: bool
+) -> tuple[str, int]:
+    """Return a summary over seeds as text, with its number of rows."""
+    from phocas.experiments.results import latest
+    from phocas.report.exports import as_latex, as_markdown, default_keys, summary
+
+    records = runs if everything else latest(runs)
+    if not records:
+        raise ValueError("there are no complete runs: see phocas results list")
+    headings, rows = summary(records, _settings(by) or default_keys(records), value)
+    write = as_latex if format_ == "latex" else as_markdown
+    return write(headings, rows), len(rows)
 
 
 def _export_model(results: Path, run: int, output: Path) -> None:

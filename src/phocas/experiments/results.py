@@ -622,6 +622,13 @@ class Results:
         query = f"SELECT {', '.join(columns)} FROM {name} WHERE run = ? ORDER BY round"  # noqa: S608
         return cursor.execute(query, (run,)).fetchall()
 
+    def query(self, text: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """Return the names of the columns of a query, and its rows."""
+        cursor = self._connection.cursor()
+        cursor.row_factory = None
+        cursor.execute(text)
+        return [each[0] for each in cursor.description], cursor.fetchall()
+
     def shares(self, run: int) -> blame.DroppedShares | None:
         """Return the dropped share of each worker of a run by round, or None if not stored."""
         return blame.read_shares(self._connection, run)

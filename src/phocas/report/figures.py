@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
@@ -14,7 +15,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from phocas.experiments.reproduction.verdicts import interval
 from phocas.report.palette import BASELINE
+from phocas.specs import one_of, positive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,6 +35,64 @@ CRASH = 0.5
 """Repeats whose final accuracies differ by more than this share of the gain in accuracy crashed."""
 
 Floats = npt.NDArray[np.float64]
+BANDS = {
+    "range": "lowest to highest",
+    "deviation": "mean +- deviation",
+    "interval": "95% interval of the mean",
+}
+"""What the band around a curve may show, and its description."""
+PAPER_WIDTH = 3.25
+"""Inches: the column of a conference paper."""
+_PAPER: dict[Any, Any] = {
+    "font.family": "serif",
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.0,
+    "lines.markersize": 3,
+    "pdf.fonttype": 42,  # fonts that journals accept
+}
+
+
+@dataclass(frozen=True)
+class Looks:
+    """The style, the width in inches and the band of a figure.
+
+    The style ``paper`` has small serif letters, no title, and the legend below.
+    """
+
+    style: str = "screen"
+    width: float | None = None
+    band: str = "range"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an unknown style or band, or a width that is not positive."""
+        one_of("a figure", "style", self.style, ("screen", "paper"))
+        one_of("a figure", "band", self.band, BANDS)
+        if self.width is not None:
+            positive("a figure", "width", self.width)
+
+    @property
+    def paper(self) -> bool:
+        """Return whether the figure is for a paper."""
+        return self.style == "paper"
+
+    def size(self, across: int, down: int, labels: int) -> tuple[float, float]:
+        """Return the width and the height of a figure with that many panels and labels."""
+        if not self.paper:
+            width = 3.4 + 3.4 * across
+            height = 0.8 + 3.0 * down
+            scale = 1.0 if self.width is None else self.width / width
+            return width * scale, height * scale
+        width = self.width or PAPER_WIDTH
+        return width, 0.8 * width / across * down + 0.16 * math.ceil(labels / 2) + 0.2
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Return the context in which the figure is drawn and written."""
+        return mpl.rc_context(_PAPER if self.paper else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +145,7 @@ def panel_figure(
     size: tuple[float, float] | None = None,
     share_y: bool = True,
     by_round: bool = True,
+    looks: Looks | None = None,
 ) -> Figure:
     """Draw one panel for each group of curves, and one legend for all of them.
 
@@ -97,20 +159,24 @@ def panel_figure(
         share_y: Give all panels the same vertical range.
         by_round: Whether the horizontal axis counts rounds. Then the axis starts at 0, and each
             repeat of a curve is a line of its own if some repeats crash.
+        looks: Style, width and band.
     """
+    looks = looks or Looks()
     down = math.ceil(len(panels) / across)
     across = math.ceil(len(panels) / down)
-    figure = new_figure(*(size or (3.4 + 3.4 * across, 0.8 + 3.0 * down)), title)
+    labels = {curve.label for curves in panels.values() for curve in curves}
+    size = size or looks.size(across, down, len(labels))
+    figure = new_figure(*size, "" if looks.paper else title)
     grid = list(figure.subplots(down, across, sharey=share_y, squeeze=False).flat)
     for axes in grid[len(panels) :]:
         axes.remove()
     handles: dict[str, mpl.artist.Artist] = {}
     for place, (axes, (name, curves)) in enumerate(zip(grid, panels.items(), strict=False)):
         for index, curve in enumerate(curves):
-            _draw_curve(axes, curve, index, split_crashes=by_round)
+            _draw_curve(axes, curve, index, split_crashes=by_round, looks=looks)
         if by_round:
             axes.set_xlim(0, max(float(curve.x[-1]) for curve in curves) or 1)
-        axes.set_title(name, fontsize=9, loc="left")
+        axes.set_title(name, fontsize=7 if looks.paper else 9, loc="left")
         if place % across == 0:
             axes.set_ylabel(y_label)
         if place + across >= len(panels):
@@ -121,10 +187,11 @@ def panel_figure(
     figure.legend(
         handles.values(),
         handles.keys(),
-        loc="outside right center",
+        loc="outside lower center" if looks.paper else "outside right center",
+        ncols=2 if looks.paper else 1,
         frameon=False,
-        handlelength=3.5,
-        fontsize=9,
+        handlelength=2.5 if looks.paper else 3.5,
+        fontsize=7 if looks.paper else 9,
     )
     return figure
 
@@ -133,12 +200,15 @@ def new_figure(width: float, height: float, title: str) -> Figure:
     """Return an empty figure, sizes in inches, with its title at the top left."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
-def _draw_curve(axes: Axes, curve: RunCurve, index: int, *, split_crashes: bool) -> None:
-    """Draw the mean of a curve's repeats over a band from the lowest to the highest.
+def _draw_curve(
+    axes: Axes, curve: RunCurve, index: int, *, split_crashes: bool, looks: Looks
+) -> None:
+    """Draw the mean of a curve's repeats over a band.
 
     Where some repeats crash and others do not, each repeat is a thin line, because no band
     describes them. Curves that coincide stay visible: the index moves the markers, and the baseline
@@ -148,7 +218,7 @@ def _draw_curve(axes: Axes, curve: RunCurve, index: int, *, split_crashes: bool)
     if split_crashes and crashes(repeats):
         axes.plot(curve.x, repeats.T, color=style.colour, alpha=0.5, linewidth=0.6)
     elif len(repeats) > 1:
-        low, high = repeats.min(axis=0), repeats.max(axis=0)
+        low, high = band_of(repeats, looks.band)
         axes.fill_between(curve.x, low, high, color=style.colour, alpha=0.18, linewidth=0)
     every = max(1, len(curve.x) // MARKERS)
     axes.plot(
@@ -158,11 +228,22 @@ def _draw_curve(axes: Axes, curve: RunCurve, index: int, *, split_crashes: bool)
         linestyle=style.dash,
         marker=style.marker,
         markevery=(index * every // 6 % every, every),
-        markersize=5,
-        linewidth=1.6,
+        markersize=3 if looks.paper else 5,
+        linewidth=1.0 if looks.paper else 1.6,
         zorder=2.1 if style == BASELINE else 2.0,
         label=curve.label,
     )
+
+
+def band_of(repeats: Floats, band: str) -> tuple[Floats, Floats]:
+    """Return the lower and the upper end of the band around the mean of several repeats."""
+    if band == "range":
+        return repeats.min(axis=0), repeats.max(axis=0)
+    mean, deviation = repeats.mean(axis=0), repeats.std(axis=0, ddof=1)
+    if band == "interval":
+        found = [interval(column) for column in repeats.T]
+        deviation = np.array([each.high - each.mean for each in found])
+    return mean - deviation, mean + deviation
 
 
 def crashes(repeats: Floats) -> bool:
@@ -171,17 +252,20 @@ def crashes(repeats: Floats) -> bool:
     return gain > 0.1 and float(np.ptp(repeats[:, -1])) > CRASH * gain
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG or SVG, by its suffix; the same figure gives the same bytes."""
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"a figure is written as .png or .svg: got {path}")
+def save_figure(figure: Figure, path: Path, dpi: int = 100) -> None:
+    """Write a figure as PNG, SVG or PDF, by its suffix; the same figure gives the same bytes."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"a figure is written as .png, .svg or .pdf: got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".pdf":
+        figure.savefig(path, metadata={"CreationDate": None})
+        return
     if path.suffix == ".svg":
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "phocas"}):  # text stays text
             figure.savefig(path, metadata={"Date": None})
         return
     memory = io.BytesIO()
-    figure.savefig(memory, format="png", dpi=100)
+    figure.savefig(memory, format="png", dpi=dpi)
     with Image.open(memory) as image:  # a palette of 256 colours makes a third of the bytes
         image.convert("RGB").quantize(256).save(path, optimize=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ from phocas.engines.asynchronous.policies import read_policy
 from phocas.engines.asynchronous.policy import Policy
 from phocas.experiments.config import check_setting
 from phocas.experiments.curves import read_curve
-from phocas.report.figures import RunCurve, crashes, panel_figure, save_figure
+from phocas.report.figures import BANDS, Looks, RunCurve, crashes, panel_figure, save_figure
 from phocas.report.palette import BASELINE, Palette, distinct_dashes
 from phocas.report.tables import common, differing, said
 from phocas.specs import unknown
@@ -54,6 +54,8 @@ class Choice:
     """Setting with one panel for each of its values; by default the attack, if it varies."""
     lines: tuple[str, ...] = ()
     """Settings that label a curve; by default the fewest that distinguish the runs."""
+    looks: Looks = field(default_factory=Looks)
+    """Style, width and band."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for an unknown axis, metric or setting."""
@@ -86,15 +88,20 @@ def plot(
     judged = "validation samples" if all(held) else "test set"
     if any(held) and not all(held):
         judged = "test set or validation samples"
-    label = f"{METRICS[choice.y][1]} on the {judged}"
-    figure = panel_figure(title, panels, label, AXES[choice.x], across=_ACROSS)
-    for axes in figure.axes:
-        if choice.y == "loss":
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(0, 1)
-    for path in paths:
-        save_figure(figure, path)
+    label = METRICS[choice.y][1]
+    looks = choice.looks
+    if not looks.paper:
+        label += f" on the {judged}"
+    with looks.applied():
+        across = 2 if looks.paper else _ACROSS
+        figure = panel_figure(title, panels, label, AXES[choice.x], across=across, looks=looks)
+        for axes in figure.axes:
+            if choice.y == "loss":
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(0, 1)
+        for path in paths:
+            save_figure(figure, path, dpi=300 if looks.paper else 100)
     return len(panels), number
 
 
@@ -215,7 +222,7 @@ def _title(
     seeds = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     text = f"{seeds} seed{'s' if numbers[-1] > 1 else ''} a line"
     if numbers[-1] > 1:
-        text += "; line: mean, band: lowest to highest"
+        text += f"; line: mean, band: {BANDS[choice.looks.band]}"
     if choice.y != "loss" and any(map(crashes, every)):
         text += "; thin: each seed, where some crash"
     return f"{common([record.config for record in runs], but=('seed', 'rule'))}\n{text}"

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shlex
-import statistics
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from phocas.experiments.locks import state_path
-from phocas.experiments.results import NUMBERED, TABLES
+from phocas.experiments.results import NUMBERED
+from phocas.report.statistics import PARAMETERS, grouped, setting_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from phocas.experiments.results import Results, RunRecord
+    from phocas.experiments.results import RunRecord
 
-EXPORTS = ("runs", *TABLES)
 MAIN = (
     "name",
     "dataset",
@@ -53,14 +51,6 @@ _UNTOLD = frozenset(
         "record_matrix",
         "track",
     }
-)
-_AVERAGED = (
-    "final_accuracy",
-    "best_accuracy",
-    "final_top3",
-    "best_top3",
-    "test_accuracy",
-    "ms_per_round",
 )
 _GAP = 2
 WIDTH = 80
@@ -380,32 +370,20 @@ def _by_run(texts: Mapping[int, str]) -> str:
     )
 
 
-def grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the mean and deviation over seeds of runs that share the settings ``keys``.
+def print_grouped(
+    records: Sequence[RunRecord], keys: Sequence[str], versus: str | None = None
+) -> None:
+    """Print means over seeds; a line names other settings in which averaged runs differ.
 
-    The deviation is that of a sample, with n - 1; of one run there is none.
+    Args:
+        records: the runs.
+        keys: the settings by which runs are grouped.
+        versus: the rule for paired differences, if any.
     """
-    groups: dict[tuple[str, ...], list[RunRecord]] = {}
-    for record in records:
-        told = tuple(_value(record.config, key) for key in keys)
-        groups.setdefault(told, []).append(record)
-    return [
-        {
-            **{key: group[0].config.get(key) for key in keys},
-            "runs": [record.id for record in group],
-            "seeds": sorted({record.seed for record in group}),
-            **{name: _spread([getattr(each, name) for each in group]) for name in _AVERAGED},
-        }
-        for group in groups.values()
-    ]
-
-
-def print_grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> None:
-    """Print means over seeds; a line names other settings in which averaged runs differ."""
     shared = common([record.config for record in records], but=(*keys, "seed"))
     if shared:
         print(shared)
-    groups = grouped(records, keys)
+    groups = grouped(records, keys, versus)
     columns = {key: [_value(group, key) for group in groups] for key in keys}
     columns["seeds"] = [str(len(group["seeds"])) for group in groups]
     for heading, name, digits in (
@@ -421,58 +399,44 @@ def print_grouped(records: Sequence[RunRecord], keys: Sequence[str]) -> None:
             columns[f"+- {heading}"] = [
                 _number(group[name]["deviation"], digits) for group in groups
             ]
+        if heading == "final":
+            columns["95% interval"] = [_interval(group[name]) for group in groups]
+    if versus is not None:
+        columns[f"minus {versus}"] = [_signed(group["difference"]["mean"]) for group in groups]
+        columns["its 95% interval"] = [_interval(group["difference"], "+") for group in groups]
+        columns["pairs"] = [str(group["difference"]["pairs"]) for group in groups]
     print_table(
         columns,
         right=[heading for heading in columns if heading not in keys],
-        optional=("ms/round", "+- best", "best"),
+        optional=("ms/round", "+- best", "best", "+- final"),
     )
     by_id = {record.id: record.config for record in records}
     mixed = {
         key: None
         for group in groups
         for key in differing([by_id[run] for run in group["runs"]])
-        if key not in ("seed", "name")
+        if key not in ("seed", "name", *(PARAMETERS[each] for each in keys if each in PARAMETERS))
     }
     if mixed:
         print("runs of one row differ in more than their seed; to separate them use")
         print(f"  --by {','.join([*keys, *mixed])}")
 
 
-def _spread(values: Sequence[float | None]) -> dict[str, float | None]:
-    known = [value for value in values if value is not None]
-    return {
-        "mean": statistics.fmean(known) if known else None,
-        "deviation": statistics.stdev(known) if len(known) > 1 else None,
-    }
+def _interval(found: Mapping[str, float | None], sign: str = "") -> str:
+    low, high = found["low"], found["high"]
+    return "" if low is None or high is None else f"{low:{sign}.3f} to {high:{sign}.3f}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3f}"
 
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def export_csv(results: Results, table: str, runs: Sequence[RunRecord], file: TextIO) -> int:
-    """Write one table of the results as CSV and return the number of rows."""
-    told = dict.fromkeys(["rule", "attack", "seed", *differing([r.config for r in runs])])
-    rows: list[dict[str, Any]] = []
-    for record in runs:
-        if table == "runs":
-            about = outcome(record)
-            config = about.pop("config")
-            about |= {key: " ".join(map(str, about[key])) for key in NUMBERED}
-            rows.append({**about, **{k: v for k, v in config.items() if k not in about}})
-        else:
-            about = {key: record.config.get(key) for key in told}
-            rows += [{**row, **about} for row in results.table(table, record.id)]
-    if rows:
-        headings: Iterable[str] = dict.fromkeys(key for row in rows for key in row)
-        writer = csv.DictWriter(file, list(headings))
-        writer.writeheader()
-        writer.writerows(rows)
-    return len(rows)
-
-
 def _value(config: Mapping[str, Any], key: str) -> str:
-    value = config.get(key)
+    value = config.get(key) if key in config else setting_of(config, key)
     if value is None:
         return "" if key == "name" else "none"
     return value if isinstance(value, str) else json.dumps(value)

@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from phocas.detection.outlier_counts import OutlierCount, count_outliers
 from phocas.detection.participation import ParticipationShares
 from phocas.detection.recent_direction import RecentDirection
 from phocas.detection.sampling import Sample
+from phocas.notebook import html_table
 from phocas.provenance import code_of
 from phocas.seeds import Stream, generator
 from phocas.specs import count
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from phocas.training.cluster import Cluster, Engine, Gathered
     from phocas.training.gradients.base import Loss
+    from phocas.training.keywords import TrainerKeywords
     from phocas.training.models import Builder
     from phocas.training.server import Action, ParameterServer
 
@@ -110,6 +112,21 @@ class Round:
     refused: int = 0
     """The number of rows that were rejected as too stale."""
 
+    def _repr_html_(self) -> str:
+        """Return the main facts as a small HTML table."""
+        facts = {
+            "loss": self.loss,
+            "action": self.action,
+            "gradient norm": self.gradient_norm,
+            "corrupted cells": self.touched,
+            "flagged workers": ", ".join(map(str, self.flagged)) or "none",
+            "most dropped": f"worker {int(np.argmax(self.dropped))}, {self.dropped.max():.1%}"
+            if len(self.dropped)
+            else "none",
+            "ms": 1e3 * sum(self.seconds.values()),
+        }
+        return html_table([], list(facts.items()), f"round {self.number}")
+
 
 class Clock:
     """The times of the phases of a round, each from the end of the phase before."""
@@ -161,7 +178,7 @@ class Trainer:
         *,
         test: Any = None,
         engine: Engine | str = "local",
-        **settings: Any,
+        **settings: Unpack[TrainerKeywords],
     ) -> None:
         chosen = find_engine(engine)
         of_engine = getattr(chosen, "conflicts", lambda _: ())
@@ -175,6 +192,14 @@ class Trainer:
         trainer = cls.__new__(cls)
         trainer._begin(task, cluster)  # noqa: SLF001  a second constructor
         return trainer
+
+    def __repr__(self) -> str:
+        task = self.task
+        attack = "" if task.attack is None else f", attack={str(task.attack)!r}"
+        return (
+            f"Trainer(rule={str(task.rule)!r}, num_workers={task.num_workers}{attack},"
+            f" rounds_done={self.rounds_done})"
+        )
 
     def _begin(self, task: Task, cluster: Cluster) -> None:
         self.task = task

@@ -230,7 +230,8 @@ def test_a_sweep_opens_on_the_comparison_of_its_rules(
     first = page.locator("main > section:visible").first
     assert first.get_attribute("id") == "accuracy"
     columns = first.locator(".comparison thead th").all_inner_texts()
-    assert columns == ["rule", "attack", "final accuracy", "ms/round", "flagged", "Byzantine"]
+    assert columns[:5] == ["rule", "attack", "final accuracy", "95% interval", "ms/round"]
+    assert columns[5:] == ["flagged", "Byzantine"]
     rows = first.locator(".comparison tbody tr")
     shown = {
         tuple(row.locator("th, td").all_inner_texts()[:2]): row.locator("td").all_inner_texts()
@@ -243,9 +244,11 @@ def test_a_sweep_opens_on_the_comparison_of_its_rules(
         own = [run for run in runs if (run.rule, run.attack or "none") == (rule, attack)]
         final = np.mean([run.final_accuracy or 0 for run in own])
         assert float(cells[1].split()[0]) == pytest.approx(final, abs=6e-4)
+        low, high = map(float, cells[2].split(" to "))
+        assert (low + high) / 2 == pytest.approx(final, abs=6e-4)
     crashed = shown["phocas:b=3", f"crash:worker={SUSPECT}"]
-    assert crashed[3:] == [f"worker {SUSPECT}", str(SUSPECT)]
-    assert shown["mean", "none"][3:] == ["none", "none"]
+    assert crashed[4:] == [f"worker {SUSPECT}", str(SUSPECT)]
+    assert shown["mean", "none"][4:] == ["none", "none"]
 
 
 def test_one_run_opens_on_that_run_without_empty_maps(visit: Open, tmp_path: Path) -> None:

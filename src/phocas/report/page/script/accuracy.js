@@ -1,6 +1,6 @@
 // Accuracy: one curve for each rule, a panel for each attack, and a table that compares the rules.
 import { el, put, switcher, table } from "./dom.js";
-import { accuracy, count, digits, distinct, listing, mean, middle } from "./format.js";
+import { accuracy, count, digits, distinct, interval, listing, mean, middle } from "./format.js";
 import { lineChart } from "./chart.js";
 import { sample } from "./styles.js";
 import { flaggedIn } from "./detection.js";
@@ -44,7 +44,7 @@ export function groupsOf(runs) {
   }
   const known = (own, key) => own.map((run) => run[key]).filter((value) => value !== null);
   return [...groups.values()].map((group) => ({
-    ...group, final: mean(known(group.runs, "final")), ms: middle(known(group.runs, "ms")),
+    ...group, final: mean(known(group.runs, "final")), interval: interval(known(group.runs, "final")), ms: middle(known(group.runs, "ms")),
     isBaseline: group.rule === "mean" && group.attack === null,
   }));
 }
@@ -182,6 +182,7 @@ export function accuracySection(root) {
       ["attack", (group) => group.attack ?? "none"],
       ...(groups.some((group) => group.setting) ? [["setting", (group) => group.setting]] : []),
       ["final accuracy", (group) => [accuracy(group.final), lostIn(group.runs)], true],
+      ...(groups.some((group) => group.interval) ? [["95% interval", (group) => group.interval, true]] : []),
       ["ms/round", (group) => digits(group.ms), true],
       ["flagged", (group) => flaggedIn(group.runs)],
       ...(truth ? [["Byzantine", (group) => distinct(group.runs.map((run) => listing(run.byzantine ?? []))).join("; ") || "none"]] : []),

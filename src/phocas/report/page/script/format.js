@@ -88,3 +88,19 @@ export function middle(values) {
 export function mean(values) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
+
+// The 97.5% points of Student's t for 1 to 30 degrees of freedom.
+const STUDENT = [
+  12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+  2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+];
+
+/** Write the 95% interval of a mean by Student's t; of fewer than two values there is none. */
+export function interval(values) {
+  const n = values.length;
+  if (n < 2) return "";
+  const centre = mean(values);
+  const variance = values.reduce((sum, value) => sum + (value - centre) ** 2, 0) / (n - 1);
+  const half = (STUDENT[n - 2] ?? 1.96) * Math.sqrt(variance / n);
+  return `${accuracy(centre - half)} to ${accuracy(centre + half)}`;
+}
