@@ -26,11 +26,12 @@ test-ray: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest tests/engines/test_ray.py tests/engines/test_faults.py
 
-# Other people's training loops, each run for real on the CPU, and their trackers, offline.
+# Other people's training loops, each run for real on the CPU, and their trackers, offline. MLflow
+# brings pandas and pyarrow, for the tables of results.
 test-integrations: $(VENV)/.installed $(TRACKERS)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,adapters]"
 	$(BIN)/python -m pytest tests/integrations/adapters
-	$(TRACKERS)/bin/python -m pytest tests/experiments/trackers/test_libraries.py
+	$(TRACKERS)/bin/python -m pytest tests/experiments/trackers/test_libraries.py tests/test_results.py
 
 # In an environment of its own: trackers bring a hundred packages that nothing else needs.
 $(TRACKERS)/.installed: pyproject.toml constraints.txt

@@ -104,8 +104,14 @@ def summary(
             text += f" ± {found['deviation']:.{digits}f}"
         cells.setdefault(row, {})[column] = text
     headings = [*(key.replace("_", " ") for key in before), *across]
+    ranks = [list(dict.fromkeys(column)) for column in zip(*cells, strict=True)]
+
+    def rank(row: tuple[str, ...]) -> list[int]:
+        return [values.index(value) for values, value in zip(ranks, row, strict=True)]
+
     return headings, [
-        [*row, *(found.get(column, "") for column in across)] for row, found in cells.items()
+        [*row, *(cells[row].get(column, "") for column in across)]
+        for row in sorted(cells, key=rank)
     ]
 
 
@@ -137,10 +143,11 @@ def as_latex(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     \bottomrule
     \end{tabular}
     """
-    lines = [[_latex(cell, first=not place) for place, cell in enumerate(row)] for row in rows]
+    texts = [all(map(_is_text, column)) for column in zip(*rows, strict=True)]
+    lines = [[_latex(cell, text) for cell, text in zip(row, texts, strict=True)] for row in rows]
     return "\n".join(
         [
-            rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}",
+            rf"\begin{{tabular}}{{{''.join('l' if text else 'r' for text in texts)}}}",
             r"\toprule",
             " & ".join(_escaped(each) for each in headings) + r" \\",
             r"\midrule",
@@ -151,10 +158,14 @@ def as_latex(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _latex(cell: str, *, first: bool) -> str:
-    if " ± " in cell:
-        return f"${cell.replace('±', chr(92) + 'pm')}$"
-    return rf"\texttt{{{_escaped(cell)}}}" if first else _escaped(cell)
+def _is_text(cell: str) -> bool:
+    return bool(cell) and not cell.replace(".", "").partition(" ")[0].isdigit()
+
+
+def _latex(cell: str, text: bool) -> str:
+    if text:
+        return rf"\texttt{{{_escaped(cell)}}}"
+    return f"${cell.replace('±', chr(92) + 'pm')}$" if cell else ""
 
 
 def _escaped(text: str) -> str:
