@@ -465,7 +465,10 @@ def module_text(f: Function, sweeps: Sweeps) -> str:
     whole = "ptr %args, ptr %rows, ptr %out, ptr %scratch"
     last = "ptr %args, ptr %table, ptr %answer, ptr %scratch"
     at_whole, at_last = "i64 %begin, i64 0, i64 %whole", f"i64 0, i64 %whole, i64 {lanes}"
-    middle, tail, swept, blamed = [], [], [], []
+    middle: list[str] = []
+    tail: list[str] = []
+    swept: list[str] = []
+    blamed: list[str] = []
     if sweeps.second:
         numbers = f"{scalar} %cutoff, {scalar} %spread"
         middle = [
