@@ -55,6 +55,7 @@ MORE: dict[type[Stage], Callable[[int], Sequence[Stage]]] = {
     phocas.CenteredClipping: lambda _: [
         phocas.CenteredClipping(radius=2.0),
         phocas.CenteredClipping(radius=30.0, iterations=3),
+        phocas.CenteredClipping(radius="median", iterations=2, start="previous"),
     ],
     phocas.Bucketing: lambda m: [phocas.Bucketing(size) for size in (1, 2, 3) if size <= m],
     phocas.Clipping: lambda _: [phocas.Clipping(radius=8.0)],

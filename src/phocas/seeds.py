@@ -23,6 +23,7 @@ class Stream(IntEnum):
     CLIENTS = 0xC11E
     SPEED = 0x59EED
     VALIDATION = 0x7A11D
+    TRUSTED = 0x7205
 
 
 def sequence(stream: Stream, *position: int) -> np.random.SeedSequence:

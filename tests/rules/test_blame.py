@@ -149,6 +149,6 @@ def test_a_lost_rule_drops_everyone() -> None:
 
 def test_every_rule_is_explained() -> None:
     rows = np.random.default_rng(3).normal(size=(M, 7))
-    assert {type(rule) for rule in examples(M)} == set(RULES.values())
+    assert {type(rule) for rule in examples(M)} == set(RULES.values()) - {phocas.FLTrust}
     for rule in examples(M):
         assert rule.explain(rows).expected == rule.expected(M)

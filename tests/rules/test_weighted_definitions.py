@@ -59,7 +59,7 @@ PIPELINES = [
 ]
 MEANS = ["mean", *(f"nnm:b=0|{last}" for last in STEPS)]
 """What a row of NaN breaks, as it should."""
-WEIGHTLESS = ["bulyan:b=1", "centered-clipping:radius=1", "monitor:rule=mean"]
+WEIGHTLESS = ["bulyan:b=1", "centered-clipping:radius=1", "fl-trust", "monitor:rule=mean"]
 M = 9
 
 

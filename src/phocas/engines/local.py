@@ -17,6 +17,7 @@ from phocas.specs import positive
 from phocas.training.cluster import Gathered, Wanted
 from phocas.training.local_steps import local_steps
 from phocas.training.pool import DeterministicPool, kernel_threads
+from phocas.training.trusted import TrustedGradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -96,6 +97,7 @@ class LocalCluster:
         pool = DeterministicPool(task.threads if task.device.type == "cpu" else 1)
         self.gradients = task.differentiate(self.server.parameters, pool)
         self.steps = None if task.local is None else local_steps(self.gradients, task.local)
+        self.trusted = TrustedGradient.of(task, self.gradients)
         rows = self.server.rows
         self._velocity = torch.zeros_like(rows) if task.worker_momentum else None
         needs_previous = task.attack is not None and task.attack.needs_previous
@@ -115,6 +117,8 @@ class LocalCluster:
         if self._velocity is not None:
             self._velocity.mul_(task.worker_momentum).add_(rows, alpha=task.momentum_gain)
             rows.copy_(self._velocity)
+        if self.trusted is not None:
+            self.trusted.provide(self.server, round)
         clock.stop("gradients")
 
         mean = rows.mean(0) if wanted.honest else None

@@ -63,6 +63,11 @@ def uncompiled(model: Any) -> Any:
 
 def check_rule(rule: Rule, m: int) -> None:
     """Raise ValueError unless the guarantee of the rule holds for m data-parallel ranks."""
+    if rule.needs_reference is not None:
+        raise ValueError(
+            f"{rule} needs a reference vector, which ranks do not keep between steps: choose a rule"
+            " without one, or train with phocas.training, Flower or NVFlare"
+        )
     try:
         rule.check(m)
     except ValueError as error:

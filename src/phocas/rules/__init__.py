@@ -19,10 +19,11 @@ from phocas.rules.guarantee import Tolerance
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
-from phocas.rules.relative import Relative
+from phocas.rules.relative import Referenced, Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum, RowRule
 from phocas.rules.sharded import ShardedAggregation
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
+from phocas.rules.trust import FLTrust
 from phocas.rules.weighting import Weighted
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ColumnRule",
     "Distances",
     "Explanation",
+    "FLTrust",
     "FunctionRule",
     "GeometricMedian",
     "Heraclius",
@@ -56,6 +58,7 @@ __all__ = [
     "Phocas",
     "Pipeline",
     "PreAggregator",
+    "Referenced",
     "Relative",
     "RowRule",
     "Rule",

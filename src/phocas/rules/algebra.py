@@ -314,10 +314,13 @@ def lost(m: int) -> Mix:
     return Mix(np.full((1, m), np.nan))
 
 
-def measured_distances() -> Generator[Request, Floats, tuple[Floats, Distances]]:
-    """Request distances, and again in double precision if most squares are out of range.
+def measured_distances(
+    typical: Callable[[Floats], float] | None = None,
+) -> Generator[Request, Floats, tuple[Floats, Distances]]:
+    """Request distances, and again in double precision if the typical square is out of range.
 
-    Returns the squared distances, and the request that defines their scale.
+    Returns the squared distances, and the request that defines their scale. ``typical`` returns
+    the square that matters; None: a typical square between honest rows.
 
     >>> def planning(m):
     ...     squared, _ = yield from measured_distances()
@@ -326,10 +329,11 @@ def measured_distances() -> Generator[Request, Floats, tuple[Floats, Distances]]
     >>> next(steps)
     Distances(weights=None, wide=False, scale=1.0)
     """
+    size = _typical if typical is None else typical
     request = Distances()
     squared = yield request
-    if len(squared) > 1 and not 1e-24 < _typical(squared) < 1e36:
-        squared, request = yield from _in_range(Distances(wide=True), _typical)
+    if len(squared) > 1 and not 1e-24 < size(squared) < 1e36:
+        squared, request = yield from _in_range(Distances(wide=True), size)
     return squared, request
 
 
@@ -418,6 +422,11 @@ def fitting_norms(radius: float, weights: Floats | None = None) -> Norms:
     return Norms(weights, 2.0**-exponent if abs(exponent) > 400 else 1.0)
 
 
+def fitting_distances(radius: float) -> Distances:
+    """Return a request for distances, in which the square of a radius is in range."""
+    return Distances(wide=not 1e-12 < radius < 1e16, scale=fitting_norms(radius).scale)
+
+
 def clipped(squared: Floats, request: Norms, longest: float) -> Mix:
     """Return the mix that scales rows down so that no squared norm exceeds ``longest``.
 
@@ -503,6 +512,28 @@ def through(first: Mix, planning: Planning) -> Planning:
             asked = replace(request, weights=inner)
             # Clipped rows far from the origin differ by less than rounding to single precision.
             reply = yield asked if convex or isinstance(asked, Norms) else replace(asked, wide=True)
+
+
+def beside(planning: Planning, m: int) -> Planning:
+    """Run the planning generator of m rows on m + 1 rows, of which the last stays unchanged."""
+    reply: Floats | None = None
+    while True:
+        try:
+            request = planning.send(reply) if reply is not None else next(planning)
+        except StopIteration as stop:
+            mix: Mix = stop.value
+            break
+        if request.weights is not None:
+            padded = np.column_stack([request.weights, np.zeros(len(request.weights))])
+            reply = yield replace(request, weights=padded)
+        else:
+            reply = (yield request)[(slice(m),) * (1 + isinstance(request, Distances))]
+    if mix.weights is None:
+        return mix
+    weights = np.zeros((len(mix.weights) + 1, m + 1))
+    weights[:-1, :-1], weights[-1, -1] = mix.weights, 1.0
+    fair = np.append(mix.fair, 1.0) if np.ndim(mix.fair) else mix.fair
+    return Mix(weights, fair)
 
 
 Function: TypeAlias = Callable[[NDArray[Any]], Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numbers
 from abc import abstractmethod
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Self, TypeAlias, overload
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, ClassVar, Literal, Self, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +14,24 @@ from phocas.deprecation import former_attributes, warn_renamed
 from phocas.kernels import Masses, Window
 from phocas.notebook import html_table
 from phocas.rules import execution
-from phocas.rules.algebra import Filtering, Mix, OutlierShares, Planning, through, weighted_mean
+from phocas.rules.algebra import (
+    Filtering,
+    Mix,
+    OutlierShares,
+    Planning,
+    beside,
+    through,
+    weighted_mean,
+)
 from phocas.rules.execution import Plan
 from phocas.rules.guarantee import ASSUMED, Tolerance
-from phocas.rules.inputs import open_rows
+from phocas.rules.inputs import open_rows, with_reference
 from phocas.specs import Spec, count, normalise
 
 Randomness: TypeAlias = np.random.Generator | int | None
 _MOST_SHOWN = 20  # workers that a notebook shows
+Needed: TypeAlias = Literal["previous", "trusted"]
+"""A reference vector: the previous aggregate, or the server's gradient on trusted samples."""
 
 
 def as_generator(rng: Randomness) -> np.random.Generator | None:
@@ -209,6 +219,7 @@ class Rule(Stage):
         columnwise: whether each column is reduced on its own.
         whole: whether the rule needs all columns on one server.
         weighable: whether workers may have weights.
+        needs_reference: the reference vector that the rule needs besides the rows, if any.
 
     >>> import numpy as np
     >>> from phocas import Median
@@ -223,6 +234,16 @@ class Rule(Stage):
     """Whether all columns must be on one server."""
     min_byzantine: ClassVar[int] = 0
     """How many of the heaviest workers must not hold half of all weight, if there is no b."""
+    needs_reference: Needed | None = None
+    """``previous`` or ``trusted``: the reference vector that is aggregated beside the rows."""
+
+    def referenced_planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Compute the mix of m rows and a reference vector, which is the last of m + 1 rows.
+
+        A rule with ``needs_reference`` overrides this method.
+        """
+        del m, rng
+        raise TypeError(f"{self} has no use for a reference: leave the reference out")
 
     def masses(self, units: NDArray[np.int64]) -> Masses | None:
         """Return which part of the total weight of each column is averaged.
@@ -290,7 +311,13 @@ class Rule(Stage):
         return None
 
     def __call__(
-        self, rows: Any, *, rng: Randomness = None, weights: Any = None, max_share: Any = None
+        self,
+        rows: Any,
+        *,
+        rng: Randomness = None,
+        weights: Any = None,
+        max_share: Any = None,
+        reference: Any = None,
     ) -> Any:
         """Aggregate m rows: an array, a tensor, m vectors, m mappings of names to them or m lists.
 
@@ -299,19 +326,31 @@ class Rule(Stage):
 
         ``weights`` are one number for each worker, such as its number of examples. ``max_share``
         is the largest share of all weight that a worker may have. See :class:`phocas.Weighted`.
+        ``reference`` is a vector like a row, for a rule with ``needs_reference``.
         """
         if weights is not None or max_share is not None:
-            return self.weighted(weights, max_share)(rows, rng=rng)
+            return self.weighted(weights, max_share)(rows, rng=rng, reference=reference)
+        if reference is not None:
+            return self.referenced()(with_reference(rows, reference), rng=rng)
         matrix = open_rows(rows)
         self.check(matrix.m)
         return execution.aggregate(plan_of(self, matrix.m, as_generator(rng)), matrix)
 
     def explain(
-        self, rows: Any, *, rng: Randomness = None, weights: Any = None, max_share: Any = None
+        self,
+        rows: Any,
+        *,
+        rng: Randomness = None,
+        weights: Any = None,
+        max_share: Any = None,
+        reference: Any = None,
     ) -> Explanation:
         """Aggregate, and return the share of each worker's values that was dropped as well."""
         if weights is not None or max_share is not None:
-            return self.weighted(weights, max_share).explain(rows, rng=rng)
+            return self.weighted(weights, max_share).explain(rows, rng=rng, reference=reference)
+        if reference is not None:
+            found = self.referenced().explain(with_reference(rows, reference), rng=rng)
+            return replace(found, dropped=found.dropped[:-1])
         matrix = open_rows(rows)
         self.check(matrix.m)
         plan = plan_of(self, matrix.m, as_generator(rng))
@@ -321,6 +360,12 @@ class Rule(Stage):
         """Return the rule and its parameters as a small HTML table."""
         given = [(each.name, str(getattr(self, each.name))) for each in fields(self)]  # type: ignore[arg-type]  # every Spec is a dataclass
         return html_table([], [("", self.summary()), *given], str(self))
+
+    def referenced(self) -> Rule:
+        """Return the rule for rows of which the last is the reference; see ``Referenced``."""
+        from phocas.rules.relative import Referenced  # noqa: PLC0415 - it is a rule itself
+
+        return Referenced(self)
 
     def weighted(self, weights: Any, max_share: float | None = None) -> Rule:
         """Return the rule for workers that have weights; its guarantees depend on the weights."""
@@ -579,3 +624,16 @@ class Pipeline(Composite):
             rows = m if mix.weights is None else len(mix.weights)
             mix = yield from through(mix, stage.planning(rows, rng))
         return mix
+
+    @property
+    def needs_reference(self) -> Needed | None:  # type: ignore[override]  # the rule decides
+        """Return the reference vector that the rule after the stages needs."""
+        return self.rule.needs_reference
+
+    def referenced_planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Compute the mix of all steps; the stages leave the reference unchanged."""
+        mix, rows = Mix(), m
+        for stage in self.stages:
+            mix = yield from through(mix, beside(stage.planning(rows, rng), rows))
+            rows = stage.rows_after(rows)
+        return (yield from through(mix, self.rule.referenced_planning(rows, rng)))

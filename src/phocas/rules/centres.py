@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +12,25 @@ from phocas.kernels import Window
 from phocas.rules.algebra import (
     Floats,
     Mix,
+    Norms,
     Planning,
+    fitting_distances,
     fitting_norms,
     lost,
     measured_distances,
+    measured_norms,
     shrinking,
 )
 from phocas.rules.base import Rule
 from phocas.rules.guarantee import Tolerance
-from phocas.specs import count, normalise, positive
+from phocas.specs import count, normalise, one_of, positive
 
 # Rows farther from the centre than this many typical distances are moved towards the centre before
 # Weiszfeld's iteration. Otherwise their distances would cancel those between near rows.
 FAR = 1e3
+# Rows farther from the start than this many radii are moved towards it in centered clipping, for
+# the same reason: their weight is small, and the product of both would hide near rows.
+FAR_RADII = 1e2
 
 
 class WeighingRule(Rule):
@@ -197,34 +203,51 @@ def _to_majority(squared: Floats, pulls: Floats) -> Floats:
 class CenteredClipping(WeighingRule):
     """Move a centre by the mean of the rows' differences to it, each clipped to ``radius``.
 
-        v <- v + mean of (x_i - v) min(1, radius / |x_i - v|),  from v = 0
+        v <- v + mean of (x_i - v) min(1, radius / |x_i - v|),  from v = 0 or the last result
 
-    Breakdown: b Byzantine rows move the result by at most b/m of ``radius`` per iteration. A row
+    With ``start="previous"`` the rule needs the previous aggregate as a reference vector, and the
+    centre starts there. Training, Ray and the federated adapters provide it, zero in the first
+    round; in a call it is ``reference=``. Published: a radius of 10 and 3 iterations.
+
+    Breakdown: b Byzantine rows move the result by at most b/m of ``radius`` per iteration, but
+    there is no bound in standard deviations of the honest rows, which are clipped too. A median
+    radius lies between the distances of two honest rows if fewer than m/2 rows are Byzantine. A row
     with NaN or inf has infinite norm and is dropped.
 
     Reference: Karimireddy, He, Jaggi, "Learning from history for Byzantine robust optimization"
-    (2021), starting from zero instead of the result of the previous round.
+    (2021), which starts from the previous result.
 
     Args:
         radius: the largest norm of a row's difference to the centre; the rest is clipped.
+            ``median``: the lower median of the distances of the rows from the start.
         iterations: the number of iterations.
+        start: where the centre starts: at ``zero``, or at the ``previous`` aggregate.
 
     >>> import numpy as np
     >>> CenteredClipping(radius=2.0, iterations=1)(np.array([[1.0], [2.0], [900.0]]))
     array([1.66666667])
+    >>> rule = CenteredClipping(radius="median", start="previous")
+    >>> rule(np.array([[101.0], [102.0], [900.0]]), reference=np.array([100.0]))
+    array([101.66666667])
     """
 
-    radius: float
+    radius: float | Literal["median"]
     iterations: int = 1
+    start: Literal["zero", "previous"] = "zero"
     name: ClassVar[str] = "centered-clipping"
     aliases: ClassVar[tuple[str, ...]] = ("cc",)
 
     def __post_init__(self) -> None:
-        """Check the radius and the number of iterations."""
+        """Check the radius, the number of iterations and the start."""
+        if isinstance(self.radius, str):
+            one_of("CenteredClipping", "radius", self.radius, ["median"])
+        else:
+            normalise(self, radius=positive("CenteredClipping", "radius", self.radius))
         normalise(
             self,
-            radius=positive("CenteredClipping", "radius", self.radius),
             iterations=count("CenteredClipping", "iterations", self.iterations, minimum=1),
+            start=one_of("CenteredClipping", "start", self.start, ("zero", "previous")),
+            needs_reference="previous" if self.start == "previous" else None,
         )
 
     def error_bound(self, m: int, q: int) -> float | None:
@@ -233,13 +256,93 @@ class CenteredClipping(WeighingRule):
         return None
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Measure the distances of the rows to each new centre."""
+        """Start from zero: measure the norms and, for more iterations, the distances of rows."""
         del rng
+        if isinstance(self.radius, str):
+            squared, request = yield from measured_norms(_lower_median)
+        else:
+            request = fitting_norms(self.radius)
+            squared = yield request
+        radius = self._radius(squared, request.scale)
+        if not np.isfinite(radius):
+            return lost(m)
+        near, far = self._nearer(squared, radius)
+        points = np.zeros((m + 1, m + 1))
+        if self.iterations > 1:
+            between = fitting_distances(radius / request.scale)
+            if far:
+                between = replace(between, weights=np.diag(near), wide=True)
+            points[:m, :m] = (yield between) * (request.scale / between.scale) ** 2
+        with np.errstate(invalid="ignore"):
+            points[m, :m] = points[:m, m] = squared * near**2
+        return Mix(self._moved(points, near, radius)[None, :], fair=1 / m)
+
+    def referenced_planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Start from the reference: measure the distances between the rows and the reference."""
+        del rng
+        if isinstance(self.radius, str):
+            points, request = yield from measured_distances(lambda d: _lower_median(d[m, :m]))
+        else:
+            request = fitting_distances(self.radius)
+            points = yield request
+        if np.isinf(points[m]).any() and not request.wide:
+            present = np.isfinite((yield Norms()))
+            if np.isinf(points[m, present]).any():
+                request = replace(request, wide=True)
+                points = yield request
+        radius = self._radius(points[m, :m], request.scale)
+        if not np.isfinite(radius):
+            return lost(m + 1)
+        near, far = self._nearer(points[m, :m], radius)
+        if far:
+            drawn = np.diag(np.append(near, 1.0))
+            drawn[:m, m] = 1 - near
+            points = yield replace(request, weights=drawn, wide=True)
+        weights = self._moved(points, near, radius)
+        return Mix(np.append(weights, 1 - weights.sum())[None, :], fair=1 / m)
+
+    def _radius(self, squared: Floats, scale: float) -> float:
+        """Return the radius, given the squared distances of the rows from the start."""
+        if isinstance(self.radius, str):
+            return float(np.sqrt(_lower_median(squared)))
+        return self.radius * scale
+
+    def _nearer(self, squared: Floats, radius: float) -> tuple[Floats, bool]:
+        """Return the factors that move far rows towards the start, and whether there are any.
+
+        A row at infinite distance gets the factor 0. One iteration needs no distances but those
+        from the start, so no row is moved.
+        """
+        limit = np.inf if self.iterations == 1 else FAR_RADII * radius
+        near = shrinking(squared, limit)
+        return near, bool(np.any(near[np.isfinite(squared)] < 1))
+
+    def _moved(self, points: Floats, near: Floats, radius: float) -> Floats:
+        """Return the weights of the rows in the centre; the start has the rest of the weight.
+
+        Args:
+            points: the squared distances between points z_1 to z_m and the start s, the last point.
+            near: the factors by which rows were moved to the start: z_i = s + near_i (x_i - s).
+            radius: the radius.
+
+        Every x_i - v is a combination of the points whose weights add up to zero, so its norm
+        follows from the distances between the points.
+        """
+        m = len(near)
+        present = near > 0
+        stretch = np.where(present, 1 / np.where(present, near, 1), 0)
+        points = np.where(np.isfinite(points), points, 0.0)
+        to_rows = np.column_stack([np.diag(stretch), 1 - stretch])
         centre = np.zeros(m)
-        factor = np.zeros(m)
-        for turn in range(self.iterations):
-            # A row of infinite norm has weight zero in every iteration, and so in the centre.
-            request = fitting_norms(self.radius, np.eye(m) - centre if turn else None)
-            factor = shrinking((yield request), self.radius * request.scale)
+        for _ in range(self.iterations):
+            point = centre @ to_rows
+            point[m] += 1 - centre.sum()
+            directions = to_rows - point
+            squared = np.maximum(-0.5 * ((directions @ points) * directions).sum(axis=1), 0.0)
+            factor = present * shrinking(squared, radius)
             centre = centre * (1 - factor.sum() / m) + factor / m
-        return Mix(centre[None, :], fair=1 / m)
+        return centre
+
+
+def _lower_median(values: Floats) -> float:
+    return float(np.sort(values)[(len(values) - 1) // 2])

@@ -54,6 +54,36 @@ def open_rows(rows: Any) -> Matrix:
     return _open_vectors(rows)
 
 
+def with_reference(rows: Any, reference: Any) -> list[Any]:
+    """Return the rows and, as the last row, a reference; raise an error if it is no finite row."""
+    open_rows(rows)
+    first, given = _arrays(rows[0]), _arrays(reference)
+    for place in first.keys() ^ given.keys():
+        what = f"it lacks {place}" if place in first else f"it has {place} too"
+        raise ValueError(f"the reference must have the form of a row: {what.strip()}")
+    for place, value in given.items():
+        _same(value, first[place], f"the reference{', ' * bool(place)}{place}", "row 0")
+        if not (_is_whole(value) or _all_finite(value)):
+            raise ValueError("the reference must be finite: it has NaN or inf")
+    return [*rows, reference]
+
+
+def _arrays(row: Any) -> dict[str, Any]:
+    """Return the arrays of a row by their place in it."""
+    if isinstance(row, Mapping):
+        return {f"key {key!r}": value for key, value in row.items()}
+    if isinstance(row, list | tuple) and any(map(_is_array, row)):
+        return {f"index {index}": value for index, value in enumerate(row)}
+    return {"": row}
+
+
+def _all_finite(values: Any) -> bool:
+    # NumPy where it can: torch's threads go on polling, and slow down the kernels that follow.
+    if is_tensor(values) and (_on_accelerator(values) or element_of(values.dtype) == "bfloat16"):
+        return bool(values.isfinite().all())
+    return bool(np.isfinite(on_host(values, "the reference")).all())
+
+
 def _open_vectors(rows: Sequence[Any]) -> Matrix:
     first = rows[0]
     for i, row in enumerate(rows):

@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from phocas.kernels import Window
-from phocas.rules.base import Composite, Rule, plan_of
+from phocas.rules.algebra import Planning
+from phocas.rules.base import Composite, Needed, Rule, plan_of
 from phocas.rules.execution import Plan
 from phocas.specs import normalise
 
@@ -54,6 +55,15 @@ class Monitor(Composite):
         plan = plan_of(self.rule, m, rng)
         plan.monitored, plan.function = m, None
         return plan
+
+    @property
+    def needs_reference(self) -> Needed | None:  # type: ignore[override]  # the rule decides
+        """Return the reference vector that the monitored rule needs."""
+        return self.rule.needs_reference
+
+    def referenced_planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Compute the mix of the monitored rule."""
+        return self.rule.referenced_planning(m, rng)
 
     def window(self, m: int) -> Window:
         """Return the rule's window, which defines the dropped values."""

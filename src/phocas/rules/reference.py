@@ -21,8 +21,9 @@ from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
-from phocas.rules.relative import Relative
+from phocas.rules.relative import Referenced, Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
+from phocas.rules.trust import FLTrust
 from phocas.rules.weighting import Weighted
 
 Matrix = NDArray[np.float64]
@@ -43,6 +44,8 @@ def reference(rule: Rule, rows: Any) -> Matrix:
         if isinstance(rule, Relative):
             inner = _without_tail(rule.rule)
             return np.asarray(matrix[-1] + reference(inner, matrix[:-1] - matrix[-1]))
+        if isinstance(rule, Referenced):
+            return _referenced(rule.rule, matrix[:-1], matrix[-1])
         if isinstance(rule, Weighted):
             return _weighted(_without_tail(rule.rule), matrix[rule.present], rule.units)
         if type(rule) in _CHOICES:
@@ -306,15 +309,47 @@ def _geometric_median(rule: GeometricMedian, rows: Matrix) -> Matrix:
 
 
 def _centered_clipping(rule: CenteredClipping, rows: Matrix) -> Matrix:
-    point = np.zeros(rows.shape[1])
+    return _clipped_from(rule, rows, np.zeros(rows.shape[1]))
+
+
+# -- rows beside a reference vector ----------------------------------------------------------------
+
+
+def _referenced(rule: Rule, rows: Matrix, vector: Matrix) -> Matrix:
+    if isinstance(rule, Pipeline):
+        stage, following = rule.stages[0], rule.following
+        return _referenced(following, _STAGES[type(stage)](stage, rows, following), vector)
+    if isinstance(rule, Monitor):
+        return _mean_rule(Mean(), rows)
+    return _REFERENCED[type(rule)](rule, rows, vector)
+
+
+def _clipped_from(rule: CenteredClipping, rows: Matrix, start: Matrix) -> Matrix:
+    radius = rule.radius
+    if isinstance(radius, str):
+        radius = float(np.sort(_lengths(rows - start))[(len(rows) - 1) // 2])
+        if np.isinf(radius):
+            return np.full(rows.shape[1], np.nan)
+    point = start
     for _ in range(rule.iterations):
         step = np.zeros_like(point)
         for row in rows:
             if np.isfinite(row).all():
                 length = np.sqrt(np.sum((row - point) ** 2))
-                step += (row - point) * min(1.0, rule.radius / length if length else 1.0)
+                step += (row - point) * min(1.0, radius / length if length else 1.0)
         point = point + step / len(rows)
     return point
+
+
+def _fl_trust(_: FLTrust, rows: Matrix, vector: Matrix) -> Matrix:
+    length = np.sqrt(np.sum(vector**2))
+    total, result = 0.0, np.zeros_like(vector)
+    for row in rows:
+        if np.isfinite(row).all() and row.any() and vector.any():
+            unit = row / np.sqrt(np.sum(row**2))
+            trust = max(0.0, float(unit @ vector / length))
+            total, result = total + trust, result + trust * length * unit
+    return result / total if total else result
 
 
 # -- pre-aggregations ------------------------------------------------------------------------------
@@ -390,6 +425,11 @@ _CHOICES: dict[type[Rule], Callable[[Any, Matrix], list[int]]] = {
     CGE: _cge,
 }
 """Rules that average the rows that they choose."""
+_REFERENCED: dict[type[Rule], Callable[[Any, Matrix, Matrix], Matrix]] = {
+    CenteredClipping: _clipped_from,
+    FLTrust: _fl_trust,
+}
+"""Rules of rows and a reference vector."""
 _STAGES: dict[type[PreAggregator], Callable[[Any, Matrix, Rule], Matrix]] = {
     CellFilter: _cell_filter,
     NNM: _nnm,

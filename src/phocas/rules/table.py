@@ -13,6 +13,7 @@ from phocas.rules.heraclius import Heraclius
 from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
+from phocas.rules.trust import FLTrust
 from phocas.specs import Foreign, Table, loaded, split
 
 PRE_AGGREGATORS: Table[PreAggregator] = Table(
@@ -83,6 +84,7 @@ RULES = RuleTable(
         Bulyan,
         GeometricMedian,
         CenteredClipping,
+        FLTrust,
         MDA,
         CGE,
         Monitor,
@@ -115,6 +117,7 @@ def aggregate(
     rng: Randomness = None,
     weights: Any = None,
     max_share: float | None = None,
+    reference: Any = None,
 ) -> Any:
     """Aggregate m rows by a rule or its name; see :meth:`Rule.__call__`.
 
@@ -124,10 +127,11 @@ def aggregate(
         rng: a generator or a seed, for rules that draw.
         weights: one number for each worker, such as its number of examples.
         max_share: the largest share of all weight that a worker may have.
+        reference: a vector like a row, for a rule that needs one (``rule.needs_reference``).
 
     >>> import numpy as np
     >>> aggregate(np.array([[1.0], [2.0], [900.0]]), "median")
     array([2.])
     """
     found = RULES.of(rule, "aggregate")
-    return found(rows, rng=rng, weights=weights, max_share=max_share)
+    return found(rows, rng=rng, weights=weights, max_share=max_share, reference=reference)

@@ -135,6 +135,8 @@ def _capture(trainer: Trainer) -> tuple[dict[str, Any], Tensors]:
             tensors[f"model.{name}"] = (
                 tensor.clone()
             )  # safetensors rejects tensors that share memory
+    if trainer.server.reference is not None:
+        tensors["reference"] = trainer.server.reference
     for name, tensor in trainer.cluster.state().items():
         tensors[f"cluster.{name}"] = tensor
     tensors["attendance"] = torch.from_numpy(trainer.participation.sums)
@@ -174,6 +176,8 @@ def _restore(trainer: Trainer, tensors: Tensors, header: Mapping[str, Any]) -> N
     for name, tensor in named.items():
         if header["model"].get(name) is None:
             tensor.copy_(tensors[f"model.{name}"])
+    if "reference" in tensors:
+        trainer.server.reference = tensors["reference"].to(trainer.server.vector.device)
     trainer.cluster.load_state(_part(tensors, "cluster"))
     detection = _part(tensors, "suspicion")
     trainer.detector.load_state({key: value.numpy() for key, value in detection.items()})

@@ -116,6 +116,20 @@ class Samples:
             source.reuse = False  # threads evaluate several batches at the same time
         self.validation = Chosen(source, held, "validation")
 
+    def trusted(self, number: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Draw samples that the server keeps; :meth:`assign` then assigns the other samples only.
+
+        Raise ValueError if no others would be left.
+        """
+        if number >= len(self.free):
+            raise ValueError(
+                f"trusted samples are taken out of {len(self.free)} training samples, and some must"
+                f" be left: got trusted={number}"
+            )
+        kept = np.sort(rng.choice(self.free, number, replace=False))
+        self.free = np.setdiff1d(self.free, kept)
+        return kept
+
     def assign(
         self,
         split: Split | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -66,7 +66,9 @@ class ParameterServer:
     or call :meth:`push`. A worker that did not push before :meth:`step` counts as a row of NaN,
     which the rule tolerates like any other wrong row. The result does not depend on the number of
     servers: column-wise rules treat each column alone, and measurements over all columns are summed
-    over the servers before a rule uses them.
+    over the servers before a rule uses them. ``reference`` is the vector that some rules need: the
+    server keeps the previous aggregate there; set a gradient on trusted samples before each
+    :meth:`aggregate`.
 
     Args:
         model: the model to train.
@@ -125,6 +127,10 @@ class ParameterServer:
             self.optimizer = self.make_optimizer(self.parameters.tensors)
             self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
             self._gradient = torch.zeros_like(self.vector)
+        self.reference: torch.Tensor | None = None
+        """The reference vector of the next aggregation, if the rule needs one."""
+        if self.rule.needs_reference == "previous":
+            self.reference = torch.zeros_like(self.vector)
         self._arrived: set[int] | None = None
         self._prepared: dict[int, Callable[[], list[Explanation]] | None] = {}
 
@@ -171,7 +177,7 @@ class ParameterServer:
             self._prepared[len(bounds)] = self._prepare(bounds)
         prepared = self._prepared[len(bounds)]
         if prepared is None:
-            whole = self.rule.explain(self.rows, rng=rng)
+            whole = self._explain(rng)
             shares = np.broadcast_to(whole.dropped, (self.num_servers, self.num_workers))
             return Aggregate(whole.value, whole.dropped, float(whole.expected), shares)
         parts = prepared()
@@ -181,6 +187,24 @@ class ParameterServer:
         dropped = widths @ shares / widths.sum() if len(parts) > 1 else shares[0]
         shares = np.broadcast_to(shares, (self.num_servers, self.num_workers))
         return Aggregate(value, dropped, float(parts[0].expected), shares)
+
+    def _explain(self, rng: np.random.Generator | None) -> Explanation:
+        """Aggregate whole rows, beside the reference if the rule needs one."""
+        if self.rule.needs_reference is None:
+            return self.rule.explain(self.rows, rng=rng)
+        if self.reference is None or self.reference.shape != self.vector.shape:
+            got = "none" if self.reference is None else f"shape {tuple(self.reference.shape)}"
+            raise ValueError(
+                f"{self.rule} needs a reference of d={self.vector.numel()} values: set"
+                f" ParameterServer.reference before aggregating, got {got}"
+            )
+        found = self.rule.referenced().explain([*self.rows, self.reference], rng=rng)
+        return replace(found, dropped=found.dropped[:-1])
+
+    def remember(self, aggregate: Aggregate) -> None:
+        """Keep an aggregate as the reference of the next round, if the rule needs it."""
+        if self.rule.needs_reference == "previous" and aggregate.finite:
+            self.reference = aggregate.value.clone()
 
     def _prepare(self, bounds: list[slice]) -> Callable[[], list[Explanation]] | None:
         """Prepare the reduction of ranges of columns; return None if the rule needs whole rows."""
@@ -215,6 +239,7 @@ class ParameterServer:
         action = self.verdict(aggregate)
         if action != "applied":
             return action
+        self.remember(aggregate)
         if self.optimizer is None:
             self.vector.add_(aggregate.value, alpha=-self._lr * factor)
             return "applied"

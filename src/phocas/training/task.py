@@ -122,6 +122,11 @@ class TaskSettings(Settings):
         "Form of the workers' momentum: average, or sum for v = beta v + g.",
         word(*get_args(MomentumForm)),
     )
+    trusted: int | None = setting(
+        None,
+        "Number of training samples that the server keeps for its own gradient (fl-trust).",
+        at_least(1),
+    )
     reduction: Reduction = setting(
         "mean", "Gradient of a batch: the mean or the sum over its samples.", word("mean", "sum")
     )
@@ -182,6 +187,8 @@ class TaskSettings(Settings):
                 f" {say('worker_momentum')} too",
             )
         rule = RULES.read(self.rule) if isinstance(self.rule, str) else self.rule
+        if isinstance(rule, Rule):
+            yield from self._of_reference(rule, say)
         attack = ATTACKS.read(self.attack) if isinstance(self.attack, str) else self.attack
         if isinstance(attack, Attack) and attack.needs_memory and self.clients is not None:
             yield Conflict(
@@ -209,6 +216,22 @@ class TaskSettings(Settings):
                 check_among(attack, self.clients, self.num_workers, self.num_servers)
         except ValueError as error:
             yield Conflict("attack", str(error))
+
+    def _of_reference(self, rule: Rule, say: Spelling) -> Iterator[Conflict]:
+        """Yield the conflicts of the trusted samples with the rule."""
+        needed = rule.needs_reference == "trusted"
+        if needed and self.trusted is None:
+            yield Conflict(
+                "trusted",
+                f"{rule} needs trusted samples, on which the server computes a gradient: set"
+                f" {say('trusted')} to their number, such as 100",
+            )
+        if self.trusted is not None and not needed:
+            yield Conflict(
+                "trusted",
+                f"{say('trusted')} is for a rule that needs trusted samples, such as fl-trust, and"
+                f" {rule} does not: leave {say('trusted')} out",
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -288,6 +311,8 @@ class Task(ServerTask):
     """The optimizer of local steps, if any; ``optimizer`` and ``lr`` are then the servers'."""
     code: Mapping[str, str]
     """Digests of the user-defined code that the task uses, by module."""
+    trusted: npt.NDArray[np.int64] | None = None
+    """The samples that the server keeps for the reference vector of the rule, if it needs them."""
 
     @classmethod
     def make(
@@ -349,12 +374,15 @@ class Task(ServerTask):
         made["device"] = next(module.parameters(), torch.empty(0)).device
         if asked.validation:
             samples.hold_out(asked.validation, generator(Stream.VALIDATION, asked.seed, 1))
+        trusted = None
+        if asked.trusted is not None:
+            trusted = samples.trusted(asked.trusted, generator(Stream.TRUSTED, asked.seed))
         rng = generator(Stream.SPLIT, asked.seed)
         holders = asked.clients or asked.num_workers
         byzantine = None if attack is None else attack.byzantine()
         iid = (byzantine or ()) if asked.byzantine_data == "iid" else ()
         assignment = samples.assign(split, holders, rng, iid=iid)
-        made |= {"model": module, "samples": samples, "assignment": assignment}
+        made |= {"model": module, "samples": samples, "assignment": assignment, "trusted": trusted}
         used = (*made.values(), split, spec, test, model, *vars(asked).values())
         made["code"] = code_of([data, *(each for each in used if each is not samples)])
         left = {declared.name for declared in fields(cls)} - made.keys()
@@ -437,14 +465,16 @@ class Task(ServerTask):
             for declared in fields(self)
             if declared.name not in ("model", "samples", "assignment", "device", "threads", "code")
         }
+        said["trusted"] = None if self.trusted is None else len(self.trusted)
         if RESULTS_VERSION > 1:  # checkpoints of version 1 do not name their version
             said["results_version"] = RESULTS_VERSION
         if self.device.type != "cpu":  # digests of CPU runs are older than this setting
             said["device"] = self.device.type
         if self.local is None:
             del said["local"]
-        if self.clients is None:
-            del said["clients"]
+        for name in ("clients", "trusted"):
+            if said[name] is None:
+                del said[name]
         if self.worker_momentum_form == "average":  # older digests do not name the form
             del said["worker_momentum_form"]
         said["model"] = [

@@ -64,6 +64,12 @@ class AsynchronousSettings(Settings):
         rule = RULES.read(task.rule) if isinstance(task.rule, str) else task.rule
         said = self.asynchronous
         policy = read_policy(said) if isinstance(said, str) else said
+        if isinstance(rule, Rule) and rule.needs_reference is not None:
+            yield Conflict(
+                "rule",
+                f"{rule} needs a reference vector, which synchronous rounds have: leave"
+                f" {say('asynchronous')} out, or choose another {say('rule')}",
+            )
         try:
             if isinstance(rule, Rule) and isinstance(policy, Policy):
                 policy.check(task.num_workers, rule)

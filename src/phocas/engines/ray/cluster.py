@@ -38,6 +38,7 @@ from phocas.training.cluster import Gathered, Wanted
 from phocas.training.gradients import Looped
 from phocas.training.pool import DeterministicPool
 from phocas.training.server import Action, Aggregate, ParameterServer
+from phocas.training.trusted import TrustedGradient
 
 if TYPE_CHECKING:
     from phocas.engines.ray.settings import RaySettings
@@ -58,6 +59,7 @@ class RayCluster:
         self.same_rows = task.clients is None
         self.server = task.serve(task.model)
         self.gradients = task.differentiate(self.server.parameters, DeterministicPool(task.threads))
+        self.trusted = TrustedGradient.of(task, self.gradients)
         self.allowed = _check(task, self.server, settings)
         self.compute_seconds = 0.0
         """The time that the slowest process took for its gradients in the last round."""
@@ -150,6 +152,8 @@ class RayCluster:
     def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Request the rows, wait for them until the deadline, and let the servers aggregate."""
         gathered = self.hosts.begin(round)
+        if self.trusted is not None:  # while the workers compute theirs
+            self.trusted.provide(self.server, round)
         missing, results = self._reduce(gathered, clock, wanted)
         aggregate = self._aggregate(results)
         answers: list[Answer] = [result.values[1] for result in results]
@@ -192,6 +196,8 @@ class RayCluster:
             clock.stop("gradients")
             absent = gathered.missing(self.hosts.hosts)
             self.servers.begin()
+            reference = self.server.reference
+            beside = None if reference is None else array_of(reference)
             arguments = [
                 (
                     gathered.round,
@@ -199,6 +205,7 @@ class RayCluster:
                     None if self._previous is None else _parts(self._previous, number),
                     wanted.honest,
                     wanted.samples,
+                    None if beside is None else beside[self.server.bounds[number]],
                 )
                 for number in range(len(self.servers.actors))
             ]
@@ -270,6 +277,7 @@ class RayCluster:
         action = self.server.verdict(aggregate)
         if action != "applied":
             return action
+        self.server.remember(aggregate)
         factor = self.task.server_factor(factor)
         self.servers.begin()
         results = self.servers.call(

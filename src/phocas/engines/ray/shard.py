@@ -113,8 +113,18 @@ class Shard:
         previous: Sequence[Part] | None,
         honest: bool,
         samples: Sequence[Sample],
+        reference: Values | None = None,
     ) -> tuple[Values | None, Answer]:
-        """Read the slices of this server's columns, and aggregate them or return a measurement."""
+        """Read the slices of this server's columns, and aggregate them or return a measurement.
+
+        Args:
+            round: the number of the round.
+            parts: where the slices of the workers are.
+            previous: where those of the previous round are, for attacks that use them.
+            honest: whether to return the mean of the rows.
+            samples: the columns whose values to return.
+            reference: this server's columns of the reference vector, for a rule that needs one.
+        """
         self._answer = Answer()
         rows, self._answer.problems = self._gather(parts)
         self._recognise(rows, round)
@@ -141,8 +151,11 @@ class Shard:
         for sample in samples:
             columns = sample.columns(self.job.start, self.job.start + len(like))
             self._answer.sampled.append(np.stack([numbers(row[columns]) for row in arrays]))
+        rule, m = task.rule, task.num_workers
+        if reference is not None:
+            rule, m, arrays = rule.referenced(), m + 1, [*arrays, reference]
         self._rows = readable(arrays)
-        self._evaluation = ShardedAggregation(task.rule, task.num_workers, task.rule_rng(round))
+        self._evaluation = ShardedAggregation(rule, m, task.rule_rng(round))
         return self._advance()
 
     def answer(self, partials: Sequence[Partial]) -> tuple[Values | None, Answer]:
@@ -163,7 +176,8 @@ class Shard:
         explained = evaluation.explain(self._rows, self.job.start)
         self._evaluation = self._rows = None  # releases memory of the object store
         answer.partial = None
-        answer.dropped, answer.expected = explained.dropped, float(explained.expected)
+        answer.dropped = explained.dropped[: self.job.task.num_workers]
+        answer.expected = float(explained.expected)
         self._value = sent(explained.value)
         return self._value, answer
 
