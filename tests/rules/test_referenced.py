@@ -249,7 +249,7 @@ def test_misuse_is_rejected() -> None:
         phocas.Median()(rows, reference=vector)
     with pytest.raises(ValueError, match=r"unknown start of CenteredClipping 'last'"):
         CenteredClipping(1.0, start="last")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"radius of CenteredClipping 'mean'"):
+    with pytest.raises(TypeError, match=r"CenteredClipping needs a number radius"):
         CenteredClipping("mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot be weighted"):
         FLTrust()(rows, weights=[1] * M, reference=vector)

@@ -97,6 +97,8 @@ def passes(rule: Rule) -> str:
     >>> passes(parse_rule("phocas:b=2")), passes(parse_rule("nnm:b=2|krum:b=2"))
     ('one pass: O(m d)', 'distances, then one pass: O(m² d)')
     """
+    if rule.needs_reference is not None:
+        rule = rule.referenced()
     execution = Execution(plan_of(rule, 9), 9)
     found: list[str] = []
     while execution.request is not None:

@@ -52,7 +52,8 @@ def cloud() -> Floats:
 def of_rule(rule: Rule) -> str:
     """Draw the workers, fainter the more of them was dropped, the mean, and the rule's result."""
     rows = cloud()
-    why = rule.explain(rows)
+    trusted = rule.needs_reference == "trusted"
+    why = rule.explain(rows, reference=rows[BYZANTINE] if trusted else None)
     dots = _dots(rows, 1 - 0.85 * why.dropped)
     shapes = [_mark(rows.mean(axis=0), "mean"), *dots, _mark(why.value, "result")]
     return svg(shapes, 240, 150, f"Nine workers, two of them Byzantine, and the result of {rule}")

@@ -143,6 +143,10 @@ def audit(
     (True, [])
     """
     rule = RULES.of(rule, "audit")
+    if rule.needs_reference == "trusted":
+        raise ValueError(
+            f"{rule} needs trusted samples, which an audit has not: use it in training"
+        )
     q = count("audit", "byzantine", byzantine)
     count("audit", "rounds", rounds, 1)
     matrices = _Matrices(rows, num_workers, dims, positive("audit", "signal", signal), seed)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas.deprecation import former_attributes
 from phocas.detection import Detector
+from phocas.floats import from_bfloat16, to_bfloat16
 from phocas.integrations.merging.merge import Merge, Shares, rows_not_finite
 from phocas.integrations.merging.tensors import Tensor
 from phocas.rules import Relative, Rule
@@ -28,6 +30,10 @@ UNUSABLE = (ValueError, TypeError, KeyError, AttributeError, SyntaxError, Runtim
 Name = TypeVar("Name", int, str)
 Sent = TypeVar("Sent")
 Made = TypeVar("Made")
+Update: TypeAlias = Mapping[str, Any]
+"""The change of a model by name of its tensors: arrays of their shapes."""
+Reference: TypeAlias = Update | Callable[[dict[str, NDArray[Any]], int], Update]
+"""The server's own update, or a function of the model's arrays and the round that returns it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +101,7 @@ class Terms:
         max_share: weight clients by their examples, each with at most this share of the total.
         seed: a seed for rules that draw at random.
         on_nonfinite: what to do with an aggregate that is not finite.
+        reference: the server's own update on trusted samples, for a rule that needs it.
     """
 
     rule: Rule
@@ -102,6 +109,11 @@ class Terms:
     max_share: float | None = None
     seed: int = 0
     on_nonfinite: str = "skip"
+    reference: Reference | None = None
+    _previous: dict[str, NDArray[Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """The update of the previous round, for a rule that needs it; empty before the first."""
 
     def __post_init__(self) -> None:
         """Raise ValueError now, not in a round, for settings that cannot work."""
@@ -113,6 +125,14 @@ class Terms:
             raise ValueError(f"max_share must be more than 0 and at most 1: got {self.max_share!r}")
         if self.max_share is not None:
             check_cap(self.rule, self.max_share)
+        needs = self.rule.needs_reference == "trusted"
+        if needs and self.reference is None:
+            raise ValueError(
+                f"{self.rule} needs the server's own update on trusted samples: give reference=, a"
+                " function of the model's arrays and the round that returns the update"
+            )
+        if self.reference is not None and not needs:
+            raise ValueError(f"{self.rule} needs no update of the server: leave reference= out")
 
     def aggregate(
         self,
@@ -142,17 +162,79 @@ class Terms:
         rows = [client.tensors for client in clients]
         # Columns are counted over the keys in the order of the model.
         rows[0] = {name: rows[0][name] for name in model}
+        beside: list[Mapping[str, Tensor]] = []
+        if rule.needs_reference is not None:
+            beside, rule = [self._reference_row(model, turn, updates=updates)], rule.referenced()
         base = [] if updates else [model]
-        merge = Merge(rows + base, m, rule if updates else Relative(rule), self.seed + turn, None)
+        rows_all = [*rows, *beside, *base]
+        merge = Merge(rows_all, m, rule if updates else Relative(rule), self.seed + turn, None)
         merge.plan()
         shares = Shares(m)
         parts = {name: list(merge.parts(tensor, shares)) for name, tensor in model.items()}
         sources = rows_not_finite(rows) if merge.not_finite else []
-        blame = Blame(shares.total(), rule.expected(m), merge.not_finite, tuple(sources))
+        expected = self.rule.expected(m) if beside else rule.expected(m)
+        blame = Blame(shares.total(), expected, merge.not_finite, tuple(sources))
         if merge.not_finite and self.on_nonfinite != "apply":
             return None, blame
+        if self.rule.needs_reference == "previous" and not merge.not_finite:
+            for name in merge.starts:
+                new = np.concatenate([_numbers(part, model[name]) for part in parts[name]])
+                old = 0 if updates else _numbers(model[name].open(), model[name])
+                self._previous[name] = new - old
         # Release parts as they are used: two copies of the result need not fit into memory.
         return {name: make(model[name], parts.pop(name)) for name in list(parts)}, blame
+
+    def _reference_row(
+        self, model: Mapping[str, Tensor], turn: int, *, updates: bool
+    ) -> dict[str, Tensor]:
+        """Return the reference as a client would send it: an update, or the updated model."""
+        update = self._update(model, turn)
+        row = {}
+        for name, tensor in model.items():
+            if tensor.is_integer:
+                row[name] = tensor
+                continue
+            change = np.asarray(update[name]) if name in update else np.zeros(tensor.shape)
+            if change.shape != tensor.shape or not np.isfinite(change).all():
+                raise ValueError(
+                    f"the reference must be finite, and of the shape {tensor.shape} for key"
+                    f" {name!r}: got shape {change.shape}"
+                )
+            if not updates:
+                change = _numbers(tensor.open(), tensor).reshape(tensor.shape) + change
+            kind = np.dtype(np.float32) if tensor.element == "bfloat16" else tensor.dtype
+            values = change.astype(kind.newbyteorder("="))
+            stored = to_bfloat16(values) if tensor.element == "bfloat16" else values
+            row[name] = replace(tensor, dtype=stored.dtype, open=partial(stored.reshape, -1))
+        return row
+
+    def _update(self, model: Mapping[str, Tensor], turn: int) -> Update:
+        """Return the previous update, or the server's own."""
+        if self.rule.needs_reference == "previous":
+            return {
+                name: values.reshape(model[name].shape) for name, values in self._previous.items()
+            }
+        if not callable(self.reference):
+            found: Update = self.reference or {}
+        else:
+            arrays = {
+                name: _numbers(tensor.open(), tensor).reshape(tensor.shape)
+                for name, tensor in model.items()
+            }
+            found = self.reference(arrays, turn)
+        for name, tensor in model.items():
+            if name not in found and not tensor.is_integer:
+                raise ValueError(
+                    f"the reference must have the keys of the model: it lacks {name!r}"
+                )
+        return found
+
+
+def _numbers(values: NDArray[Any], tensor: Tensor) -> NDArray[Any]:
+    """Return stored values as numbers to compute with; bfloat16 becomes float32."""
+    if tensor.element != "bfloat16":
+        return values.copy()
+    return from_bfloat16(values)
 
 
 def usable(

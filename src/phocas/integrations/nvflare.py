@@ -31,7 +31,7 @@ from phocas.integrations.merging.tensors import Tensor, in_memory
 from phocas.rules import Rule
 from phocas.rules.inputs import is_tensor, like
 from phocas.rules.table import RULES
-from phocas.specs import OnNonfinite
+from phocas.specs import OnNonfinite, imported_callable
 
 __all__ = ["RobustAggregator"]
 
@@ -58,6 +58,9 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         seed: a seed for rules that draw at random
         on_nonfinite: what to do with an aggregate that is not finite: ``skip`` the round and keep
             the model, ``stop`` the job, or ``apply`` it
+        reference: for a rule that needs a trusted update (``fl-trust``): ``module:function``, a
+            function of the model's arrays by name and of the round, which returns the update of the
+            server's own training on trusted samples, the new values minus the old, by name
     """
 
     def __init__(
@@ -67,16 +70,19 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         max_share: float | None = None,
         seed: int = 0,
         on_nonfinite: OnNonfinite = "skip",
+        reference: str | None = None,
     ) -> None:
         super().__init__()
         found = RULES.of(rule, "RobustAggregator")
-        self._terms = Terms(found, on_too_few, max_share, seed, on_nonfinite)
+        trusted = None if reference is None else imported_callable(reference)
+        self._terms = Terms(found, on_too_few, max_share, seed, on_nonfinite, trusted)
         # NVFlare writes these into the job, under the names of the arguments.
         self.rule = str(self._terms.rule)
         self.on_too_few = on_too_few
         self.max_share = max_share
         self.seed = seed
         self.on_nonfinite = on_nonfinite
+        self.reference = reference
         self._model: FLModel | None = None
         self._results: dict[str, FLModel] = {}
 

@@ -239,9 +239,7 @@ class CenteredClipping(WeighingRule):
 
     def __post_init__(self) -> None:
         """Check the radius, the number of iterations and the start."""
-        if isinstance(self.radius, str):
-            one_of("CenteredClipping", "radius", self.radius, ["median"])
-        else:
+        if self.radius != "median":
             normalise(self, radius=positive("CenteredClipping", "radius", self.radius))
         normalise(
             self,

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
 from phocas.deprecation import former_parameters
-from phocas.integrations.clients import Client, Terms, usable
+from phocas.integrations.clients import Client, Reference, Terms, usable
 from phocas.integrations.flower.optimizers import UpdateOptimizer, check_optimizer
 from phocas.integrations.flower.replies import (
     examples,
@@ -57,6 +57,9 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         buffers: names of the arrays that are not trained and bypass the optimizer: whole names, or
             the part after the last dot. Arrays of integers always bypass it. For a torch model:
             ``[name for name, _ in model.named_buffers()]``
+        reference: for a rule that needs a trusted update (``fl-trust``): a function of the model's
+            arrays by name and of the round, which returns the update of the server's own training
+            on trusted samples, the new values minus the old, by name
         options: arguments of FedAvg, such as ``fraction_train``
     """
 
@@ -70,6 +73,7 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         seed: int = 0,
         on_nonfinite: OnNonfinite = "skip",
         buffers: Collection[str] = BUFFERS,
+        reference: Reference | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -80,7 +84,7 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         self._own_metrics = options.get("train_metrics_aggr_fn")
         self._own_evaluation = options.get("evaluate_metrics_aggr_fn")
         found = RULES.of(rule, "RobustStrategy")
-        self.terms = Terms(found, on_too_few, max_share, seed, on_nonfinite)
+        self.terms = Terms(found, on_too_few, max_share, seed, on_nonfinite, reference)
         self.optimizer = optimizer
         self.buffers = frozenset(buffers)
         self._model: Mapping[str, Tensor] | None = None
