@@ -197,6 +197,7 @@ _LATER = {
     "byzantine_data",
     "validation",
     "worker_momentum_form",
+    "trusted",
 }
 
 
