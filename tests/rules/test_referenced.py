@@ -131,7 +131,7 @@ def test_clipping_scales_with_its_radius(exponent: int) -> None:
 def test_first_round_starts_from_zero() -> None:
     rows, _ = some_rows("opposite")
     for radius in (10.0, "median"):
-        rule = CenteredClipping(radius, 3, "previous")  # type: ignore[arg-type]
+        rule = CenteredClipping(radius, 3, "previous")
         zero = rule(rows, reference=np.zeros(D))
         np.testing.assert_allclose(rule(rows), zero, rtol=1e-9)
         np.testing.assert_allclose(reference(rule, rows), zero, rtol=1e-9)

@@ -269,11 +269,12 @@ def measure(
 
     rows = matrix(case.m, case.d, case.dtype).to(device)
     rule = case.parsed()
-    given = {} if rule.needs_reference is None else {"reference": torch.mean(rows, 0)}
+    vector = None if rule.needs_reference is None else torch.mean(rows, 0)
+    aggregate, explain = partial(rule, rows), partial(rule.explain, rows)
     if case.rule.startswith(EXPLAIN):
-        work, baseline = (lambda: rule.explain(rows, **given)), (lambda: rule(rows, **given))
+        work, baseline = partial(explain, reference=vector), partial(aggregate, reference=vector)
     else:
-        work, baseline = (lambda: rule(rows, **given)), (lambda: torch.mean(rows, 0))
+        work, baseline = partial(aggregate, reference=vector), partial(torch.mean, rows, 0)
     turns = in_turns(completed(baseline, device), completed(work, device), seconds, rounds, clock)
     lowest, highest = turns.ratios
     best = min(turns.work)

@@ -159,20 +159,19 @@ class Terms:
         if m and self.max_share is not None:
             rule = rule.weighted([client.weight for client in clients], max(self.max_share, 1 / m))
         rule.check(m)
-        rows = [client.tensors for client in clients]
+        rows: list[Mapping[str, Tensor]] = [client.tensors for client in clients]
         # Columns are counted over the keys in the order of the model.
         rows[0] = {name: rows[0][name] for name in model}
-        beside: list[Mapping[str, Tensor]] = []
+        expected = rule.expected(m)
+        last: list[Mapping[str, Tensor]] = [] if updates else [model]
         if rule.needs_reference is not None:
-            beside, rule = [self._reference_row(model, turn, updates=updates)], rule.referenced()
-        base = [] if updates else [model]
-        rows_all = [*rows, *beside, *base]
-        merge = Merge(rows_all, m, rule if updates else Relative(rule), self.seed + turn, None)
+            last.insert(0, self._reference_row(model, turn, updates=updates))
+            rule = rule.referenced()
+        merge = Merge(rows + last, m, rule if updates else Relative(rule), self.seed + turn, None)
         merge.plan()
         shares = Shares(m)
         parts = {name: list(merge.parts(tensor, shares)) for name, tensor in model.items()}
         sources = rows_not_finite(rows) if merge.not_finite else []
-        expected = self.rule.expected(m) if beside else rule.expected(m)
         blame = Blame(shares.total(), expected, merge.not_finite, tuple(sources))
         if merge.not_finite and self.on_nonfinite != "apply":
             return None, blame
