@@ -305,6 +305,34 @@ def pid_again(ray: Any, actor: Any, before: int) -> int:
     return found
 
 
+@pytest.mark.parametrize(
+    ("rule", "trusted"),
+    [
+        ("centered-clipping:radius=median,iterations=2,start=previous", None),
+        ("nnm:b=1|fl-trust", 30),
+    ],
+)
+def test_reference_vectors_match_the_local_engine(
+    ray: Any, data: Dataset, tmp_path: Path, rule: str, trusted: int | None
+) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    options: dict[str, Any] = {"rule": rule, "trusted": trusted, "num_servers": 2}
+    with make("local", data, model=model(), **options) as local:
+        list(local.rounds(4))
+        whole = bits(local)
+    with make("ray", data, model=model(), processes=2, **options) as trainer:
+        list(trainer.rounds(2))
+        save_checkpoint(tmp_path / "c", trainer)
+        list(trainer.rounds(2))
+        assert np.array_equal(bits(trainer), whole)
+        load_checkpoint(tmp_path / "c", trainer)
+        list(trainer.rounds(2))
+        assert np.array_equal(bits(trainer), whole)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpoints_attacks_momentum_adam_and_batch_norm_match_the_local_engine(
     ray: Any, data: Dataset, tmp_path: Path, dtype: str
