@@ -13,6 +13,7 @@ from phocas.rules import Rule
 from phocas.specs import OnNonfinite
 from phocas.training.gradients.base import Reduction
 from phocas.training.optimizers import Optimizers
+from phocas.training.task import ByzantineData, MomentumForm
 
 
 class TrainerKeywords(TypedDict, total=False):
@@ -30,6 +31,8 @@ class TrainerKeywords(TypedDict, total=False):
     attack: Attack | str | None
     seed: int
     split: Split | str
+    byzantine_data: ByzantineData
+    validation: float
     optimizer: Optimizers | str
     optimizer_options: Mapping[str, Any]
     schedule: Callable[[int], float] | str
@@ -37,6 +40,8 @@ class TrainerKeywords(TypedDict, total=False):
     local_steps: int | None
     server_optimizer: str | None
     worker_momentum: float
+    worker_momentum_form: MomentumForm
+    trusted: int | None
     reduction: Reduction
     standardise: bool
     on_nonfinite: OnNonfinite
