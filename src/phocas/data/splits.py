@@ -26,6 +26,8 @@ class Split(Spec, abc.ABC):
 
     needs_labels: ClassVar[bool] = True
     """Whether ``parts`` uses the values of the labels, not only their number."""
+    alike: ClassVar[bool] = False
+    """Whether the samples of all workers have the same distribution."""
 
     @abc.abstractmethod
     def parts(
@@ -100,6 +102,7 @@ class IID(Split):
 
     name = "iid"
     needs_labels = False
+    alike = True
 
     def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> None:
         """Return None: every worker draws from all samples."""
@@ -116,6 +119,7 @@ class Partition(Split):
 
     name = "partition"
     needs_labels = False
+    alike = True
 
     def parts(self, labels: Labels, num_workers: int, rng: np.random.Generator) -> list[Indices]:
         """Shuffle the samples and split them into m parts whose sizes differ by at most one."""

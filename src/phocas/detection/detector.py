@@ -25,9 +25,11 @@ from phocas.detection.flags import (
     check_threat,
     confidence,
     kind_of,
+    note_nonfinite,
     telling,
 )
 from phocas.detection.locations import Locations, ParameterFinding, findings_at, read_reports
+from phocas.detection.own_past import OwnPast, WorkerData, check_worker_data
 from phocas.detection.parameter_test import whole_scores, whole_test
 from phocas.detection.sampling import Sample
 from phocas.detection.servers import AbsurdServers
@@ -85,8 +87,9 @@ class Detector:
     - Flagging q workers needs q < m - b - 1. With m - b - 1 < 2, as with b = 1 of 3, no worker can
       be flagged, nor with b = 0. The default b is the largest with which workers can be flagged:
       it allows for more Byzantine workers, and one of 20 is flagged after 6 rounds.
-    - Honest workers that hold different data (Dirichlet, by label) do not have one distribution.
-      There a flagged worker differs from the others, and need not be faulty.
+    - Honest workers that hold different data (Dirichlet, by label, federated clients) do not have
+      one distribution. With ``data="differ"`` each worker is compared with its own past instead:
+      :class:`phocas.detection.own_past.OwnPast` has the assumption and the limits.
     - Rows that remember the rounds before are not independent. Of a worker's own ``momentum``, what
       is new in each round is (1 - momentum) times a gradient, and that alone is observed.
     - A worker whose rows are missing is infinitely far, and is flagged like any other fault.
@@ -101,6 +104,7 @@ class Detector:
         momentum: the momentum of the workers' rows.
         direction: whether rows are compared with a direction that is known before each round.
         threat: what workers may do: :data:`phocas.detection.flags.THREATS`.
+        data: the data of honest workers: :data:`phocas.detection.own_past.WORKER_DATA`.
 
     >>> rng = np.random.default_rng(0)
     >>> detector = Detector(num_workers=10, b=2)
@@ -121,11 +125,16 @@ class Detector:
         *,
         direction: bool = False,
         threat: Threat = "adversaries",
+        data: WorkerData = "alike",
     ) -> None:
         self.threat = check_threat(threat)
+        differ = check_worker_data(data) == "differ"
         self.num_workers = m = count("Detector", "num_workers", num_workers, minimum=1)
         self.b = max(0, (m - 3) // 2) if b is None else count("Detector", "b", b)
-        most = min(self.b, m - 1)
+        self.own_past = OwnPast(m, momentum) if differ else None
+        """The test of each worker against its own past, if the data of honest workers differ."""
+        most = 0 if differ else min(self.b, m - 1)  # 0 leaves the tests between workers empty
+        direction = direction and not differ
         self.test = EValueTest(m, most, _BESIDE_DIRECTION if direction else MEASURES)
         self.direction_test = EValueTest(m, most, _DIRECTION, by_score=True) if direction else None
         self.whole = whole_test(m, most) if threat == "faults" else None
@@ -158,13 +167,15 @@ class Detector:
     def wants(self) -> bool:
         """Return whether the next round should be observed; if not, call :meth:`rest`.
 
+        If data differ, every round is observed, in the same columns. If they are alike:
         Every round is observed at the beginning, with momentum, shortly after a finding, while a
         worker that is not flagged has an e-value above a half, and while one has lately been the
         farthest more often than chance explains; otherwise one in four. The choice depends on the
         past alone, so that the e-values stay valid.
         """
         return (
-            self.judged < _EARLY
+            self.own_past is not None
+            or self.judged < _EARLY
             or self.judged % _EVERY == 0
             or self.notable
             or self.rounds < self.alert
@@ -190,23 +201,31 @@ class Detector:
         sample: Sample | None = None,
         following: npt.ArrayLike | None = None,
         direction: npt.ArrayLike | None = None,
+        participants: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Observe the rows of one round.
 
         Args:
             values: the rows, (m, columns), or the values of a sample of their columns. Which
-                columns are sampled must not depend on the rows.
+                columns are sampled must not depend on the rows. If data differ, the columns are the
+                same in every round.
             sample: the columns that were sampled.
             following: only for rows with momentum: the values in this round of the columns that
                 are observed in the next round, to compute what is new in the next round.
             direction: a direction in these columns that was known before the round.
+            participants: the workers of the rows, if not all took part; only if data differ.
         """
         seen = np.asarray(values, np.float64)
-        if seen.ndim != 2 + (sample is not None) or len(seen) != self.num_workers:
+        expected = self.num_workers if participants is None else len(participants)
+        if seen.ndim != 2 + (sample is not None) or len(seen) != expected:
             raise ValueError(
-                f"there must be a row for each of {self.num_workers} workers: got shape"
-                f" {seen.shape}"
+                f"there must be a row for each of {expected} workers: got shape {seen.shape}"
             )
+        if self.own_past is not None:
+            self._judge(self.own_past.observe(seen, participants))
+            if sample is not None and participants is None:
+                self.absurd_servers.observe(seen, sample)
+            return
         if self.momentum and self.kept.size:
             with np.errstate(invalid="ignore"):
                 seen = seen - self.momentum * self.kept
@@ -224,6 +243,10 @@ class Detector:
         self.drift.observe(apart[0])
         if sample is not None:
             self.absurd_servers.observe(seen, sample)
+
+    def no_verdict(self) -> tuple[int, ...]:
+        """Return the workers about which nothing can be said yet: their own past is too short."""
+        return () if self.own_past is None else self.own_past.no_verdict()
 
     def hear(self, reports: Floats, lost: Floats, columns: int) -> bool:
         """Observe a step by the reports of all m ranks; return whether there is new evidence.
@@ -283,7 +306,7 @@ class Detector:
             self.notable |= self.whole.growing(self.flagged())
         now = self.judged
         if findings:
-            self._note_nonfinite(now, findings)
+            note_nonfinite(self.nonfinite, findings, now, self.b, self.num_workers)
             for holder, finding in findings:
                 self.locations.add(self._since(finding), holder, [finding])
             self.locations.flag(now)
@@ -313,21 +336,6 @@ class Detector:
         self.notable = bool((e_values[unflagged] > _NOTABLE).any())
         if not np.array_equal(before, e_values):
             self.onset.observe(e_values, self.judged, ~unflagged)
-
-    def _note_nonfinite(self, now: int, findings: Sequence[tuple[int, ParameterFinding]]) -> None:
-        """Record the first non-finite values, and the first that more than b holders have seen."""
-        if any(seen_by > self.b for *_, seen_by in self.nonfinite):
-            return
-        seen: dict[int, tuple[set[int], set[int]]] = {}
-        for holder, finding in findings:
-            if finding.nonfinite and 0 <= finding.worker < self.num_workers:
-                holders, parameters = seen.setdefault(finding.worker, (set(), set()))
-                holders.add(holder)
-                parameters.add(finding.parameter)
-        for worker, (holders, parameters) in sorted(seen.items()):
-            seen_by = len(holders - {worker})
-            if seen_by > self.b or not self.nonfinite:
-                self.nonfinite.append((worker, now, sorted(parameters), seen_by))
 
     def update(self, dropped: npt.ArrayLike) -> None:
         """Observe, for each worker, the share of its values that the rule dropped in one round."""
@@ -447,7 +455,7 @@ class Detector:
             state["whole_rounds"] = np.array([self.whole.rounds], np.float64)
         if self.direction_test is not None:
             state |= {"course": self.direction_test.wealth, "heading": self.direction_test.usual}
-        return state
+        return state if self.own_past is None else state | self.own_past.state()
 
     def load_state(self, state: Mapping[str, Floats]) -> None:
         """Restore the arrays of a checkpoint."""
@@ -458,6 +466,9 @@ class Detector:
         self._last = b""
         self.kept = np.array(state["kept"])
         own["kept"] = self.kept
+        if self.own_past is not None:
+            self.own_past.load_state(state)
+            own = {name: array for name, array in own.items() if not name.startswith("own_")}
         for name, array in own.items():
             if state[name].shape != array.shape:
                 raise ValueError(
@@ -499,5 +510,7 @@ class Detector:
             known[worker] = 0.0
         if self.whole is not None:
             self.whole.forget(worker)
+        if self.own_past is not None:
+            self.own_past.forget(worker)
         self.locations.forget(worker)
         self.onset.forget(worker)

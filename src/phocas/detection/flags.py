@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from phocas.deprecation import former_attributes
-from phocas.detection.locations import Location, Locations
+from phocas.detection.locations import Location, Locations, ParameterFinding
 
 Kind: TypeAlias = Literal["nonfinite", "hardware", "wrong", "differs"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -121,6 +121,31 @@ def location_kind(location: Location) -> LocationKind:
     if location.share <= _EVERYWHERE and 0 <= location.repeats < _DATA:
         return "data"
     return "unclear"
+
+
+def note_nonfinite(
+    known: list[tuple[int, int, list[int], int]],
+    findings: Sequence[tuple[int, ParameterFinding]],
+    now: int,
+    b: int,
+    num_workers: int,
+) -> None:
+    """Add the first non-finite values, and the first that more than b holders have seen.
+
+    ``known`` has the worker, the round, the parameters, and how many holders have seen them.
+    """
+    if any(seen_by > b for *_, seen_by in known):
+        return
+    seen: dict[int, tuple[set[int], set[int]]] = {}
+    for holder, finding in findings:
+        if finding.nonfinite and 0 <= finding.worker < num_workers:
+            holders, parameters = seen.setdefault(finding.worker, (set(), set()))
+            holders.add(holder)
+            parameters.add(finding.parameter)
+    for worker, (holders, parameters) in sorted(seen.items()):
+        seen_by = len(holders - {worker})
+        if seen_by > b or not known:
+            known.append((worker, now, sorted(parameters), seen_by))
 
 
 def confidence(num_workers: int, e_value: float, *, certain: bool) -> float:

@@ -84,7 +84,7 @@ class LocalCluster:
         self, task: Task, speeds: Speeds | None = None, deadline: float | None = None
     ) -> None:
         self.task = task
-        self.same_rows = task.clients is None
+        self.same_rows = task.clients is None or task.worker_data == "differ"
         self.kind = type(self).__name__ + (f" {speeds} {deadline}" if speeds else "")
         steps = 1 if task.local is None else task.local.steps
         self._clock = (

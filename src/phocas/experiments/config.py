@@ -198,6 +198,7 @@ _LATER = {
     "validation",
     "worker_momentum_form",
     "trusted",
+    "worker_data",
 }
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from phocas.deprecation import former_attributes
 from phocas.detection import Detector
+from phocas.detection.own_past import check_worker_data
 from phocas.floats import from_bfloat16, to_bfloat16
 from phocas.integrations.merging.merge import Merge, Shares, rows_not_finite
 from phocas.integrations.merging.tensors import Tensor
@@ -102,6 +103,8 @@ class Terms:
         seed: a seed for rules that draw at random.
         on_nonfinite: what to do with an aggregate that is not finite.
         reference: the server's own update on trusted samples, for a rule that needs it.
+        data: the data of honest clients. If they ``differ``, each client is compared with its own
+            past; if they are ``alike``, no client is.
     """
 
     rule: Rule
@@ -110,6 +113,7 @@ class Terms:
     seed: int = 0
     on_nonfinite: str = "skip"
     reference: Reference | None = None
+    data: str = "differ"
     _previous: dict[str, NDArray[Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -121,6 +125,7 @@ class Terms:
             known = ", ".join(POLICIES)
             raise ValueError(f"on_too_few must be one of {known}: got {self.on_too_few!r}")
         check_on_nonfinite(self.on_nonfinite)
+        check_worker_data(self.data)
         if self.max_share is not None and not 0 < self.max_share <= 1:
             raise ValueError(f"max_share must be more than 0 and at most 1: got {self.max_share!r}")
         if self.max_share is not None:

@@ -17,6 +17,8 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
+from phocas.detection.own_past import WorkerData
+from phocas.integrations.client_history import ClientHistory, describe
 from phocas.integrations.clients import (
     UNUSABLE,
     Blame,
@@ -48,7 +50,9 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
     ``max_share`` is given: then it is the weight of the client, and no client has more than that
     share of the total weight. For each round, the log lists the clients that were left out and why,
     the share of each client's values that was dropped, and the clients that lost most of their
-    values and far more than the others. Metrics are medians over the clients.
+    values and far more than the others. If data differ, such a client may be honest, so each client
+    is compared with its own past, and the log lists those that no longer act as they used to.
+    Metrics are medians over the clients.
 
     Args:
         rule: the rule, or its name
@@ -61,6 +65,8 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         reference: for a rule that needs a trusted update (``fl-trust``): ``module:function``, a
             function of the model's arrays by name and of the round, which returns the update of the
             server's own training on trusted samples, the new values minus the old, by name
+        data: the data of honest clients: if they ``differ``, each client is compared with its own
+            past; if they are ``alike``, no client is
     """
 
     def __init__(
@@ -71,11 +77,13 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         seed: int = 0,
         on_nonfinite: OnNonfinite = "skip",
         reference: str | None = None,
+        data: WorkerData = "differ",
     ) -> None:
         super().__init__()
         found = RULES.of(rule, "RobustAggregator")
         trusted = None if reference is None else imported_callable(reference)
-        self._terms = Terms(found, on_too_few, max_share, seed, on_nonfinite, trusted)
+        self._terms = Terms(found, on_too_few, max_share, seed, on_nonfinite, trusted, data)
+        self._history: ClientHistory[str] = ClientHistory(seed)
         # NVFlare writes these into the job, under the names of the arguments.
         self.rule = str(self._terms.rule)
         self.on_too_few = on_too_few
@@ -83,6 +91,7 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         self.seed = seed
         self.on_nonfinite = on_nonfinite
         self.reference = reference
+        self.data = data
         self._model: FLModel | None = None
         self._results: dict[str, FLModel] = {}
 
@@ -147,6 +156,9 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         if params is None and self.on_nonfinite == "stop":
             raise ValueError(f"{said}: {lost}")
         self._log_shares(said, clients, blame)
+        if self.data == "differ":
+            self._history.observe(clients, wanted, updates=kind is ParamsType.DIFF)
+            self._log_history(said, [client.name for client in clients])
         if blame.not_finite:
             self.warning(f"{'skipped' if params is None else 'applied'} {said}: {lost}")
         if params is None:
@@ -176,6 +188,13 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         unusual = blame.unusual(names)
         if unusual:
             self.warning(f"{said}; far more values dropped than of others: {', '.join(unusual)}")
+
+    def _log_history(self, said: str, names: list[str]) -> None:
+        """Log the clients that no longer act as they used to, and those without a verdict."""
+        if flagged := self._history.flagged():
+            self.warning(f"{said}; {describe(flagged)}")
+        if early := self._history.no_verdict(names):
+            self.info(f"{said}; no verdict yet, too few rounds: {', '.join(early)}")
 
 
 def _check_round(shareable: Shareable, fl_ctx: FLContext) -> None:

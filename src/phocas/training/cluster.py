@@ -71,7 +71,10 @@ class Cluster(Protocol):
     kind: str
     """A name that a checkpoint must match besides the task."""
     same_rows: bool
-    """Whether row i is worker i in every round, so that workers can be compared over rounds."""
+    """Whether workers can be compared over rounds: it is known which worker sent which row.
+
+    With clients, that is so if each is compared with its own past only.
+    """
 
     def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Run a round up to the aggregate.

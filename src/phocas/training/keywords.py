@@ -9,6 +9,7 @@ import torch
 
 from phocas.attacks import Attack
 from phocas.data import Split
+from phocas.detection.own_past import WorkerData
 from phocas.rules import Rule
 from phocas.specs import OnNonfinite
 from phocas.training.gradients.base import Reduction
@@ -33,6 +34,7 @@ class TrainerKeywords(TypedDict, total=False):
     split: Split | str
     byzantine_data: ByzantineData
     validation: float
+    worker_data: WorkerData | None
     optimizer: Optimizers | str
     optimizer_options: Mapping[str, Any]
     schedule: Callable[[int], float] | str

@@ -17,6 +17,7 @@ from torch.nn import functional
 from phocas.attacks import ATTACKS, Attack, attack_rng, parse_attack
 from phocas.attacks.participation import among, check_among
 from phocas.data import DATASETS, SPLITS, Assignment, DataSpec, Split, batch_indices, load
+from phocas.detection.own_past import WORKER_DATA, WorkerData
 from phocas.provenance import RESULTS_VERSION, code_of
 from phocas.rules import RULES, Rule
 from phocas.seeds import Stream, generator
@@ -99,6 +100,11 @@ class TaskSettings(Settings):
         "Share of the training samples that is held out and evaluated instead of the test samples,"
         " which are evaluated once, at the end.",
         below_one,
+    )
+    worker_data: WorkerData | None = setting(
+        None,
+        "Data of honest workers, for detection: alike or differ; by default as the split gives it.",
+        word(*WORKER_DATA),
     )
     optimizer: Optimizers | str = setting(
         "sgd", "Optimizer: a name in torch.optim, or module:callable."
@@ -299,6 +305,8 @@ class Task(ServerTask):
     loss: Loss
     samples: Samples
     assignment: Assignment
+    worker_data: WorkerData
+    """Whether the data of honest workers are alike or differ: what detection compares."""
     batch_size: int
     schedule: Callable[[int], float]
     worker_momentum: float
@@ -383,6 +391,8 @@ class Task(ServerTask):
         iid = (byzantine or ()) if asked.byzantine_data == "iid" else ()
         assignment = samples.assign(split, holders, rng, iid=iid)
         made |= {"model": module, "samples": samples, "assignment": assignment, "trusted": trusted}
+        alike = split.alike and not samples.by_worker
+        made["worker_data"] = asked.worker_data or ("alike" if alike else "differ")
         used = (*made.values(), split, spec, test, model, *vars(asked).values())
         made["code"] = code_of([data, *(each for each in used if each is not samples)])
         left = {declared.name for declared in fields(cls)} - made.keys()
@@ -470,6 +480,8 @@ class Task(ServerTask):
             said["results_version"] = RESULTS_VERSION
         if self.device.type != "cpu":  # digests of CPU runs are older than this setting
             said["device"] = self.device.type
+        if self.worker_data == "alike":  # digests of such runs are older than this setting
+            del said["worker_data"]
         if self.local is None:
             del said["local"]
         for name in ("clients", "trusted"):

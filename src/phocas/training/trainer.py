@@ -205,14 +205,17 @@ class Trainer:
         self.task = task
         self.code: dict[str, str] = dict(task.code)
         self.cluster = cluster
+        differ = task.worker_data == "differ"
+        by_client = differ and task.clients is not None
         self.detector = Detector(
-            task.num_workers,
+            (task.clients if by_client else None) or task.num_workers,
             task.rule.max_byzantine(task.num_workers) or None,
             [(part.start, part.stop) for part in self.server.bounds]
-            if task.num_servers > 1
+            if task.num_servers > 1 and not by_client
             else [],
             task.worker_momentum,
             direction=True,
+            data=task.worker_data,
         )
         self.recent_direction = RecentDirection(self.server.vector)
         self.participation = ParticipationShares(task.clients or task.num_workers)
@@ -299,8 +302,15 @@ class Trainer:
     def _detect(
         self, seen: Gathered, samples: list[Sample], direction: npt.NDArray[np.float64] | None
     ) -> None:
-        """Update the detector, unless the model is destroyed or not all workers took part."""
-        if seen.participants is not None or self.lost is not None:
+        """Update the detector, unless the model is destroyed.
+
+        If not all workers took part, the detector can compare a worker only with its own past.
+        """
+        if self.lost is not None:
+            return
+        if seen.participants is not None:
+            if samples:
+                self.detector.observe(seen.sampled[0], samples[0], participants=seen.participants)
             return
         if samples:
             now, *following = seen.sampled[: len(samples)]
@@ -333,12 +343,15 @@ class Trainer:
         """Return the columns in which workers are compared; none if the round is not observed.
 
         With momentum, the list has the columns of the next round as well. The detector then
-        subtracts a row's previous values in the same columns, to observe its new gradient only.
+        subtracts a row's previous values in the same columns, to observe its new gradient only. If
+        the data of workers differ, the columns are the same in every round.
         """
         if not self.cluster.same_rows or self.lost is not None or not self.detector.wants():
             return []
         d = self.server.parameters.size
         rounds = range(round_, round_ + 1 + bool(self.task.worker_momentum))
+        if self.task.worker_data == "differ":
+            rounds = range(1)
         seed = self.task.seed
         return [Sample.draw(d, generator(Stream.SAMPLE, seed, number)) for number in rounds]
 

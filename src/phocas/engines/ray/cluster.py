@@ -56,7 +56,7 @@ class RayCluster:
 
     def __init__(self, task: Task, settings: RaySettings) -> None:
         self.task = task
-        self.same_rows = task.clients is None
+        self.same_rows = task.clients is None or task.worker_data == "differ"
         self.server = task.serve(task.model)
         self.gradients = task.differentiate(self.server.parameters, DeterministicPool(task.threads))
         self.trusted = TrustedGradient.of(task, self.gradients)

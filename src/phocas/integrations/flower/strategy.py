@@ -15,6 +15,8 @@ from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
 from phocas.deprecation import former_parameters
+from phocas.detection.own_past import WorkerData
+from phocas.integrations.client_history import ClientHistory, describe
 from phocas.integrations.clients import Client, Reference, Terms, usable
 from phocas.integrations.flower.optimizers import UpdateOptimizer, check_optimizer
 from phocas.integrations.flower.replies import (
@@ -43,7 +45,9 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
     client has more than that share of the total weight. The metrics of a round are medians over the
     clients. Further metrics say whose values were dropped: ``phocas/nodes`` with the share
     ``phocas/dropped`` of each node, and ``phocas/suspects``, the nodes that lost most of their
-    values and far more than the others.
+    values and far more than the others. If data differ, such a node may be honest. So each node is
+    compared with its own past: ``phocas/flagged`` has the nodes that no longer act as they used to,
+    and ``phocas/no-verdict`` those that have taken part in too few rounds to say.
 
     Args:
         rule: the rule, or its name
@@ -60,6 +64,8 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         reference: for a rule that needs a trusted update (``fl-trust``): a function of the model's
             arrays by name and of the round, which returns the update of the server's own training
             on trusted samples, the new values minus the old, by name
+        data: the data of honest clients: if they ``differ``, each client is compared with its own
+            past; if they are ``alike``, no client is
         options: arguments of FedAvg, such as ``fraction_train``
     """
 
@@ -74,6 +80,7 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         on_nonfinite: OnNonfinite = "skip",
         buffers: Collection[str] = BUFFERS,
         reference: Reference | None = None,
+        data: WorkerData = "differ",
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -84,7 +91,8 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         self._own_metrics = options.get("train_metrics_aggr_fn")
         self._own_evaluation = options.get("evaluate_metrics_aggr_fn")
         found = RULES.of(rule, "RobustStrategy")
-        self.terms = Terms(found, on_too_few, max_share, seed, on_nonfinite, reference)
+        self.terms = Terms(found, on_too_few, max_share, seed, on_nonfinite, reference, data)
+        self._history: ClientHistory[int] = ClientHistory(seed)
         self.optimizer = optimizer
         self.buffers = frozenset(buffers)
         self._model: Mapping[str, Tensor] | None = None
@@ -154,6 +162,13 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
             "phocas/suspects": unusual,
             "phocas/not-finite": blame.not_finite,
         }
+        if self.terms.data == "differ":
+            self._history.observe(clients, self._model)
+            flagged = self._history.flagged()
+            metrics["phocas/flagged"] = flagged
+            metrics["phocas/no-verdict"] = self._history.no_verdict(nodes)
+            if flagged:
+                log(WARNING, "aggregate_train: %s", describe(flagged))
         if unusual:
             log(WARNING, "aggregate_train: far more values dropped than of others: %s", unusual)
         if blame.not_finite:
