@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from phocas.detection.outlier_counts import GROSS
-from phocas.report.tables import WIDTH, listing, print_table
+from phocas.report.tables import WIDTH, compared_with_past, listing, print_table
 
 if TYPE_CHECKING:
     from phocas.experiments.advice import Advice, Cost
@@ -72,7 +72,9 @@ def _verdict(advice: Advice) -> list[str]:
     else:
         lines.append(f"all used: {record.rule} tolerates {told}, and no more")
     if record.suspects:
-        why = "wrong beyond chance" if record.config["split"] == "iid" else "different data"
+        why = "wrong beyond chance"
+        if compared_with_past(record.config):
+            why = "no longer as in their own past"
         lines.append(f"flagged: {listing(record.suspects)} ({why})")
     if record.suspect_servers:
         lines.append(f"servers that get wrong values: {listing(record.suspect_servers)}")

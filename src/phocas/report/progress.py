@@ -21,7 +21,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from phocas.experiments.sweep import Begun, Ended, Note
-from phocas.report.tables import labels, listing
+from phocas.report.tables import compared_with_past, labels, listing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -166,8 +166,8 @@ def time_left(seconds: float) -> str:
 
 
 def _word(config: RunConfig) -> str:
-    """Return the word for flagged workers: with different data they may be honest."""
-    return "flagged" if config.split == "iid" else "differing"
+    """Return the word for flagged workers: with different data they changed over time."""
+    return "changed" if compared_with_past(config.model_dump()) else "flagged"
 
 
 def _bars(console: Console, descriptions: Sequence[str], rounds: int) -> Bars:

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phocas.data.splits import IID, Partition
+from phocas.detection.own_past import FIRST_VERDICT
 from phocas.experiments.locks import state_path
 from phocas.experiments.results import NUMBERED
 from phocas.report.statistics import PARAMETERS, grouped, setting_of
@@ -160,7 +162,14 @@ def print_outcome(
         )
     if record.lost is not None and not as_json:
         print(about_loss(record.lost), file=sys.stderr)
-    if record.suspects and not as_json:
+    if compared_with_past(record.config) and record.config["rounds"] < FIRST_VERDICT:
+        if not as_json:
+            print(
+                "no verdict about any worker: data differ, so each worker is compared with its own"
+                f" past of at least {FIRST_VERDICT} rounds",
+                file=sys.stderr,
+            )
+    elif record.suspects and not as_json:
         print(
             f"flagged workers: {about_flags(record.suspects, record.config, record.byzantine)}",
             file=sys.stderr,
@@ -176,6 +185,16 @@ def about_loss(lost: int) -> str:
     return f"model lost in round {lost}: evidence of later rounds is not counted"
 
 
+def compared_with_past(config: Mapping[str, Any]) -> bool:
+    """Return whether detection compares each worker with its own past, as their data differ.
+
+    >>> compared_with_past({"split": "by-label"}), compared_with_past({"split": "partition"})
+    (True, False)
+    """
+    alike = config.get("split", "iid") in (IID.name, Partition.name)
+    return (config.get("worker_data") or ("alike" if alike else "differ")) == "differ"
+
+
 def about_flags(
     flagged: Sequence[int], config: Mapping[str, Any], byzantine: Sequence[int] | None
 ) -> str:
@@ -185,17 +204,19 @@ def about_flags(
     '0, 1: wrong beyond chance; in this simulation 0, 1 are Byzantine'
     >>> for part in about_flags((0, 5), {"split": "by-label"}, (0, 1)).split("; "):
     ...     print(part)
-    0, 5: they differ beyond chance, and so do their data (by-label): no proof of a fault
+    0, 5: no longer as in their own past, which data that differ (by-label) do not explain
     in this simulation 0, 1 are Byzantine
     false alarms: 5
     >>> about_flags((3,), {"split": "iid"}, None)
     '3: wrong beyond chance'
     """
-    split = config.get("split", "iid")
     false = [] if byzantine is None else [each for each in flagged if each not in byzantine]
     text = listing(tuple(flagged))
-    if split != "iid":
-        text += f": they differ beyond chance, and so do their data ({split}): no proof of a fault"
+    if compared_with_past(config):
+        text += (
+            ": no longer as in their own past, which data that differ"
+            f" ({config.get('split')}) do not explain"
+        )
     elif not false:
         text += ": wrong beyond chance"
     if byzantine:
@@ -321,7 +342,7 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
     if any(record.test_accuracy is not None for record in records):
         columns["test"] = [_number(record.test_accuracy, 3) for record in records]
     columns["ms/round"] = [_number(record.ms_per_round, 1) for record in records]
-    alike = [record.config.get("split", "iid") == "iid" for record in records]
+    alike = [not compared_with_past(record.config) for record in records]
     flagged = [record.suspects for record in records]
     for heading, numbers in {
         "flagged": [each if same else () for each, same in zip(flagged, alike, strict=True)],
