@@ -99,11 +99,6 @@ class Samples:
         labels = self.train.labels()
         return int(labels.max()) + 1 if np.issubdtype(labels.dtype, np.integer) else 0
 
-    @property
-    def by_worker(self) -> bool:
-        """Return whether each worker has a data set of its own."""
-        return isinstance(self.train, Joined)
-
     def hold_out(self, share: float, rng: np.random.Generator) -> None:
         """Make a share of the training samples, drawn at random, the validation samples.
 

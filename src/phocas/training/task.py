@@ -391,8 +391,7 @@ class Task(ServerTask):
         iid = (byzantine or ()) if asked.byzantine_data == "iid" else ()
         assignment = samples.assign(split, holders, rng, iid=iid)
         made |= {"model": module, "samples": samples, "assignment": assignment, "trusted": trusted}
-        alike = split.alike and not samples.by_worker
-        made["worker_data"] = asked.worker_data or ("alike" if alike else "differ")
+        made["worker_data"] = asked.worker_data or ("alike" if split.alike else "differ")
         used = (*made.values(), split, spec, test, model, *vars(asked).values())
         made["code"] = code_of([data, *(each for each in used if each is not samples)])
         left = {declared.name for declared in fields(cls)} - made.keys()
