@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,7 +223,7 @@ class LateFlip(SignFlip):
         return super()._corrupt(scene) if scene.round >= 60 else Touched(scene.shape)
 
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "data": "synthetic:train=2000,test=100",
     "rule": "trimmed-mean:b=2",
     "num_workers": 10,

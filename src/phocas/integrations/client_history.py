@@ -82,8 +82,8 @@ class ClientHistory(Generic[Name]):
 
     def no_verdict(self, names: Sequence[Name]) -> list[Name]:
         """Return those of some clients whose past is too short or not kept."""
-        short = set(self._detector.no_verdict())
-        return [name for name in names if self._numbers.get(name, -1) in {*short, -1}]
+        early: set[int] = {-1, *self._detector.no_verdict()}
+        return [name for name in names if self._numbers.get(name, -1) in early]
 
     def _values(self, tensors: Mapping[str, Tensor]) -> NDArray[np.float64]:
         """Return the values of the sampled columns."""
