@@ -65,8 +65,8 @@ class OwnPast:
     :class:`phocas.detection.evalues.EValueTest`. The limits of a round are fixed before it, except
     for the common change, which is between the changes of honest workers if most are honest. If the
     rounds of a worker were exchangeable, they would be striking with probability at most 1/4 and
-    1/10, and without the factor of two and the quarter. The assumption does not hold if training is
-    so unstable that an honest worker's gradients reverse for many rounds.
+    1/10, and without the factor of two and the quarter. The assumption does not hold if training
+    fails or is so unstable that an honest worker's gradients change or reverse for many rounds.
 
     **What an attacker can do.** There is no verdict about the first 32 rounds of a worker. A worker
     that is Byzantine from its first round on, and always in the same way, is its own measure and is
