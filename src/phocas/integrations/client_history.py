@@ -81,7 +81,7 @@ class ClientHistory(Generic[Name]):
         return [name for name, number in self._numbers.items() if number in found]
 
     def no_verdict(self, names: Sequence[Name]) -> list[Name]:
-        """Return those of some clients whose past is too short or not kept."""
+        """Return those of some clients whose past is missing or too short for a verdict."""
         early: set[int] = {-1, *self._detector.no_verdict()}
         return [name for name in names if self._numbers.get(name, -1) in early]
 
