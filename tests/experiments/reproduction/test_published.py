@@ -81,7 +81,7 @@ def test_verdict_of_a_cell(
 @pytest.mark.parametrize(
     ("task", "tables", "cells", "to_run"),
     [
-        ("bucketing", ["table-1", "table-2", "experiment-3"], 100, 48),
+        ("bucketing", ["table-1", "table-2", "experiment-3"], 100, 74),
         ("byzfl", ["heat-map"], 32, 16),
     ],
 )
