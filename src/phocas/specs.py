@@ -503,7 +503,7 @@ def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None
     close = usual[:1] or difflib.get_close_matches(_key(got), keys, n=1, cutoff=0.5)
     hint = f"; did you mean {keys[close[0]]!r}?" if close else ";"
     listing = ", ".join(names) if names else "none"
-    plural = plural or f"{kind}s"
+    plural = plural or (f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s")
     return f"unknown {kind} {got!r}{hint} {plural}: {listing}"
 
 

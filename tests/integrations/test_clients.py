@@ -116,5 +116,5 @@ def test_settings_are_checked_before_a_round(rule: Rule, reference: Any, words: 
     ],
 )
 def test_bad_update_is_rejected(update: Arrays, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(RuntimeError, match=words):
         aggregated(Terms(FLTrust(), reference=update), MODEL, np.ones((3, 19)), 0)

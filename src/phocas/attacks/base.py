@@ -8,6 +8,7 @@ the slice. The corrupted cells are then the same as if the whole matrix had been
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -288,7 +289,7 @@ class RowAttack(Attack):
         """Add the fields q, first, and who, last, to a subclass that does not declare them."""
         super().__init_subclass__(**kwargs)
         known = getattr(cls, "__dataclass_fields__", {})
-        declared = dict(vars(cls).get("__annotations__", {}))
+        declared = dict(inspect.get_annotations(cls))
         if "q" not in declared and "q" not in known:
             declared = {"q": int, **declared}
         if "who" not in declared and "who" not in known:

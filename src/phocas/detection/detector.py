@@ -215,6 +215,8 @@ class Detector:
             direction: a direction in these columns that was known before the round.
             participants: the workers of the rows, if not all took part; only if data differ.
         """
+        if participants is not None and self.own_past is None:
+            raise ValueError("participants are for data that differ: give the rows of all workers")
         seen = np.asarray(values, np.float64)
         expected = self.num_workers if participants is None else len(participants)
         if seen.ndim != 2 + (sample is not None) or len(seen) != expected:
@@ -467,6 +469,11 @@ class Detector:
         self.kept = np.array(state["kept"])
         own["kept"] = self.kept
         if self.own_past is not None:
+            if "own_counts" not in state or len(state["own_counts"]) != self.num_workers:
+                raise ValueError(
+                    f"a checkpoint for data that differ, of {self.num_workers} workers, is needed:"
+                    " start anew (--restart)"
+                )
             self.own_past.load_state(state)
             own = {name: array for name, array in own.items() if not name.startswith("own_")}
         for name, array in own.items():

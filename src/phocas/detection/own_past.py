@@ -33,7 +33,7 @@ _RECENT = 0.125  # weight of the present row in the mean direction of a worker
 _FEWEST = 3  # workers with a past, which show the change that is common to all
 _LONG = _PAST * 3 // 4  # the rank in the own past of a length that is usual
 _TURNED = _PAST // 10  # the rank in the own past of a cosine that is still usual
-_TIMES = float(np.log(4.0))  # a striking row is more than four times as long as this length
+_TIMES = float(np.log(2.5))  # a striking row is more than 2.5 times as long as this length
 _AGAINST = 0.25  # a striking cosine is below this part of the usual one
 # Fractions of the wealth that are bet, by measure: for changes in every round, and in most.
 _FRACTIONS = np.array([[0.95, 0.6], [0.95, 0.95]])[..., None]
@@ -49,7 +49,7 @@ class OwnPast:
     change over the workers is common to all of them (the loss falls, the learning rate changes) and
     is subtracted. What remains is *striking* if
 
-    - the row is more than four times as long as three quarters of the worker's last 32 rows, or
+    - the row is more than 2.5 times as long as three quarters of the worker's last 32 rows, or
     - its cosine is smaller than nine tenths of the last 32, and less than a quarter of their
       median, or
     - the row is missing or not finite.
@@ -65,12 +65,12 @@ class OwnPast:
     :class:`phocas.detection.evalues.EValueTest`. The limits of a round are fixed before it, except
     for the common change, which is between the changes of honest workers if most are honest. If the
     rounds of a worker were exchangeable, they would be striking with probability at most 1/4 and
-    1/10, and without the factor of four and the quarter. The assumption does not hold if training
+    1/10, and without the factor of 2.5 and the quarter. The assumption does not hold if training
     fails or is so unstable that an honest worker's gradients change or reverse for many rounds.
 
     **What an attacker can do.** There is no verdict about the first 32 rounds of a worker. A worker
     that is Byzantine from its first round on, and always in the same way, is its own measure and is
-    never flagged. Neither is a worker that changes slowly, by less than a factor of four in 32
+    never flagged. Neither is a worker that changes slowly, by less than a factor of 2.5 in 32
     rounds, or that shrinks its rows. The rule has to tolerate such workers.
 
     >>> rng = np.random.default_rng(0)

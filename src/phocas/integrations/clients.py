@@ -170,7 +170,10 @@ class Terms:
         expected = rule.expected(m)
         last: list[Mapping[str, Tensor]] = [] if updates else [model]
         if rule.needs_reference is not None:
-            last.insert(0, self._reference_row(model, turn, updates=updates))
+            try:
+                last.insert(0, self._reference_row(model, turn, updates=updates))
+            except ValueError as error:  # not of a client: a round without it must not pass
+                raise RuntimeError(str(error)) from error
             rule = rule.referenced()
         merge = Merge(rows + last, m, rule if updates else Relative(rule), self.seed + turn, None)
         merge.plan()

@@ -75,7 +75,8 @@ def add_tail(
     Return the number of lost values of each row.
     """
     lost = tallies_of(POOL.size(), len(rows))
-    numbers = (largest, len(rows), *(factors / len(rows)))
+    power = 2.0 ** -len(rows).bit_length()  # so that no sum of finite distances overflows
+    numbers = (largest, len(rows), power, *(factors * power))
     _run_tail("add_tail", rows, mask, numbers, out, lost)
     return np.asarray(lost.sum(axis=0))
 

@@ -31,8 +31,9 @@ class TailArguments(NamedTuple):
     """Arguments of the kernels of tails: those of ``clean``, and what follows the scale.
 
     ``scale`` points to the scale of distances, the largest distance and, for ``add_tail``, the
-    number of workers and a factor for each row. ``out`` is a table of rows for ``tail``, the sums
-    of k rows for each block for ``tail_squares``, and the result for ``add_tail``.
+    number of workers, a power of two p, and p times the factor of each row. ``out`` is a table of
+    rows for ``tail``, the sums of k rows for each block for ``tail_squares``, and the result for
+    ``add_tail``.
     """
 
     rows: int
@@ -118,7 +119,7 @@ def add_module(target: Target, element: Element) -> str:
     args = f.named(TailArguments._fields)
     k, numbers, out = args.integer("k"), args.pointer("scale"), args.pointer("out")
     room, total, lost = _room(f), _room(f), _room(f)
-    workers = f.scalar_at(numbers, 2)
+    workers, power = f.scalar_at(numbers, 2), f.scalar_at(numbers, 3)
     with f.loop("%start", "%stop", BLOCK_COLUMNS) as block:
         tails = _Tails(f, args, block.index)
         with f.loop("0", k) as row:
@@ -130,7 +131,7 @@ def add_module(target: Target, element: Element) -> str:
         _clear(f, lost, size)
         with f.loop("0", k) as row:
             padded = tails.padded(row.index, room, tails.fine(row.index), f.lanes)
-            place = f.op(f"add i64 {row.index}, 3")
+            place = f.op(f"add i64 {row.index}, 4")
             factor = f.broadcast(f.scalar_at(numbers, place))
             with f.loop("0", padded, f.lanes) as step:
                 far = step.carry(f.vector, "zeroinitializer")
@@ -158,9 +159,9 @@ def add_module(target: Target, element: Element) -> str:
             f.set_lanes(width)
             with f.loop(first, last, width) as step:
                 sum_, bad = (_vector(f, f.at(each, step.index, f.scalar)) for each in (total, lost))
-                rows = f.broadcast(workers)
-                there = f.high(f.sub(rows, bad), f.splat(1))
-                scaled = f.mul(sum_, f.div(f.add(rows, rows), there))
+                there = f.high(f.sub(f.broadcast(workers), bad), f.splat(1))
+                half = f.mul(f.splat(0.5), f.broadcast(power))  # exact, as its product is
+                scaled = f.div(sum_, f.mul(there, half))
                 here = f.at(f.at(out, block.index), step.index)
                 f.store(f.add(f.load(here), scaled), here)
         f.set_lanes(lanes)

@@ -60,6 +60,7 @@ STYLES = {
     "centered-clipping": Style("#8F8F1A", _DASH_DOT, "d"),
     "mda": Style("#D9304C", _DOTS, "h"),
     "cge": Style("#6C8299", _DOTS, "+"),
+    "fl-trust": Style("#1B6B93", _LONG, "X"),
     "monitor": Style("#5A5FD0", _DASH_DOT, "p"),
 }
 """The style of each rule of the table; no two have the same colour or the same marker."""

@@ -7,8 +7,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from phocas.experiments.reproduction.verdicts import interval
-from phocas.specs import split_arguments, split_place, unknown
+from phocas.specs import split, split_arguments, split_place, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,18 +31,22 @@ _NOT_PAIRED = ("rule", "name", "code", "results", "threads", "track", "record_ma
 def setting_of(config: Mapping[str, Any], key: str) -> Any:
     """Return a setting of a run, or the b of its rule or the q of its attack.
 
+    In a pipeline, it is the b of the last stage that has one.
+
     >>> setting_of({"rule": "nnm:b=3|phocas:b=2", "attack": None}, "b")
     2
     """
     if key not in PARAMETERS:
         return config.get(key)
-    text = (config.get(PARAMETERS[key]) or "").rpartition("|")[2]
-    place = split_place(text)
-    arguments = text.partition(":")[2]
-    if place is not None and "=" not in place[0]:
-        arguments = text[len(place[0]) + 1 :]
-    value = split_arguments(arguments, text).get(key) if "=" in arguments else None
-    return int(value) if value is not None and value.isdigit() else value
+    for text in reversed(split(config.get(PARAMETERS[key]) or "", "|")):
+        place = split_place(text)
+        arguments = text.partition(":")[2]
+        if place is not None and "=" not in place[0]:
+            arguments = text[len(place[0]) + 1 :]
+        value = split_arguments(arguments, text).get(key) if "=" in arguments else None
+        if value is not None:
+            return int(value) if value.isdigit() else value
+    return None
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float | None]:
@@ -54,6 +57,8 @@ def spread(values: Sequence[float | None]) -> dict[str, float | None]:
     >>> spread([1.0, 2.0, 3.0, None])["deviation"]
     1.0
     """
+    from phocas.experiments.reproduction.verdicts import interval  # noqa: PLC0415 - loads torch
+
     known = [value for value in values if value is not None and math.isfinite(value)]
     several = len(known) > 1
     found = interval(known) if several else None

@@ -188,9 +188,15 @@ def about_loss(lost: int) -> str:
 def compared_with_past(config: Mapping[str, Any]) -> bool:
     """Return whether detection compares each worker with its own past, as their data differ.
 
-    >>> compared_with_past({"split": "by-label"}), compared_with_past({"split": "partition"})
-    (True, False)
+    Runs of version 0.2 and before have no ``worker_data``: workers were compared with one another.
+
+    >>> compared_with_past({"split": "by-label", "worker_data": None})
+    True
+    >>> compared_with_past({"split": "by-label"})
+    False
     """
+    if "worker_data" not in config:
+        return False
     alike = config.get("split", "iid") in (IID.name, Partition.name)
     return (config.get("worker_data") or ("alike" if alike else "differ")) == "differ"
 

@@ -319,8 +319,12 @@ def measured_distances(
 ) -> Generator[Request, Floats, tuple[Floats, Distances]]:
     """Request distances, and again in double precision if the typical square is out of range.
 
-    Returns the squared distances, and the request that defines their scale. ``typical`` returns
-    the square that matters; None: a typical square between honest rows.
+    Args:
+        typical: a function that returns the square that matters, from the squared distances; None:
+            a typical square between honest rows.
+
+    Returns:
+        The squared distances, and the request that defines their scale.
 
     >>> def planning(m):
     ...     squared, _ = yield from measured_distances()

@@ -80,6 +80,11 @@ class FunctionRule(Composite):
             options=tuple(sorted(dict(self.options).items())),
         )
         check_keywords(self.function, dict(self.options), _OFFERED)
+        if self.columnwise and "rng" in takes:
+            raise ValueError(
+                f"{place_of(self.function)} must not draw at random if columnwise=True, because"
+                " servers reduce their columns on their own: leave columnwise or rng out"
+            )
 
     def __str__(self) -> str:
         told = {"b": self.b, "columnwise": self.columnwise}

@@ -203,6 +203,17 @@ class TaskSettings(Settings):
                 f" {say('clients')} out",
             )
         if (
+            isinstance(rule, Rule)
+            and rule.needs_reference is not None
+            and isinstance(attack, Attack)
+            and attack.aimed_at(rule) != attack
+        ):
+            yield Conflict(
+                "attack",
+                f"{attack} searches against the rule of the run, and does not know the reference"
+                f" vector of {rule}: choose another attack or rule",
+            )
+        if (
             self.byzantine_data == "iid"
             and isinstance(attack, Attack)
             and attack.byzantine() is None

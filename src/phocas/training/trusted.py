@@ -45,12 +45,12 @@ class TrustedGradient:
 
     def provide(self, server: ParameterServer, round: int) -> None:
         """Set the reference of a server for a round, at its current parameters."""
-        beta = self._task.worker_momentum
+        beta, gain = self._task.worker_momentum, self._task.momentum_gain
         row = self._row(server, round)
         if beta and server.reference is not None:
-            row = server.reference.mul_(beta).add_(row, alpha=1 - beta)
+            row = server.reference.mul_(beta).add_(row, alpha=gain)
         elif beta:
-            row.mul_(1 - beta)
+            row.mul_(gain)
         server.reference = row
 
     def _row(self, server: ParameterServer, round: int) -> torch.Tensor:

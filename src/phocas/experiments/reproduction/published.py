@@ -21,13 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from phocas.experiments.attack_benchmark import Accuracy, Cell, CellResult
 from phocas.experiments.config import ConfigError, RunConfig, make_config, read_toml
 from phocas.experiments.reproduction.tasks import task_path
+from phocas.experiments.reproduction.verdicts import student
 from phocas.specs import unknown
 
 Verdict = Literal["agrees", "better", "worse", "not decided", "not run"]
 VERDICTS: tuple[Verdict, ...] = ("agrees", "better", "worse", "not decided", "not run")
-# 97.5% quantiles of Student's t, by degrees of freedom.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-_MANY = 1.96
 _FIGURE = re.compile(r"^(\d+(?:\.\d+)?)(?: \+- (\d+(?:\.\d+)?))?$")
 
 
@@ -318,4 +316,4 @@ def _half_width(ours: Accuracy, theirs: Accuracy) -> float | None:
         return 0.0
     freedom = total**2 / sum(square**2 / degrees for square, degrees in sides)
     whole = max(1, math.floor(freedom))
-    return (_T[whole - 1] if whole <= len(_T) else _MANY) * math.sqrt(total)
+    return student(whole) * math.sqrt(total)

@@ -29,6 +29,15 @@ _STUDENT = (
 )  # fmt: skip
 
 
+def student(degrees: int) -> float:
+    """Return the 97.5% quantile of Student's t.
+
+    >>> student(9)
+    2.262
+    """
+    return _STUDENT[degrees - 1] if degrees <= len(_STUDENT) else 1.96
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean over repeats and its 95% confidence interval by Student's t."""
@@ -54,8 +63,7 @@ def interval(values: npt.ArrayLike) -> Interval:
     mean = float(numbers.mean())
     if n == 1:
         return Interval(mean, -math.inf, math.inf, 1)
-    t = _STUDENT[n - 2] if n - 2 < len(_STUDENT) else 1.96
-    half = t * float(numbers.std(ddof=1)) / math.sqrt(n)
+    half = student(n - 1) * float(numbers.std(ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n)
 
 
