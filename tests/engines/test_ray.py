@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -36,6 +36,8 @@ os.environ |= {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 
+from phocas.attacks.base import Attack, Scene
+from phocas.attacks.touched import Touched
 from phocas.data import DataError, Dataset, load
 from phocas.engines.faults import Corrupt, FaultScript, NaN, Stale, random_script
 from phocas.engines.local import LocalSettings
@@ -125,27 +127,22 @@ def local_bits(data: Dataset, rounds: int, **options: Any) -> np.ndarray:
         return bits(trainer)
 
 
-class Absent:
-    """Blanks the rows that were missing in a run on Ray, as an attack on the local engine."""
+@dataclasses.dataclass(frozen=True)
+class AbsentOrStale(Attack):
+    """Blanks the rows that were missing in a run on Ray; one worker sends its last row once."""
 
-    needs_previous = False
+    missing: tuple[tuple[int, ...], ...]
+    worker: int
+    late: int
+    name: ClassVar[str] = "absent-or-stale"
+    needs_previous: ClassVar[bool] = True
 
-    def __init__(self, rounds: list[Round]) -> None:
-        self.missing = [list(done.missing) for done in rounds]
-
-    def check(self, *_: object) -> None:
-        """Everything is possible."""
-
-    def corrupt_labels(self, *_: object, **__: object) -> None:
-        """No labels are changed."""
-
-    def corrupt(self, rows: np.ndarray, *, round: int, **_: object) -> Any:
-        rows[self.missing[round]] = np.nan
-
-        class Touched:
-            count = 0
-
-        return Touched
+    def _corrupt(self, scene: Scene) -> Touched:
+        if scene.round == self.late:
+            assert scene.previous is not None
+            scene.matrix.words[self.worker] = scene.previous.words[self.worker]
+        scene.rows[list(self.missing[scene.round])] = np.nan
+        return Touched(scene.shape)
 
 
 def told(rounds: list[Round], number: int) -> str:
@@ -197,28 +194,9 @@ def test_every_fault_costs_its_own_rows_of_its_own_round(ray: Any, data: Dataset
     assert all(done.action == "applied" for done in rounds)
     assert np.isfinite(losses).all()
     # The stale row of worker 3 is a value like any other: the local engine is told the same lie.
-    same = StaleOnce(Absent(rounds), worker=3, round_=5)
+    missing = tuple(tuple(done.missing) for done in rounds)
+    same = AbsentOrStale(missing, worker=3, late=5)
     assert np.array_equal(found, local_bits(data, len(rounds), attack=same, **options))
-
-
-class StaleOnce:
-    """As Absent, and one worker sends its last row in one round."""
-
-    needs_previous = True
-
-    def __init__(self, absent: Absent, worker: int, round_: int) -> None:
-        self.absent, self.worker, self.round = absent, worker, round_
-
-    def check(self, *_: object) -> None:
-        """Everything is possible."""
-
-    def corrupt_labels(self, *_: object, **__: object) -> None:
-        """No labels are changed."""
-
-    def corrupt(self, rows: np.ndarray, *, round: int, previous: Any, **_: object) -> Any:
-        if round == self.round:
-            rows[self.worker] = previous[self.worker]
-        return self.absent.corrupt(rows, round=round)
 
 
 def test_run_that_waits_for_all_rows_has_the_bits_of_a_run_without_faults(
