@@ -52,6 +52,8 @@ MORE: dict[type[Stage], Callable[[int], Sequence[Stage]]] = {
         *([phocas.Monitor(phocas.NNM(1) | phocas.Krum(1))] if m > 4 else []),
         phocas.Monitor(phocas.Heraclius((m - 1) // 2)),
     ],
+    phocas.GeometricMedian: lambda _: [phocas.GeometricMedian(iterations=3, smoothing=0.1)],
+    phocas.MoNNA: lambda m: [phocas.MoNNA(0, trusted=m - 1)],
     phocas.CenteredClipping: lambda _: [
         phocas.CenteredClipping(radius=2.0),
         phocas.CenteredClipping(radius=30.0, iterations=3),

@@ -14,12 +14,14 @@ from typing import Any
 from phocas.deprecation import former_names
 from phocas.kernels import Window, get_num_threads, set_num_threads
 from phocas.rules import (
+    CAF,
     CGE,
     FORMER_NAMES,
     MDA,
     NNM,
     PRE_AGGREGATORS,
     RULES,
+    SMEA,
     AdaptiveClipping,
     Bounded,
     Bucketing,
@@ -40,6 +42,7 @@ from phocas.rules import (
     Median,
     Mix,
     Monitor,
+    MoNNA,
     MultiKrum,
     Norms,
     Phocas,
@@ -50,6 +53,7 @@ from phocas.rules import (
     RowRule,
     Rule,
     ShardedAggregation,
+    SignGuard,
     Tolerance,
     TrimmedMean,
     TrimmingRule,
@@ -63,11 +67,13 @@ from phocas.rules import (
 __version__ = "0.2.0"
 
 __all__ = [
+    "CAF",
     "CGE",
     "MDA",
     "NNM",
     "PRE_AGGREGATORS",
     "RULES",
+    "SMEA",
     "AdaptiveClipping",
     "Bounded",
     "Bucketing",
@@ -87,6 +93,7 @@ __all__ = [
     "Mean",
     "Median",
     "Mix",
+    "MoNNA",
     "Monitor",
     "MultiKrum",
     "Norms",
@@ -98,6 +105,7 @@ __all__ = [
     "RowRule",
     "Rule",
     "ShardedAggregation",
+    "SignGuard",
     "Tolerance",
     "TrimmedMean",
     "TrimmingRule",

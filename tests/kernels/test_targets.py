@@ -70,6 +70,7 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
         products.products_module(t, e) if e.compute == "float" else distances.pairs_module(t, e)
     ),
     "norms wide": lambda t, e: distances.norms_module(t, e.wide()),
+    "signs wide": lambda t, e: distances.signs_module(t, e.wide()),
     "normals": lambda t, e: normals.normals_module(t, ELEMENTS[FORMATS[e.name].work.name]),
 }
 

@@ -27,7 +27,7 @@ from phocas.rules.execution import Execution
 from phocas.rules.inputs import open_rows
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Clipping
 from phocas.rules.reference import implausible, reference, trimmed, weights
-from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
+from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MoNNA, MultiKrum
 
 DOUBLE = ROUNDING["float64"]
 Value: TypeAlias = Fraction | float
@@ -209,9 +209,11 @@ def _right(stage: Stage, exact: Exact, mix: Mix) -> bool:
     if isinstance(stage, CGE):
         low, high = np.array([exact.norm(i) for i in range(m)]).T
         return _smallest(mix, low, high, m - stage.b)
-    if not isinstance(stage, NNM | Krum | MultiKrum | Bulyan | MDA):
+    if not isinstance(stage, NNM | Krum | MultiKrum | Bulyan | MDA | MoNNA):
         return True
     low, high = exact.distances()
+    if isinstance(stage, MoNNA):
+        return _smallest(mix, low[stage.trusted], high[stage.trusted], m - stage.b)
     if isinstance(stage, NNM):
         np.fill_diagonal(low, -1)
         np.fill_diagonal(high, -1)

@@ -51,7 +51,7 @@ def some_rule(rng: np.random.Generator, m: int) -> Rule:
     while True:
         rules = examples_of(list(RULES.values())[rng.integers(len(RULES))], size)
         rule = rules[rng.integers(len(rules))] if rules else phocas.Median()
-        costly = isinstance(rule, phocas.MDA) and size > 13  # the twin tries all sets
+        costly = isinstance(rule, phocas.MDA | phocas.SMEA) and size > 13  # the twin tries all sets
         if not costly and not (stages and rule.outermost):
             return Pipeline(tuple(stages), rule) if stages else rule
 

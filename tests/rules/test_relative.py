@@ -23,6 +23,8 @@ RULES = [
     "monitor:rule=cge:b=2",
     "nnm:b=2|trimmed-mean:b=2",
     "clipping:radius=30|median",
+    "caf:b=2",
+    "signguard",
 ]
 
 

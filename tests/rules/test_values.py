@@ -94,7 +94,8 @@ def assert_weights_match(rule: Heraclius, rows: Doubles, got: Doubles, dtype: st
         if not np.isfinite(twin[j]) or not np.isfinite(column).all():
             assert not np.isfinite(value), (str(rule), rows[:, j], value)
             continue
-        rounding = abs(twin[j]) * ROUNDING[dtype] + TINY[dtype] + 4 * len(rows) * tiny
+        # The sum of tails is scaled and added, which rounds twice.
+        rounding = abs(twin[j]) * (ROUNDING[dtype] + 2 * eps) + TINY[dtype] + 4 * len(rows) * tiny
         slack = 8 * len(rows) * eps * np.abs(column).max()
         assert abs(value - twin[j]) <= rounding + slack, (str(rule), rows[:, j], value, twin[j])
 
@@ -213,6 +214,16 @@ def assert_close(got: Any, wanted: Doubles, rows: Doubles, dtype: str, factor: f
     np.testing.assert_allclose(doubles(got), wanted, rtol=0, atol=eps * scale)
 
 
+def decided(rule: Rule, values: Doubles, dtype: str) -> bool:
+    """Tell whether rounding does not decide which direction is first, or which set is best."""
+    eps = ROUNDING[computing(dtype)]
+    noise = np.random.default_rng(0).normal(size=values.shape) * 64 * eps
+    usual = np.where(np.abs(values) < 1e19, np.abs(values), 0).max(initial=1.0)
+    with np.errstate(all="ignore"):
+        apart = np.abs(reference(rule, values * (1 + noise)) - reference(rule, values))
+    return bool(apart.max(initial=0.0) <= 300 * eps * usual)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(
     seed=SEEDS,
@@ -230,10 +241,14 @@ def test_row_rules_equal_their_twins(dtype: str, seed: int, m: int, d: int, kind
         spoil(rng, values, 0 if averages(rule) else int(rng.integers(0, b + 1)), dtype)
         rows = stored(values, dtype)
         values = doubles(rows)
-        if isinstance(rule, GeometricMedian):
+        if isinstance(rule, phocas.CAF | phocas.SMEA) and not decided(rule, values, dtype):
+            continue
+        if isinstance(rule, GeometricMedian) and not rule.smoothing:
             _check_geometric_median(rule, values, rule(rows), dtype)
             continue
-        tolerance = 300 if isinstance(rule, CenteredClipping) else 8
+        iterates = isinstance(rule, CenteredClipping | GeometricMedian | phocas.CAF)
+        # MoNNA keeps a trusted row of any size, whose rounding is m times that of the mean.
+        tolerance = 300 if iterates else 8 * m if isinstance(rule, phocas.MoNNA) else 8
         assert_close(rule(rows), reference(rule, values), values, dtype, tolerance)
 
 
@@ -332,7 +347,11 @@ def test_an_infinite_row_makes_its_bucket_infinite(i: int) -> None:
         "mda:b=9",
         "cge:b=9",
         "geometric-median",
+        "geometric-median:iterations=3,smoothing=0.1",
         "centered-clipping:radius=5.0,iterations=2",
+        "monna:b=9,trusted=3",
+        "caf:b=9",
+        "signguard",
         "nnm:b=9|phocas:b=9",
         "nnm:b=9|krum:b=9",
         "bucketing:size=2|median",

@@ -38,6 +38,9 @@ STEPS = [
     "mda:b=1",
     "cge:b=1",
     "geometric-median",
+    "geometric-median:iterations=3,smoothing=0.1",
+    "caf:b=1",
+    "smea:b=1",
 ]
 """Every rule that has a definition with weights."""
 BEFORE = [
@@ -59,7 +62,14 @@ PIPELINES = [
 ]
 MEANS = ["mean", *(f"nnm:b=0|{last}" for last in STEPS)]
 """What a row of NaN breaks, as it should."""
-WEIGHTLESS = ["bulyan:b=1", "centered-clipping:radius=1", "fl-trust", "monitor:rule=mean"]
+WEIGHTLESS = [
+    "bulyan:b=1",
+    "centered-clipping:radius=1",
+    "fl-trust",
+    "monna:b=1",
+    "monitor:rule=mean",
+    "signguard",
+]
 M = 9
 
 
@@ -139,6 +149,29 @@ def geometric_median(rows: Doubles, w: Doubles) -> Doubles:
     return np.asarray(point)
 
 
+def smoothed_median(rule: phocas.GeometricMedian, rows: Doubles, w: Doubles) -> Doubles:
+    point = np.zeros(rows.shape[1])
+    for _ in range(rule.iterations):
+        lengths = _lengths(rows - point)
+        point = average(rows, w / np.maximum(lengths, rule.smoothing))
+    return point
+
+
+def filtered_mean(rule: phocas.CAF, rows: Doubles, w: Doubles) -> Doubles:
+    """Return the mean with the smallest variance on the way to the weight T - 2B, as CAF does."""
+    least = w.sum() - 2 * heaviest(w, rule.b)
+    means: list[Doubles] = []
+    variances: list[float] = []
+    w, rows = w[np.isfinite(rows).all(axis=1)], rows[np.isfinite(rows).all(axis=1)]
+    while w.sum() > least and (not variances or variances[-1] > 1e-20):
+        means.append(average(rows, w))
+        values, vectors = np.linalg.eigh(np.cov(rows.T, aweights=w, ddof=0))
+        variances.append(float(values[-1]))
+        parts = np.where(w > 0, ((rows - means[-1]) @ vectors[:, -1]) ** 2, 0)
+        w = w * (1 - parts / parts.max())
+    return np.asarray(means[int(np.argmin(variances))])
+
+
 def before(stage: Any, rows: Doubles, w: Doubles) -> Doubles:
     """Return the rows that a stage makes: each worker stands for as many as it weighs."""
     total, mass = w.sum(), heaviest(w, getattr(stage, "b", 0))
@@ -174,7 +207,9 @@ def slowly(rule: Rule, rows: Any, weights: Any, share: float | None = None) -> D
             rows = before(stage, rows, w)
         rule = rule.rule
     if isinstance(rule, phocas.GeometricMedian):
-        return geometric_median(rows, w)
+        return smoothed_median(rule, rows, w) if rule.smoothing else geometric_median(rows, w)
+    if isinstance(rule, phocas.CAF):
+        return filtered_mean(rule, rows, w)
     if type(rule) in _CHOICES:
         chosen = _CHOICES[type(rule)](rule, rows)
         return np.asarray(average(rows[chosen], w[chosen]))

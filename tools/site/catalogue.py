@@ -15,7 +15,7 @@ from phocas import PRE_AGGREGATORS, RULES, Mean, PreAggregator, Rule, parse_rule
 from phocas.attacks import ATTACKS, Attack, parse_attack
 from phocas.cli import application, train
 from phocas.report.rules_table import entries
-from phocas.rules.algebra import Distances, Norms
+from phocas.rules.algebra import Distances, Norms, Signs
 from phocas.rules.base import plan_of
 from phocas.rules.execution import Execution
 from phocas.specs import Spec
@@ -108,6 +108,9 @@ def passes(rule: Rule) -> str:
         if isinstance(request, Distances):
             found.append("distances")
             execution.reply(np.square(np.subtract.outer(rows, rows), dtype=np.float64))
+        elif isinstance(request, Signs):
+            found.append("signs")
+            execution.reply(np.ones((3, 9)))
         else:
             found.append("norms" if isinstance(request, Norms) else "marks")
             execution.reply(rows + 1.0 if isinstance(request, Norms) else np.zeros(9))

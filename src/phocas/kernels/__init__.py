@@ -27,7 +27,7 @@ from phocas.kernels.memory import (
     row_table,
 )
 from phocas.kernels.mixes import SparseMix
-from phocas.kernels.sums import packed_sums, pair_matrix, pair_sums, square_sums
+from phocas.kernels.sums import packed_sums, pair_matrix, pair_sums, sign_counts, square_sums
 from phocas.kernels.tails import tail_square_sums
 from phocas.kernels.target import instructions
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
@@ -64,6 +64,7 @@ __all__ = [
     "row_table",
     "scale_for",
     "set_num_threads",
+    "sign_counts",
     "spread",
     "square_sums",
     "tail",

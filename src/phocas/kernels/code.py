@@ -56,6 +56,7 @@ def compiled(name: str, element: str, wide: bool = False) -> int:
         "fused": mixing.fused_module,
         "pairs": distances.pairs_module,
         "norms": distances.norms_module,
+        "signs": distances.signs_module,
         "products": products.products_module,
         "normals": normals.normals_module,
     }

@@ -27,6 +27,7 @@ from phocas.kernels.target import Target
 
 LANES = {"float": 16, "double": 8}  # fixed, so that every host adds in the same order
 PANEL_ROWS = 64
+NEGATIVE = 2.0**26  # more than the columns of a granule, for counts of negative values
 
 
 def block_rows(target: Target) -> int:
@@ -228,6 +229,32 @@ def norms_module(target: Target, element: Element) -> str:
         with f.loop("0", blocks) as row:
             where = sums_at(f, sums, row.index, side)
             store_sums(f, block_sums(f, row.index, side), side, where)
+    return finish(f)
+
+
+def signs_module(target: Target, element: Element) -> str:
+    """Generate the LLVM IR of the kernel that counts the signs of each row in each granule.
+
+    It adds 1 for a positive and ``NEGATIVE`` for a negative value, so one double has both counts.
+    """
+    side = block_rows(target)
+    f = Function(target, element, LANES[element.compute])
+    args = f.named(DistanceArguments._fields)
+    rows, blocks = args.pointer("rows"), args.integer("blocks")
+    one, many, zero = f.splat(1.0), f.splat(NEGATIVE), "zeroinitializer"
+    with f.loop("%start", "%stop") as granule, f.loop("0", blocks) as row:
+        begin, end = granule_range(f, args, granule.index)
+        sources = row_block(f, rows, row.index, side)
+        with f.loop(begin, end, f.lanes) as loop:
+            totals = [loop.carry(f.vector, zero) for _ in sources]
+            for source, total in zip(sources, totals, strict=True):
+                value = f.load(f.at(source, loop.index))
+                below = f.select(f.compare("olt", value, zero), many, zero)
+                added = f.select(f.compare("ogt", value, zero), one, below)
+                loop.update(total, f.add(total, added))
+        place = f.op(f"add i64 {f.op(f'mul i64 {granule.index}, {blocks}')}, {row.index}")
+        sums = lane_sums(f, totals)
+        store_sums(f, sums, side, sums_at(f, args.pointer("out"), place, side))
     return finish(f)
 
 

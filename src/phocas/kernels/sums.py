@@ -1,4 +1,4 @@
-"""Squared distances of all pairs of rows, and squared norms, as sums over granules of columns."""
+"""Squared distances of all pairs of rows, squared norms and signs, as sums over granules."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
     """Return the sum of squares of each row in each granule: (granules, padded rows)."""
     width = _blocks(len(rows)) * distances.block_rows(host())
     return _granule_sums(rows, granule, "norms", True, width)
+
+
+def sign_counts(rows: Rows, granule: int) -> NDArray[np.float64]:
+    """Return how many values of each row are positive, and negative: (granules, 2 * padded rows).
+
+    A granule has counts of its own.
+    """
+    width = _blocks(len(rows)) * distances.block_rows(host())
+    negative, positive = np.divmod(
+        _granule_sums(rows, granule, "signs", True, width), distances.NEGATIVE
+    )
+    return np.concatenate([positive, negative], axis=1)
 
 
 def pair_matrix(sums: NDArray[np.float64], m: int) -> NDArray[np.float64]:
@@ -103,7 +115,7 @@ def _granule_sums(
         granule=granule,
         tile=products.TILE if by_products else distances.tile_columns(m),
         pairs=address(pairs),
-        number=1 if name == "norms" else len(pairs),
+        number=len(pairs) if name in ("pairs", "products") else 1,
         panel=panel,
         sampled=address(sampled),
     )

@@ -110,7 +110,7 @@ def print_rules(m: int) -> None:
         for entry in entries(m):
             if entry["kind"] != kind:
                 continue
-            told = table[entry["name"]].parameters()
+            told = textwrap.shorten(table[entry["name"]].parameters(), 31, placeholder=" ...")
             cost = "" if entry["cost"] is None else f"{entry['cost']:.1f}"
             print(line(entry["name"], told, _survival(entry["survives"]), cost).rstrip())
             print(textwrap.fill(_INDENT + entry["summary"], WIDTH, subsequent_indent=_INDENT))

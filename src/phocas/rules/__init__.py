@@ -20,18 +20,22 @@ from phocas.rules.heraclius import Heraclius
 from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.relative import Referenced, Relative
-from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum, RowRule
+from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MoNNA, MultiKrum, RowRule
 from phocas.rules.sharded import ShardedAggregation
+from phocas.rules.signguard import SignGuard
+from phocas.rules.spectral import CAF, SMEA
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
 from phocas.rules.trust import FLTrust
 from phocas.rules.weighting import Weighted
 
 __all__ = [
+    "CAF",
     "CGE",
     "MDA",
     "NNM",
     "PRE_AGGREGATORS",
     "RULES",
+    "SMEA",
     "AdaptiveClipping",
     "Bounded",
     "Bucketing",
@@ -52,6 +56,7 @@ __all__ = [
     "Mean",
     "Median",
     "Mix",
+    "MoNNA",
     "Monitor",
     "MultiKrum",
     "Norms",
@@ -63,6 +68,7 @@ __all__ = [
     "RowRule",
     "Rule",
     "ShardedAggregation",
+    "SignGuard",
     "Tolerance",
     "TrimmedMean",
     "TrimmingRule",

@@ -25,6 +25,7 @@ from phocas.rules.algebra import (
     OutlierShares,
     Radii,
     Request,
+    Signs,
     needs_double,
     wants_double,
 )
@@ -141,7 +142,9 @@ class DeviceMatrix(Matrix):
         return (rows for piece in self.pieces for _, _, rows in self.blocks(piece))
 
     def measure(self, request: Request) -> Floats:
-        """Measure squared distances or norms of the rows on the device, a range at a time."""
+        """Measure squared distances, norms or signs of the rows on the device, by ranges."""
+        if isinstance(request, Signs):
+            return Matrix.measure(self, request)
         pairs = isinstance(request, Distances)
         k = self.m if request.weights is None else len(request.weights)
         result = np.zeros((k, k) if pairs else k)
@@ -158,6 +161,9 @@ class DeviceMatrix(Matrix):
 
         def sums(begin: int, end: int) -> Floats:
             granules = asked[:, begin:end].reshape(k, -1, kernels.granule_columns(k))
+            if isinstance(request, Signs):
+                counts = [(each > 0).sum(dim=-1).cpu().numpy().T for each in (granules, -granules)]
+                return np.concatenate([kernels.packed_sums(each) for each in counts], axis=1)
             return kernels.packed_sums(np.moveaxis(_squares(granules, pairs=pairs), -1, 0))
 
         def values(begin: int, end: int) -> NDArray[Any]:

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,6 +180,21 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
+class Signs:
+    """A request for the numbers of positive, zero and negative values of each row: a (3, m) array.
+
+    NaN counts as zero.
+
+    Attributes:
+        weights: the mix whose values are counted; None: the rows.
+        scale: always 1, as signs do not depend on a scale.
+    """
+
+    weights: Floats | None = None
+    scale: ClassVar[float] = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Radii:
     """A request for the radius of a window in each column of split blocks.
 
@@ -193,14 +208,15 @@ class Radii:
     weighing: Weighing | None = None
 
 
-Request: TypeAlias = Distances | Norms
+Request: TypeAlias = Distances | Norms | Signs
 AnyRequest = TypeVar("AnyRequest", Distances, Norms)
 Choice = TypeVar("Choice")
 
 
 def wants_double(request: Request) -> bool:
     """Tell whether the squares of a request are added in double precision."""
-    return isinstance(request, Norms) or request.wide or request.scale != 1
+    wide = isinstance(request, Norms) or (isinstance(request, Distances) and request.wide)
+    return wide or request.scale != 1
 
 
 def _chosen(weights: Floats) -> NDArray[np.intp] | None:
@@ -292,6 +308,17 @@ def select(m: int, indices: NDArray[np.intp]) -> Floats:
     weights = np.zeros((len(indices), m))
     weights[np.arange(len(indices)), indices] = 1
     return weights
+
+
+def weighing(weights: Floats) -> Mix:
+    """Return the mix that averages the rows by weights: a selection if the weights are 0 or equal.
+
+    The mean of selected rows that are equal is exact; a weighted sum would round.
+    """
+    used = np.flatnonzero(weights)
+    if len(used) and np.ptp(weights[used]) == 0 and abs(weights[used].sum() - 1) < 1e-9:
+        return Mix(select(len(weights), used))
+    return Mix(weights[None, :], fair=1 / len(weights))
 
 
 def heaviest(units: NDArray[np.int64], count: int) -> int:
@@ -514,8 +541,10 @@ def through(first: Mix, planning: Planning) -> Planning:
         else:
             inner = weights if request.weights is None else request.weights @ weights
             asked = replace(request, weights=inner)
-            # Clipped rows far from the origin differ by less than rounding to single precision.
-            reply = yield asked if convex or isinstance(asked, Norms) else replace(asked, wide=True)
+            if isinstance(asked, Distances) and not convex:
+                # Clipped rows far from the origin differ by less than rounding to single precision.
+                asked = replace(asked, wide=True)
+            reply = yield asked
 
 
 def beside(planning: Planning, m: int) -> Planning:

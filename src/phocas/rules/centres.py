@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -14,6 +16,7 @@ from phocas.rules.algebra import (
     Mix,
     Norms,
     Planning,
+    Request,
     fitting_distances,
     fitting_norms,
     lost,
@@ -23,7 +26,7 @@ from phocas.rules.algebra import (
 )
 from phocas.rules.base import Rule
 from phocas.rules.guarantee import Tolerance
-from phocas.specs import count, normalise, one_of, positive
+from phocas.specs import count, normalise, number, one_of, positive
 
 # Rows farther from the centre than this many typical distances are moved towards the centre before
 # Weiszfeld's iteration. Otherwise their distances would cancel those between near rows.
@@ -49,17 +52,24 @@ class GeometricMedian(WeighingRule):
         GeometricMedian = argmin_v |x_1 - v| + ... + |x_m - v|
 
     The iteration stops when a step is shorter than ``tolerance`` times the typical distance between
-    rows.
+    rows. With ``smoothing``, it is the iteration of RFA, which takes a fixed number of steps:
+
+        v <- sum of w_i x_i / sum of w_i,  w_i = 1 / max(smoothing, |x_i - v|),  from v = 0
+
+    ByzFL has ``iterations=3,smoothing=0.1``, and Karimireddy, He and Jaggi have ``iterations=8``.
 
     Breakdown: tolerates fewer than m/2 Byzantine rows; the influence of a row depends on its
-    direction, not on its distance. A row with NaN or inf has weight zero.
+    direction, not on its distance. There is no guarantee with ``smoothing``: the few steps from
+    zero may end far from the median. A row with NaN or inf has weight zero.
 
     Reference: Weiszfeld (1937); Chen, Su, Xu, "Distributed statistical machine learning in
-    adversarial settings" (2017).
+    adversarial settings" (2017); Pillutla, Kakade, Harchaoui, "Robust aggregation for federated
+    learning" (2022), who start from the mean.
 
     Args:
-        iterations: the largest number of iterations.
+        iterations: the largest number of iterations; with ``smoothing``, the number.
         tolerance: the step length that ends the iteration, in typical distances between rows.
+        smoothing: the smallest distance by which RFA divides; 0: iterate to the median.
 
     >>> import numpy as np
     >>> rows = np.array([[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [900.0, 900.0]])
@@ -69,27 +79,36 @@ class GeometricMedian(WeighingRule):
 
     iterations: int = 100
     tolerance: float = 1e-6
+    smoothing: float = 0.0
     name: ClassVar[str] = "geometric-median"
     aliases: ClassVar[tuple[str, ...]] = ("geomed", "gm", "rfa")
     weighable = True
     min_byzantine: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        """Check the limits of the iteration."""
+        """Check the limits of the iteration, and the smoothing."""
+        smoothing = number("GeometricMedian", "smoothing", self.smoothing)
+        if not 0 <= smoothing < math.inf:
+            raise ValueError(
+                f"GeometricMedian needs a finite smoothing >= 0: got smoothing={smoothing:g}"
+            )
         normalise(
             self,
             iterations=count("GeometricMedian", "iterations", self.iterations, minimum=1),
             tolerance=positive("GeometricMedian", "tolerance", self.tolerance),
+            smoothing=smoothing,
         )
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return the largest minority of the rows."""
+        """Return the largest minority of the rows; zero with ``smoothing``."""
         self.check(m)
-        return Tolerance(rows=self.largest_b(m))
+        return Tolerance() if self.smoothing else Tolerance(rows=self.largest_b(m))
 
     def error_bound(self, m: int, q: int) -> float | None:
-        """Return the bound of Allouah et al., "Fixing by mixing" (2023)."""
-        return None if q > self.tolerates(m).rows else 2 * (m - q) / (m - 2 * q)
+        """Return the bound of Allouah et al., "Fixing by mixing" (2023); None with smoothing."""
+        if self.smoothing or q > self.tolerates(m).rows:
+            return None
+        return 2 * (m - q) / (m - 2 * q)
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
         """Compute the weights of the rows from the distances between them."""
@@ -112,6 +131,8 @@ class GeometricMedian(WeighingRule):
         typical = float(spread[centre])
         if not np.isfinite(typical):
             return lost(m)
+        # Distances below the smoothing do not matter.
+        typical = max(typical, (self.smoothing * request.scale) ** 2)
         if typical == 0:
             weights = np.zeros((1, m))
             weights[0, centre] = 1
@@ -124,13 +145,39 @@ class GeometricMedian(WeighingRule):
             drawn[:, centre] += 1 - shrink
             wide = not 1e-24 < typical < 1e36 / FAR**2 or bool(np.any(shrink[shrink > 0] < 1e-30))
             squared = yield replace(request, weights=drawn, wide=wide)
-        weights = self._weiszfeld(squared, shrink, centre, typical, pulls)
+        start = (yield from self._first_step(pulls, shrink > 0)) if self.smoothing else None
+        if start is not None and not start.any():
+            return lost(m)
+        floor = self.smoothing * request.scale or 1e-12 * math.sqrt(typical)
+        weights = self._weiszfeld(squared, shrink, centre, typical, pulls, floor, start)
         return Mix(weights[None, :], fair=1 / m)
 
+    def _first_step(
+        self, pulls: Floats, present: NDArray[np.bool_]
+    ) -> Generator[Request, Floats, Floats]:
+        """Return the weights after the first step of the smoothed iteration, from zero.
+
+        They are all zero if every row has NaN or inf.
+        """
+        squared, request = yield from measured_norms(lambda each: float(np.median(each)))
+        lengths = np.where(present, np.sqrt(squared), np.inf)
+        weights = pulls / np.maximum(lengths, self.smoothing * request.scale)
+        return np.asarray(weights / (weights.sum() or 1.0))
+
     def _weiszfeld(
-        self, squared: Floats, shrink: Floats, centre: int, typical: float, pulls: Floats
+        self,
+        squared: Floats,
+        shrink: Floats,
+        centre: int,
+        typical: float,
+        pulls: Floats,
+        floor: float,
+        start: Floats | None,
     ) -> Floats:
         """Return the weights, given the distances between rows moved to the centre by ``shrink``.
+
+        ``floor`` is the smallest distance by which weights are divided. ``start`` are the weights
+        after the first of a fixed number of steps, for the smoothed iteration.
 
         The moved rows are z_i = c + s_i (x_i - c). Every x_i - v is a combination of the z with
         weights that add up to zero. Its norm follows from the distances between the z.
@@ -144,15 +191,17 @@ class GeometricMedian(WeighingRule):
         # Start from the mean of the near rows. From a start far away, each step shortens the
         # distance by a constant factor only: 7 near rows against 6 far ones need hundreds of steps.
         near = (shrink == 1) * pulls
-        weights = near / near.sum()
-        floor = 1e-12 * np.sqrt(typical)
+        weights = near / near.sum() if start is None else start
         previous: Floats | None = None
-        for _ in range(self.iterations):
+        for _ in range(self.iterations if start is None else self.iterations - 1):
             point = weights @ to_rows
             directions = to_rows - point
             lengths = -0.5 * ((directions @ squared) * directions).sum(axis=1)
             distances = np.sqrt(np.maximum(lengths, 0.0))
             inverse = present * pulls / np.maximum(distances, floor)
+            if start is not None:
+                weights = inverse / inverse.sum()
+                continue
             here = present & (distances <= floor)
             inverse[here] = 0.0
             if not inverse.any():

@@ -33,6 +33,7 @@ from phocas.rules.algebra import (
     OutlierShares,
     Radii,
     Request,
+    Signs,
     needs_double,
     wants_double,
 )
@@ -98,8 +99,7 @@ def or_by_torch(
             _said.add(reason)
             message = f"{reason}; torch's operations are used, which sort and take much longer"
             warnings.warn(message, RuntimeWarning, stacklevel=5)
-        other = _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
-        answer: Answer = getattr(other, method.__name__)(*args, **kwargs)
+        answer: Answer = getattr(self._by_torch(), method.__name__)(*args, **kwargs)
         return answer
 
     return either
@@ -132,8 +132,11 @@ class KernelMatrix(Matrix):
     def measure(self, request: Request) -> Floats:
         """Measure squared distances or squared norms of the rows on the device.
 
-        Squares are added up in granules, which are fixed numbers of columns.
+        Squares are added up in granules, which are fixed numbers of columns. Signs are counted by
+        torch operations.
         """
+        if isinstance(request, Signs):
+            return self._by_torch().measure(request)
         question = _Question(request, self.m)
         sums = question.sums(self._device)
         found = (block for piece in self.pieces for _, _, block in self.blocks(piece))
@@ -145,7 +148,12 @@ class KernelMatrix(Matrix):
     @or_by_torch
     def partial(self, request: Request | Radii, start: int = 0) -> Partial:
         """Measure these columns, which begin at column ``start`` of the whole matrix."""
+        if isinstance(request, Signs):
+            return self._by_torch().partial(request, start)
         return super().partial(request, start)
+
+    def _by_torch(self) -> DeviceMatrix:
+        return _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
 
     def measured(self, request: Request | Radii, start: int, rows: Tensors) -> Partial:
         """Measure a range of columns; squares are summed in granules, fixed numbers of columns."""
@@ -178,15 +186,13 @@ class KernelMatrix(Matrix):
 
     def filtered(self, outliers: Beyond, excluded: NDArray[np.bool_]) -> Matrix:
         """Return the filtered rows as a matrix of torch operations."""
-        other = _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
-        return other.filtered(outliers, excluded)
+        return self._by_torch().filtered(outliers, excluded)
 
     def keep_tail(
         self, reduction: Reduction, spreads: Any, outs: list[Any], outside: Counts, start: int
     ) -> None:
         """Add the outliers of the window to the result, by torch operations."""
-        other = _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
-        other.keep_tail(reduction, spreads, outs, outside, start)
+        self._by_torch().keep_tail(reduction, spreads, outs, outside, start)
 
     def tail_squares(self, outliers: Any, limit: float) -> Floats:
         """Raise KernelError, because there is no kernel: :meth:`keep_tail` does without."""

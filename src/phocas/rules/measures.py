@@ -26,6 +26,7 @@ from phocas.rules.algebra import (
     OutlierShares,
     Radii,
     Request,
+    Signs,
     SquaredRadii,
     TailNorms,
     wants_double,
@@ -127,9 +128,10 @@ def total(
 ) -> Any:
     """Return the answer to a request from the partials of all columns.
 
-    The answer is the m x m squared distances or the m squared norms of whole rows, the scales of
-    split blocks by block number, or the share of replaced cells of each row. ``columns`` is the
-    expected number of columns; without it, missing last columns are not detected.
+    The answer is the m x m squared distances or the m squared norms of whole rows, the numbers of
+    their signs, the scales of split blocks by block number, or the share of replaced cells of each
+    row. ``columns`` is the expected number of columns; without it, missing last columns are not
+    detected.
     """
     parts = _checked(partials)
     if isinstance(request, Radii):
@@ -147,9 +149,14 @@ def total(
     for number, values in _complete(edges, m, granule).items():
         whole[number] = _sums(request, rows_of(values), granule)
     if not whole:
-        width = (m, m) if isinstance(request, Distances) else (m,)
-        return np.zeros(width)
+        widths = {Distances: (m, m), Signs: (3, m)}
+        return np.zeros(widths.get(type(request), (m,)))
     added = _in_order([whole[number] for number in sorted(whole)])
+    if isinstance(request, Signs):
+        width = sum(len(sums) for _, sums in blocks) * granule
+        width += sum(values.shape[1] for _, values in edges)
+        positive, negative = added.reshape(2, -1)[:, :m]
+        return np.stack([positive, width - positive - negative, negative])
     return kernels.pair_matrix(added, m) if isinstance(request, Distances) else added[:m]
 
 
@@ -302,6 +309,8 @@ def _complete(
 def _sums(request: Request, rows: Rows, granule: int) -> Floats:
     if isinstance(request, Norms):
         return kernels.square_sums(rows, granule)
+    if isinstance(request, Signs):
+        return kernels.sign_counts(rows, granule)
     return kernels.pair_sums(rows, granule, request.wide)
 
 

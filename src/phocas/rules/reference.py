@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from phocas.rules import reference_rows
 from phocas.rules.base import Bounded, Pipeline, PreAggregator, Rule, Stage
 from phocas.rules.cell_filter import CellFilter
 from phocas.rules.centres import CenteredClipping, GeometricMedian
@@ -22,7 +23,9 @@ from phocas.rules.heraclius import Heraclius
 from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.relative import Referenced, Relative
-from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
+from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MoNNA, MultiKrum
+from phocas.rules.signguard import SignGuard
+from phocas.rules.spectral import CAF, SMEA
 from phocas.rules.trust import FLTrust
 from phocas.rules.weighting import Weighted
 
@@ -292,9 +295,18 @@ def _cge(rule: CGE, rows: Matrix) -> list[int]:
     return _smallest(_lengths(rows), len(rows) - rule.b)
 
 
+def _smoothed_median(rule: GeometricMedian, rows: Matrix) -> Matrix:
+    point = np.zeros(rows.shape[1])
+    for _ in range(rule.iterations):
+        weights = 1 / np.maximum(_lengths(rows - point), rule.smoothing)
+        point = weights @ rows / weights.sum()
+    return point
+
+
 def _geometric_median(rule: GeometricMedian, rows: Matrix) -> Matrix:
-    del rule
     rows = rows[np.isfinite(rows).all(axis=1)]
+    if rule.smoothing:
+        return _smoothed_median(rule, rows)
     # Do not start from the median: the iteration cannot leave a row on which it starts.
     middle = np.median(rows, axis=0)
     point = rows[np.argsort(_lengths(rows - middle))[: len(rows) // 2 + 1]].mean(axis=0)
@@ -416,6 +428,8 @@ _RULES: dict[type[Rule], Callable[[Any, Matrix], Matrix]] = {
     Bulyan: _bulyan,
     GeometricMedian: _geometric_median,
     CenteredClipping: _centered_clipping,
+    CAF: reference_rows.caf,
+    SignGuard: reference_rows.signguard,
     Monitor: _monitor,
 }
 _CHOICES: dict[type[Rule], Callable[[Any, Matrix], list[int]]] = {
@@ -423,6 +437,8 @@ _CHOICES: dict[type[Rule], Callable[[Any, Matrix], list[int]]] = {
     MultiKrum: _multi_krum,
     MDA: _mda,
     CGE: _cge,
+    MoNNA: reference_rows.monna,
+    SMEA: reference_rows.smea,
 }
 """Rules that average the rows that they choose."""
 _REFERENCED: dict[type[Rule], Callable[[Any, Matrix, Matrix], Matrix]] = {

@@ -23,6 +23,7 @@ from phocas.rules.algebra import (
     Norms,
     Planning,
     Request,
+    Signs,
     by_function,
 )
 from phocas.rules.base import Composite, Rule, plan_of
@@ -166,16 +167,17 @@ def _planning(planning: Planning | None, m: int) -> Planning:
             request: Request = planning.send(reply) if reply is not None else next(planning)
         except StopIteration as stop:
             return _shifted(stop.value, m)
-        if isinstance(request, Norms):
+        if isinstance(request, Norms | Signs):
             weights = np.eye(m - 1) if request.weights is None else request.weights
             differences = np.column_stack([weights, -weights.sum(axis=1)])
             reply = yield replace(request, weights=differences)
         elif request.weights is None:
             reply = (yield request)[: m - 1, : m - 1]
         else:
-            reply = yield Distances(
-                _completed(request.weights), wide=request.wide, scale=request.scale
-            )
+            completed = _completed(request.weights)
+            # A base that stays in the rows is larger than they, and rounds them.
+            wide = request.wide or bool(completed[:, -1].any())
+            reply = yield Distances(completed, wide=wide, scale=request.scale)
     return _shifted(Mix(), m)
 
 

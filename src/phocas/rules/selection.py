@@ -373,3 +373,67 @@ class CGE(RowRule):
         squared, _ = yield from measured_norms(lambda each: float(np.partition(each, rank)[rank]))
         best = np.sort(np.argsort(squared, kind="stable")[: m - self.b])
         return Mix(select(m, best)) if np.all(np.isfinite(squared[best])) else lost(m)
+
+
+@dataclass(frozen=True)
+class MoNNA(RowRule):
+    """Average the m - b rows nearest to the row of a trusted worker, itself among them.
+
+        MoNNA_b = mean of the m - b rows x_i with the smallest |x_i - x_t|,  t the trusted worker
+
+    The smaller index breaks ties. The name means momentum with nearest-neighbour averaging: in the
+    paper every worker trusts itself and sends momentum.
+
+    Breakdown: no guarantee if the trusted worker is Byzantine; the row of an honest one bounds the
+    distances of all chosen rows from it. A row with NaN or inf is at infinite distance.
+
+    Reference: Farhadkhani et al., "Robust collaborative learning with linear gradient overhead"
+    (2023).
+
+    Args:
+        b: the number of rows to drop, 2b < m.
+        trusted: the index of the trusted worker, from 0.
+
+    >>> import numpy as np
+    >>> MoNNA(b=1)(np.array([[1.0], [2.0], [6.0], [900.0]]))
+    array([3.])
+    """
+
+    trusted: int = 0
+    name: ClassVar[str] = "monna"
+
+    def __post_init__(self) -> None:
+        """Check that b is a count, and the trusted worker an index."""
+        super().__post_init__()
+        normalise(self, trusted=count("MoNNA", "trusted", self.trusted))
+
+    def check(self, m: int) -> None:
+        """Raise ValueError if 2b >= m, or if there is no such worker."""
+        super().check(m)
+        if self.trusted >= m:
+            raise ValueError(
+                f"MoNNA needs trusted < m: got trusted={self.trusted} with m={m} workers, the"
+                f" largest index is {m - 1}"
+            )
+
+    def tolerates(self, m: int) -> Tolerance:
+        """Return zero: the trusted worker may be a Byzantine one."""
+        self.check(m)
+        return Tolerance()
+
+    def expected(self, m: int) -> float:
+        """Return the share of rows not chosen."""
+        return self.b / m
+
+    def planning(self, m: int, rng: np.random.Generator | None) -> Planning:
+        """Choose the rows nearest to the trusted one."""
+        del rng
+
+        def choose(squared: Floats) -> tuple[Mix, bool]:
+            distances = squared[self.trusted].copy()
+            distances[self.trusted] = -1.0
+            best = np.sort(np.argsort(distances, kind="stable")[: m - self.b])
+            finite = bool(np.isfinite(distances[best]).all())
+            return Mix(select(m, best)) if finite else lost(m), finite
+
+        return (yield from chosen(choose))

@@ -12,7 +12,9 @@ from phocas.rules.function import FunctionRule
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
-from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MultiKrum
+from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MoNNA, MultiKrum
+from phocas.rules.signguard import SignGuard
+from phocas.rules.spectral import CAF, SMEA
 from phocas.rules.trust import FLTrust
 from phocas.specs import Foreign, Table, loaded, split
 
@@ -87,6 +89,10 @@ RULES = RuleTable(
         FLTrust,
         MDA,
         CGE,
+        MoNNA,
+        CAF,
+        SMEA,
+        SignGuard,
         Monitor,
     ],
     base=Rule,
