@@ -94,8 +94,7 @@ def assert_weights_match(rule: Heraclius, rows: Doubles, got: Doubles, dtype: st
         if not np.isfinite(twin[j]) or not np.isfinite(column).all():
             assert not np.isfinite(value), (str(rule), rows[:, j], value)
             continue
-        # The sum of tails is scaled and added, which rounds twice.
-        rounding = abs(twin[j]) * (ROUNDING[dtype] + 2 * eps) + TINY[dtype] + 4 * len(rows) * tiny
+        rounding = abs(twin[j]) * ROUNDING[dtype] + TINY[dtype] + 4 * len(rows) * tiny
         slack = 8 * len(rows) * eps * np.abs(column).max()
         assert abs(value - twin[j]) <= rounding + slack, (str(rule), rows[:, j], value, twin[j])
 
