@@ -194,8 +194,8 @@ def test_every_fault_costs_its_own_rows_of_its_own_round(ray: Any, data: Dataset
     assert all(done.action == "applied" for done in rounds)
     assert np.isfinite(losses).all()
     # The stale row of worker 3 is a value like any other: the local engine is told the same lie.
-    missing = tuple(tuple(done.missing) for done in rounds)
-    same = AbsentOrStale(missing, worker=3, late=5)
+    absent = tuple(tuple(done.missing) for done in rounds)
+    same = AbsentOrStale(absent, worker=3, late=5)
     assert np.array_equal(found, local_bits(data, len(rounds), attack=same, **options))
 
 
