@@ -500,10 +500,11 @@ def unknown(kind: str, got: str, known: Iterable[str], plural: str | None = None
     names = list(known)
     keys = {_key(name): name for name in names}
     usual = [_key(name) for name in SPELLINGS.get(got, ()) if name in names]
+    usual += [key for key in keys if sorted(key) == sorted(_key(got))]  # transposed letters
     close = usual[:1] or difflib.get_close_matches(_key(got), keys, n=1, cutoff=0.5)
     hint = f"; did you mean {keys[close[0]]!r}?" if close else ";"
     listing = ", ".join(names) if names else "none"
-    plural = plural or (f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s")
+    plural = plural or (f"{kind[:-1]}ies" if kind.endswith("cy") else f"{kind}s")
     return f"unknown {kind} {got!r}{hint} {plural}: {listing}"
 
 

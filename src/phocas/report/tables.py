@@ -39,6 +39,8 @@ MAIN = (
     "seed",
 )
 """The settings that are shown for every run that has them, even if all have the same value."""
+ALIKE = (IID.name, Partition.name)
+"""The splits that give all workers data of one kind."""
 # Settings whose values need no name beside them.
 _PLAIN = ("name", "dataset", "model", "rule", "attack", "split")
 
@@ -197,7 +199,7 @@ def compared_with_past(config: Mapping[str, Any]) -> bool:
     """
     if "worker_data" not in config:
         return False
-    alike = config.get("split", "iid") in (IID.name, Partition.name)
+    alike = config.get("split", "iid") in ALIKE
     return (config.get("worker_data") or ("alike" if alike else "differ")) == "differ"
 
 
@@ -208,7 +210,8 @@ def about_flags(
 
     >>> about_flags((0, 1), {"split": "iid"}, (0, 1))
     '0, 1: wrong beyond chance; in this simulation 0, 1 are Byzantine'
-    >>> for part in about_flags((0, 5), {"split": "by-label"}, (0, 1)).split("; "):
+    >>> of = {"split": "by-label", "worker_data": None}
+    >>> for part in about_flags((0, 5), of, (0, 1)).split("; "):
     ...     print(part)
     0, 5: no longer as in their own past, which data that differ (by-label) do not explain
     in this simulation 0, 1 are Byzantine
@@ -223,6 +226,8 @@ def about_flags(
             ": no longer as in their own past, which data that differ"
             f" ({config.get('split')}) do not explain"
         )
+    elif config.get("split", "iid") not in ALIKE:
+        text += f": unlike the others, as their data are ({config['split']}): no proof of a fault"
     elif not false:
         text += ": wrong beyond chance"
     if byzantine:
