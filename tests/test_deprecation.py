@@ -93,7 +93,7 @@ def test_former_names_of_detection() -> None:
     with pytest.warns(DeprecationWarning, match=r"use FlaggedRank\.onset$"):
         assert FlaggedRank(0, 7, 0.1, 0.1).since == 7  # type: ignore[attr-defined]
     with pytest.warns(DeprecationWarning, match="on_suspect is .* use on_flagged$"):
-        assert options_of(on_suspect=print)[-1].on_flagged is print
+        assert options_of(on_suspect=print).reactions.on_flagged is print
     with Trainer("mlp", data="synthetic:train=50,test=10", num_workers=3, rule="mean") as trainer:
         with pytest.warns(DeprecationWarning, match=r"use Trainer\.detector$"):
             assert trainer.suspicion is trainer.detector  # type: ignore[attr-defined]

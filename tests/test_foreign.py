@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import phocas
@@ -414,3 +415,29 @@ def test_commands_describe_what_a_user_wrote(mine: str) -> None:
     assert said("rules", f"nnm:b=1|{mine}:Inner")["steps"][1]["name"] == f"{mine}:Inner"
     result = CliRunner().invoke(application(), ["attacks", f"{mine}:shifted"])
     assert "--attack" in result.output
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return None", r"got object of shape \(\)"),
+        ("return rows", r"a number for each of 40 columns: got float64 of shape \(9, 40\)"),
+        ("return rows[0] + 1j", "got complex128"),
+        ("return rows[0].astype(str)", "got <U"),
+        ("return torch.from_numpy(rows).to('cuda')", r"\w+Error: "),
+        ("return rows.nothing", "AttributeError: .*no attribute 'nothing'"),
+    ],
+)
+def test_wrong_functions_are_one_line_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
+) -> None:
+    if "cuda" in body and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    name = "wrong_" + re.sub(r"\W", "_", tmp_path.name)
+    (tmp_path / f"{name}.py").write_text(f"import torch\n\ndef rule(rows):\n    {body}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # of the user's code
+        aggregate(ROWS, f"{name}:rule")
+    line = describe_error(caught.value)
+    assert re.search(rf"{name}\.py:[34]: .*{words}", line), line
+    assert "\n" not in line

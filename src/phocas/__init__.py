@@ -16,6 +16,7 @@ from phocas.kernels import Window, get_num_threads, set_num_threads
 from phocas.rules import (
     CAF,
     CGE,
+    FLAME,
     FORMER_NAMES,
     MDA,
     NNM,
@@ -31,8 +32,10 @@ from phocas.rules import (
     Clipping,
     ColumnRule,
     Distances,
+    DnC,
     Explanation,
     FLTrust,
+    FoolsGold,
     FunctionRule,
     GeometricMedian,
     Heraclius,
@@ -69,6 +72,7 @@ __version__ = "0.2.0"
 __all__ = [
     "CAF",
     "CGE",
+    "FLAME",
     "MDA",
     "NNM",
     "PRE_AGGREGATORS",
@@ -83,8 +87,10 @@ __all__ = [
     "Clipping",
     "ColumnRule",
     "Distances",
+    "DnC",
     "Explanation",
     "FLTrust",
+    "FoolsGold",
     "FunctionRule",
     "GeometricMedian",
     "Heraclius",
@@ -135,7 +141,7 @@ _LATER = (
 
 
 def __getattr__(name: str) -> Any:
-    """Load a room that not everyone needs when it is first asked for."""
+    """Import a subpackage on first use, because not everyone needs it."""
     if name in _LATER:
         return importlib.import_module(f"phocas.{name}")
     return former_names("phocas", FORMER_NAMES)(name)

@@ -29,7 +29,7 @@ def warn_renamed(old: str, new: str) -> None:
 
 
 def former_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module that finds renamed attributes, by old and new name."""
+    """Return a ``__getattr__`` for a module that accepts former names: ``{old: new}``."""
 
     def find(name: str) -> Any:
         if name not in names:

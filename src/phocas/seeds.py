@@ -24,6 +24,7 @@ class Stream(IntEnum):
     SPEED = 0x59EED
     VALIDATION = 0x7A11D
     TRUSTED = 0x7205
+    AUGMENTATION = 0xA46
 
 
 def sequence(stream: Stream, *position: int) -> np.random.SeedSequence:

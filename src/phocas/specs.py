@@ -42,7 +42,7 @@ SPELLINGS = {
     "random_state": ("seed",),
     "momentum": ("worker_momentum",),
 }
-"""Names that other libraries use, and ours in the order in which they are suggested."""
+"""For each name that other libraries use, our names in the order in which they are suggested."""
 
 OnNonfinite = Literal["skip", "stop", "apply"]
 """The policy for an aggregate with NaN or inf: skip it, stop the run, or apply it."""
@@ -237,7 +237,7 @@ class Table(Mapping[str, type[S]], Generic[S]):
         raise TypeError(f"{owner} needs a {self.kind}, as a value or as text: got {value!r}")
 
     def find(self, text: str) -> Any:
-        """Return what a text names: a class, or the user's class, function or value; import it.
+        """Return the class, function or value that a text names; import user-defined code.
 
         Args:
             text: the name, with or without arguments.
@@ -379,7 +379,7 @@ def loaded(value: Any) -> Any:
 
 
 def build(cls: type[S], arguments: Mapping[str, str], **given: Any) -> S:
-    """Return a value from the text of its arguments and from given fields."""
+    """Return a value of a class, from the text of some fields and the values of others."""
     values = read_arguments(cls, arguments, frozenset(given))
     return cls(**given, **{key: loaded(value) for key, value in values.items()})
 

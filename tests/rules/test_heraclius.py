@@ -320,6 +320,33 @@ def test_cut_blocks_must_be_answered_and_placed() -> None:
         evaluation.finish(rows[:, 7:], 7)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("columns", [1, 15, 1024, 1500, 4096])
+def test_tail_of_one_range_has_the_bits_of_the_general_tail(columns: int, dtype: str) -> None:
+    from phocas.rules.base import plan_of
+    from phocas.rules.execution import Matrix, Reduction
+    from phocas.rules.host import HostMatrix
+    from phocas.rules.inputs import open_rows
+
+    rng = np.random.default_rng(columns)
+    rows = np.exp(2 * rng.normal(size=(7, columns))).astype(dtype)
+    rows[1, ::3] *= 100
+    rows[3, ::7] = np.nan
+    matrix = open_rows(rows)
+    assert isinstance(matrix, HostMatrix)
+    plan = plan_of(Heraclius(2), 7)
+    for mean in (False, True):
+        for squares in (0.0, 1e6):
+            found = []
+            for keep in (HostMatrix.keep_tail, Matrix.keep_tail):
+                out = np.ones(columns, dtype)
+                outside = np.full(7, columns)
+                reduction = Reduction(plan.window, tail=plan.tail, mean=mean, squares=squares)
+                keep(matrix, reduction, None, [out], outside, 0)
+                found.append((bits(out), outside.tolist()))
+            assert found[0] == found[1]
+
+
 # -- the tail --------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,9 @@ RULES = [
     "clipping:radius=30|median",
     "caf:b=2",
     "signguard",
+    "dnc:b=2",
+    "flame",
+    "foolsgold",
 ]
 
 

@@ -41,6 +41,7 @@ STEPS = [
     "geometric-median:iterations=3,smoothing=0.1",
     "caf:b=1",
     "smea:b=1",
+    "dnc:b=1",
 ]
 """Every rule that has a definition with weights."""
 BEFORE = [
@@ -66,6 +67,8 @@ WEIGHTLESS = [
     "bulyan:b=1",
     "centered-clipping:radius=1",
     "fl-trust",
+    "flame",
+    "foolsgold",
     "monna:b=1",
     "monitor:rule=mean",
     "signguard",

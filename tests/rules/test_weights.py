@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.silos import table
 from numpy.typing import NDArray
 from tests.helpers import examples_of, hostile_values
 
@@ -178,7 +179,11 @@ def test_who_was_dropped_is_told() -> None:
         ([[1, 2, 3, 4, 5]], "one for each"),
         ("heavy", "weights must be"),
         ([1, 1, 0, 0, 0], "Phocas needs 2b < m: got b=1 with m=2"),
-        ([1, 1, 1, 1, 1e9], "the largest b is 0, or max_share=0.35 would hold"),
+        ([1, 1, 1, 1, 1e9], "the largest b is 0, or max_share=0.4999 would hold"),
+        (
+            [10, 10, 10, 10, 60],
+            "heaviest worker counts 0.67 times as much as one of a light worker",
+        ),
         ([1, 2, 2, 1, 6], "the heaviest of 5 workers has 50.0% of all weight"),
     ],
 )
@@ -228,6 +233,15 @@ def test_a_cap_needs_weights_and_some_rules_have_none() -> None:
 
 
 # -- the cap and the units -------------------------------------------------------------------------
+
+
+def test_cap_that_lowers_no_weight_changes_no_bit() -> None:
+    rows = np.random.default_rng(0).normal(size=(5, 20))
+    weights = [100, 1, 2, 3, 4]
+    plain = phocas.Mean()(rows, weights=weights)
+    assert np.array_equal(phocas.Mean()(rows, weights=weights, max_share=1.0), plain)
+    assert np.array_equal(phocas.Mean()(rows, weights=weights, max_share=0.95), plain)
+    assert not np.array_equal(phocas.Mean()(rows, weights=weights, max_share=0.5), plain)
 
 
 def test_nobody_is_above_the_cap_and_it_is_reached() -> None:
@@ -348,3 +362,14 @@ def test_the_attack_that_owns_the_mean_is_harmless() -> None:
     assert abs(capped_.mean() - 1) < 0.1
     with pytest.raises(ValueError, match="of all weight"):
         phocas.Phocas(b=1)(rows, weights=examples)
+
+
+def test_study_of_silos_gives_the_published_errors_and_ours_stay_small() -> None:
+    found = {(rule, share): errors for rule, share, errors in table(spread=0.1, seeds=1)}
+    none, small, large = found["mean", 1.0]
+    assert none == pytest.approx(0.0, abs=1e-4)
+    assert small == pytest.approx(5.52, rel=0.02)
+    assert large == pytest.approx(518.02, rel=0.02)
+    for (rule, share), (_, small, large) in found.items():
+        if share != 1.0 and "clipping:radius" not in rule:
+            assert max(small, large) < 0.2, rule

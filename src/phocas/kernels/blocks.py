@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -62,7 +62,7 @@ LOW, HIGH, CENTRE, TOTAL, BEYOND = range(5)
 FARTHEST = TOTAL  # in marks: the scaled distance of the value that is farthest from the centre
 
 Gives = Literal["values", "mean", "radii", "marks"]
-"""What a kernel writes: the means of windows, the plain mean of all rows (the window is only used
+"""The output of a kernel: the means of windows, the plain mean of all rows (the window is only used
 to count what it drops), the radii of columns, or the marks of blocks."""
 
 _SWEEP = "ptr noalias %args, ptr noalias %rows, ptr noalias %out, ptr noalias %scratch"
@@ -89,6 +89,7 @@ def spread(radii: NDArray[np.floating]) -> np.floating:
     return kind(np.ldexp(np.sqrt(total / kind(len(radii))), power))
 
 
+@lru_cache(maxsize=256)
 def marks_dtype(m: int, kind: np.dtype[np.floating]) -> np.dtype[Any]:
     """Return the dtype of the marks of a block, the data that a cell filter needs.
 
@@ -253,7 +254,7 @@ def weighted(f: Vectors, centre: str, total: str, weight: str, scale: str) -> st
 
 
 Scale = Callable[[Function], str | None]
-"""Return the vector of the scale of distances, or None if LOW and HIGH bound the values."""
+"""A function that emits code for the scale of distances; None if values are bounded directly."""
 
 
 def second_text(
@@ -266,9 +267,10 @@ def second_text(
     """Generate the IR function of the second pass over a block of columns.
 
     The pass writes the weighted means, from the sums that the code of ``weigh`` computes, and the
-    limits that the count of dropped values needs. It returns whether a value may be beyond its
-    limit: true for a column with an infinite limit, so that counts do not depend on how a block is
-    split, and always true if the code for the largest dropped distance is not given.
+    limits that the count of dropped values needs. It returns whether a value of the block may be
+    beyond its limit. Without ``farthest``, the code for the largest dropped distance, this is
+    always true. It is also true for a column with an infinite limit, so that counts do not depend
+    on how a block is split.
     """
     f = Function(target, element)
     cutoff, spread_ = f.broadcast("%cutoff"), f.broadcast("%spread")

@@ -69,7 +69,7 @@ def _write(writer: object, kind: object, target: Target) -> str:
 
 
 class ColumnKernel(NamedTuple):
-    """A compiled kernel, its arguments after rows and output, and the arrays they point to."""
+    """A compiled kernel, its arguments besides rows and output, and the arrays they point to."""
 
     work: int
     rest: tuple[int, ...]

@@ -37,9 +37,10 @@ class Window:
     ``drop`` values farthest from it are averaged.
 
     With a ``cutoff``, dropped values that are plausible are included again. Their weight is 1 up to
-    ``cutoff`` spreads from the centre and falls to 0 at twice that distance. The spread of a column
-    is its radius, the distance of the farthest value that is kept in any case, or the root mean
-    square of the radii of its block of columns, if that is larger.
+    ``cutoff`` spreads from the centre and falls to 0 at twice that distance. The radius of a column
+    is the distance from the centre to the farthest value that is not dropped. The spread of a
+    column is the larger of two numbers: its radius, and the root mean square of the radii of its
+    block of columns.
 
     Args:
         trim: number of values cut from each end to find the centre.
@@ -79,12 +80,12 @@ def wanted_wires(window: Window, m: int) -> dict[int, Hashable]:
 
 
 def scale_for(values: int) -> float:
-    """Return a power of two with which so many scaled distances add up without overflow."""
+    """Return a power of two by which ``values`` distances are scaled, so that no sum overflows."""
     return 0.5 ** math.ceil(math.log2(2 * values))
 
 
 def plain_scale(values: int) -> float:
-    """Return a power of two with which so many scaled values add up without overflow."""
+    """Return a power of two by which ``values`` values are scaled, so that no sum overflows."""
     return 0.5 ** math.ceil(math.log2(values))
 
 
@@ -150,7 +151,7 @@ class Averaged:
     total: str = ""
     """The sum of the scaled distances of the kept values from the centre."""
     beyond: tuple[str, ...] = ()
-    """The scaled distances of the dropped values, if each is one of a pair."""
+    """The scaled distances of the dropped values; empty if they are not known one by one."""
 
 
 def outside(f: Vectors, value: str, low: str, high: str, scale: str | None) -> str:

@@ -131,7 +131,10 @@ class Panels:
     to_second: str  # the same for the second panel
 
     def line(self, f: Function, row: str) -> str:
-        """Emit code for the offset from a block of the second panel to the index of its pair."""
+        """Emit code for a number that, added to a block of the second panel, gives its pair index.
+
+        The pairs are those of block ``row`` of the first panel.
+        """
         i = f.op(f"sub i64 {row}, {self.rows[0]}")
         upper = f.op(f"sub i64 {triangle(f, i, self.width)}, {i}")
         whole = f.op(f"mul i64 {i}, {self.width}")
@@ -167,10 +170,7 @@ class Panels:
                 yield row.index, column.index, slot, sums_at(f, sums, to, size)
 
     def fetching(self, f: Function, row: str, line: str) -> str:
-        """Emit code for the offset from a block's number to the number of its pair.
-
-        Only pairs of different blocks are counted.
-        """
+        """Emit code for the same number as :meth:`line`, if only different blocks form a pair."""
         i = f.op(f"sub i64 {row}, {self.rows[0]}")
         skipped = f.op(f"select i1 {self.same}, i64 {f.op(f'add i64 {i}, 1')}, i64 0")
         return f.op(f"sub i64 {line}, {skipped}")

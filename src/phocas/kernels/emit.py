@@ -256,7 +256,7 @@ class Function:
     def high(self, a: str, b: str) -> str:
         """Emit code for the larger of two values.
 
-        ``low`` and ``high`` are both values in some order, even for -0.0 and 0.0.
+        Of -0.0 and 0.0, ``high`` is the one that ``low`` is not.
         """
         return self.select(self.op(f"fcmp nnan ogt {self.vector} {b}, {a}"), b, a)
 

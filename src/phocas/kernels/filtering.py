@@ -25,11 +25,12 @@ MOST_WORDS = 16  # largest number of words of a kernel's arguments
 
 
 class FilterArguments(NamedTuple):
-    """Arguments of ``clean``.
+    """Arguments of ``clean`` and of the kernels of tails.
 
-    ``rows`` and ``out`` are tables of k rows to read and to write. The marks of a block have
-    ``size`` bytes. ``chosen`` are the indices of the rows among those that were marked. ``scale``
-    points to the scale of distances.
+    ``rows`` is a table of k rows to read. ``out`` is what the kernel writes: a table of k rows for
+    ``clean``. The marks of a block have ``size`` bytes. ``chosen`` are the indices of the rows
+    among those that were marked. ``scale`` points to the scale of distances, and to further numbers
+    for tails.
     """
 
     rows: int
@@ -44,11 +45,14 @@ class FilterArguments(NamedTuple):
 class MaskArguments(NamedTuple):
     """Arguments of ``masked``: those of ``clean``, and the kernel that it wraps.
 
-    Rows whose ``outs`` is not zero are read at ``nothing`` instead. ``step`` items of the kernel
-    are ``width`` columns, a block or part of one; there are ``columns`` in total. Values ``ahead``
-    bytes further on are prefetched, unless the kernel does that itself. A second table has the rows
-    ``others``. It is the word ``slot`` of the kernel's arguments, or of the words that their word
-    ``nested`` points to.
+    ``work`` is the address of the wrapped kernel, and ``inner`` points to its arguments. ``step``
+    of its items are ``width`` columns, a block or part of one, of ``columns`` in total. A row whose
+    entry in ``outs`` is not zero is excluded: the kernel reads the row ``nothing`` instead. Values
+    ``ahead`` bytes further on are prefetched, unless the kernel does that itself.
+
+    A kernel may have a second table of ``number`` rows, whose indices are ``others``. The address
+    of this table is word ``slot`` of the kernel's arguments. If ``nested`` is not zero, word
+    ``nested`` of the arguments points to other words, and ``slot`` counts among these.
     """
 
     rows: int
@@ -110,7 +114,7 @@ def clean_module(target: Target, element: Element) -> str:
 def masked_module(target: Target, element: Element) -> str:
     """Generate the LLVM IR of ``masked``, which calls another kernel on rows without outliers.
 
-    Like the other kernel, ``masked`` is called for a range of items of that kernel.
+    ``masked`` is called for a range of items, as the other kernel would be.
     """
     f = Function(target, element)
     args = f.named(MaskArguments._fields)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.kernels import distances, filtering, tails
+from phocas.kernels import distances, filtering
 from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.code import compiled, eight_words
 from phocas.kernels.emit import ELEMENTS
@@ -93,13 +93,26 @@ def _run_tail(
     kind = compute_dtype(rows.element)
     largest = min(numbers[0], float(np.finfo(kind).max))
     values = np.array([mask.scale, largest, *numbers[1:]], kind)
-    words = tails.TailArguments(
+    _run(name, rows, mask, mask.marks, values, out, local)
+
+
+def _run(
+    name: str,
+    rows: Rows,
+    mask: OutlierMask,
+    marks: NDArray[Any],
+    numbers: NDArray[Any],
+    out: NDArray[Any],
+    local: NDArray[Any] | None = None,
+) -> None:
+    """Run a kernel with ``FilterArguments``; ``numbers`` begin with the scale of distances."""
+    words = filtering.FilterArguments(
         rows=address(rows.addresses),
         out=address(out),
         k=len(rows),
-        marks=address(mask.marks),
-        size=mask.marks.itemsize,
-        scale=address(values),
+        marks=address(marks),
+        size=marks.itemsize,
+        scale=address(numbers),
         chosen=address(mask.chosen),
     )
     POOL.run(compiled(name, rows.element), eight_words(*words), local, rows.columns, CHUNK_COLUMNS)
@@ -124,17 +137,7 @@ def clean_chunks(rows: Rows) -> Iterator[tuple[int, Rows]]:
     for begin in range(0, rows.columns, step):
         part = rows.shifted(begin, min(rows.columns, begin + step))
         known = mask.marks[begin // BLOCK_COLUMNS :]
-        words = filtering.FilterArguments(
-            rows=address(part.addresses),
-            out=address(table),
-            k=len(rows),
-            marks=address(known),
-            size=known.itemsize,
-            scale=address(number),
-            chosen=address(mask.chosen),
-        )
-        work = compiled("clean", rows.element)
-        POOL.run(work, eight_words(*words), None, part.columns, CHUNK_COLUMNS)
+        _run("clean", part, mask, known, number, table)
         room[mask.out[mask.chosen], : part.columns] = stored_nan(rows.element)
         yield begin, Rows(table, part.columns, rows.element, room)
 
@@ -160,7 +163,13 @@ def over_columns(
 
 
 class Patch(NamedTuple):
-    """A second table of rows that a kernel reads: its rows, and its slot in the arguments."""
+    """A second table of rows that a kernel reads, and which must be filtered like the first.
+
+    Attributes:
+        others: the indices of its rows in the first table.
+        slot: the index of the word that points to the table, among the arguments of the kernel.
+        nested: if not 0, the argument that points to the words among which ``slot`` counts.
+    """
 
     others: NDArray[np.intp]
     slot: int
@@ -183,7 +192,7 @@ class FilteredCall(NamedTuple):
 
 
 def run_masked(job: FilteredCall, step: int, width: int, patch: Patch | None = None) -> None:
-    """Run a kernel on rows with masked outliers; ``step`` of its items are ``width`` columns."""
+    """Run a kernel on rows without their outliers; ``step`` items of it are ``width`` columns."""
     rows, local = job.rows, job.local
     mask = rows.mask
     if mask is None:

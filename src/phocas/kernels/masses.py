@@ -20,7 +20,7 @@ SCALE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Masses:
-    """Which mass of a column is averaged, in units of weight; the counterpart of :class:`Window`.
+    """The part of a column's total weight (mass) that is averaged: a :class:`Window` of weights.
 
     The mass ``trim`` is cut from each end of the sorted column. With ``drop``, the mean of the rest
     is only a centre: the mass ``drop`` that is farthest from the centre is dropped, and all other
@@ -32,7 +32,7 @@ class Masses:
     cutoff: float = 0.0
 
     def kept(self, total: float) -> float:
-        """Return how much of a total is averaged."""
+        """Return how much of a total mass is averaged."""
         return total - 2 * self.trim if self.drop is None else total - self.drop
 
 
@@ -46,7 +46,7 @@ class Weighing:
 
 @dataclass(frozen=True, slots=True)
 class Sure:
-    """Numbers of values with the same fate in every column, whatever the values are.
+    """Numbers of values that are cut, dropped or kept in every column, whatever the values are.
 
     Attributes:
         cut: values that are cut completely from either end of the sorted column.
@@ -62,7 +62,7 @@ class Sure:
 
     @staticmethod
     def of(weighing: Weighing) -> Sure:
-        """Compare the masses that are cut with those of the heaviest and of the lightest values."""
+        """Return the numbers for these weights, from the heaviest and from the lightest rows."""
         units, trim, drop = np.sort(weighing.units), weighing.masses.trim, weighing.masses.drop
         lightest, heaviest = np.cumsum(units), np.cumsum(units[::-1])
         cut = int(np.count_nonzero(heaviest <= trim))

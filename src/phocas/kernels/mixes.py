@@ -15,10 +15,19 @@ from phocas.kernels import columns, mixing
 class SparseMix:
     """A k x m matrix of weights, stored as its nonzero entries, row by row.
 
-    If the weights of every row sum to one, rows are mixed around a row of ``centres``. ``groups``
-    gives the index of the centre for each of the m rows and then for each of the k mixes. If no two
-    mixes share a row, each mix is a group of its own. Otherwise the centre is the row that most
-    mixes share: around a distant row of small weight, near rows would be lost to rounding.
+    If the weights of every mix add up to one, the kernel adds weighted differences from a centre,
+    which is one of the m rows. If no two mixes share a row, each mix has the row with its largest
+    weight as its centre. Otherwise there is one centre, the row that most mixes share. A distant
+    row of small weight would be a bad centre: rounding would lose the differences of near rows.
+
+    Attributes:
+        starts: the index of the first entry of each mix, and the number of all entries.
+        indices: the row that each entry belongs to.
+        weights: the weight of each entry.
+        mode: ``PLAIN`` (no centre), ``CONVEX`` (each mix adds up to one) or ``UNIFORM`` (and all
+            weights are equal), constants of :mod:`phocas.kernels.mixing`.
+        centres: the rows that are centres.
+        groups: the index in ``centres`` for each of the m rows, and then for each of the k mixes.
     """
 
     starts: NDArray[np.int64]

@@ -61,9 +61,9 @@ class FusedArguments(NamedTuple):
 class RuleWords(NamedTuple):
     """A column kernel, its arguments except rows and output, and how tiles are centred.
 
-    ``groups`` holds the index of the centre, of g, for each of the m rows and then each of the k
-    mixes. ``scales`` are the factors of distances and of their sums. ``memory`` is a table of the
-    original rows, whose next tile is prefetched; the rows that are read may be copies.
+    There are g centres. ``groups`` has the index of its centre for each of the m rows, then for
+    each of the k mixes. ``scales`` are the factors of distances and of their sums. ``memory`` is a
+    table of the original rows, whose next tile is prefetched; the rows that are read may be copies.
     """
 
     work: int

@@ -32,7 +32,7 @@ QUARTER_TURN = 1.57079633
 
 
 class NormalArguments(NamedTuple):
-    """Arguments of the kernel; key words have 32 bits, ``first`` is the group at ``out``."""
+    """Arguments of the kernel; ``first`` is the number of the first group, stored at ``out``."""
 
     out: int
     first: int

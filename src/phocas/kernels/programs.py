@@ -31,7 +31,7 @@ Step = tuple[int, int, int, int]
 
 
 def padded_rows(m: int) -> int:
-    """Return the rows of the tile; those past m are +inf, and sorting leaves them there."""
+    """Return the number of rows of the tile; rows past m are +inf, so that they stay last."""
     return max(BLOCK, 1 << (m - 1).bit_length())
 
 

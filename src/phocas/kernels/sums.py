@@ -23,9 +23,8 @@ _MEASURED = struct.Struct(f"{len(distances.DistanceArguments._fields)}Q").pack
 def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
     """Return the sums of squared differences of all pairs of rows: (granules, padded pairs).
 
-    A granule is a fixed number of columns. Each granule has sums of its own.
-
-    The last granule may be shorter, by a whole number of vectors.
+    A granule is a fixed number of columns, and has sums of its own. The last granule may be
+    shorter, by a whole number of vectors.
     """
     blocks = _blocks(len(rows))
     side = distances.block_rows(host())
@@ -42,9 +41,9 @@ def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
 
 
 def sign_counts(rows: Rows, granule: int) -> NDArray[np.float64]:
-    """Return how many values of each row are positive, and negative: (granules, 2 * padded rows).
+    """Count the positive and the negative values of each row: (granules, 2 * padded rows).
 
-    A granule has counts of its own.
+    A granule is a fixed number of columns, and has counts of its own.
     """
     width = _blocks(len(rows)) * distances.block_rows(host())
     negative, positive = np.divmod(

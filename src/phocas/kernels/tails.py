@@ -8,41 +8,27 @@ An outlier that is farther than the largest distance is *lost*.
 ``tail`` writes the distances, ``tail_squares`` sums their squares by block of columns, and
 ``add_tail`` adds them to a result. Rows without outliers in a block take no time there. All are
 called for a range of columns that begins with the first column of a block.
+
+Their arguments are :class:`~phocas.kernels.filtering.FilterArguments`. ``scale`` points to the
+scale of distances, the largest distance and, for ``add_tail``, the number of workers, a power of
+two p, and p times the factor of each row. ``out`` is a table of rows for ``tail``, the sums of k
+rows for each block for ``tail_squares``, and the result for ``add_tail``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas.kernels.blocks import BLOCK_COLUMNS
 from phocas.kernels.emit import Element, Function, Words
-from phocas.kernels.filtering import Filtered
+from phocas.kernels.filtering import FilterArguments, Filtered
 from phocas.kernels.mixing import finish
 from phocas.kernels.target import Target
 
 LANES = 16  # sums of squares; fixed, so that every host adds in one order
-
-
-class TailArguments(NamedTuple):
-    """Arguments of the kernels of tails: those of ``clean``, and what follows the scale.
-
-    ``scale`` points to the scale of distances, the largest distance and, for ``add_tail``, the
-    number of workers, a power of two p, and p times the factor of each row. ``out`` is a table of
-    rows for ``tail``, the sums of k rows for each block for ``tail_squares``, and the result for
-    ``add_tail``.
-    """
-
-    rows: int
-    out: int
-    k: int
-    marks: int
-    size: int
-    scale: int
-    chosen: int
 
 
 def tail_square_sums(values: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -65,7 +51,7 @@ def tail_module(target: Target, element: Element) -> str:
     The result is zero for a value that is no outlier, and NaN for an outlier that is lost.
     """
     f = Function(target, element)
-    args = f.named(TailArguments._fields)
+    args = f.named(FilterArguments._fields)
     out = args.pointer("out")
     with f.loop("%start", "%stop", BLOCK_COLUMNS) as block:
         tails = _Tails(f, args, block.index)
@@ -81,7 +67,7 @@ def tail_module(target: Target, element: Element) -> str:
 def squares_module(target: Target, element: Element) -> str:
     """Generate the LLVM IR of ``tail_squares``; a lost value counts as zero."""
     f = Function(target, element)
-    args = f.named(TailArguments._fields)
+    args = f.named(FilterArguments._fields)
     k, room = args.integer("k"), _room(f)
     zero, wide = "double 0.0", f"<{LANES} x double>"
     with f.loop("%start", "%stop", BLOCK_COLUMNS) as block:
@@ -116,7 +102,7 @@ def add_module(target: Target, element: Element) -> str:
     not lost. The number of lost values of each row is added to the thread's counts.
     """
     f = Function(target, element)
-    args = f.named(TailArguments._fields)
+    args = f.named(FilterArguments._fields)
     k, numbers, out = args.integer("k"), args.pointer("scale"), args.pointer("out")
     room, total, lost = _room(f), _room(f), _room(f)
     workers, power = f.scalar_at(numbers, 2), f.scalar_at(numbers, 3)

@@ -79,7 +79,7 @@ def host() -> Target:
 
 
 def instructions() -> str:
-    """Return what determines the bits of results; hosts with the same value give the same bits."""
+    """Return a text about the processor; hosts with the same text compute the same bits."""
     target = host()
     family = target.triple.partition("-")[0]
     return f"{family}, {'fused' if target.has_fma else 'separate'} multiply-add"

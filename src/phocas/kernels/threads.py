@@ -42,10 +42,12 @@ _ORDER = struct.Struct(f"{len(ORDER)}Q").pack
 
 
 def write_threads(target: Target) -> str:
-    """Generate the caller's functions (``alone``, ``begin``, ``lead``) and a helper's, ``serve``.
+    """Generate the LLVM IR of the functions that run a job on several threads.
 
-    ``begin`` posts a job and runs it, unless helpers must be woken. It then returns their number,
-    and the caller wakes them and calls ``lead``.
+    The caller's thread calls ``alone`` to run a job without helpers, or ``begin`` to post a job to
+    helper threads. ``begin`` returns the number of helpers that are asleep. If the number is 0, the
+    job is done. Otherwise the caller wakes these helpers, and calls ``lead`` to do its own part and
+    to wait for them. ``serve`` is the loop of a helper.
     """
     if target.triple.startswith(("aarch64", "arm64")):
         declare, pause = "declare void @llvm.aarch64.hint(i32)", "@llvm.aarch64.hint(i32 1)"
@@ -180,7 +182,7 @@ done:
 
 
 def _fields(table: str, first: int, *fields: str) -> str:
-    """Return the loads of a table's typed words, under their names."""
+    """Return the IR lines that load the words of a table into values named like the fields."""
     lines = []
     for i, field in enumerate(fields, first):
         kind, name = field.split()

@@ -14,6 +14,7 @@ from phocas.rules.columnwise import (
     TrimmedMean,
     TrimmingRule,
 )
+from phocas.rules.directions import FLAME, FoolsGold
 from phocas.rules.function import FunctionRule
 from phocas.rules.guarantee import Tolerance
 from phocas.rules.heraclius import Heraclius
@@ -23,7 +24,7 @@ from phocas.rules.relative import Referenced, Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MoNNA, MultiKrum, RowRule
 from phocas.rules.sharded import ShardedAggregation
 from phocas.rules.signguard import SignGuard
-from phocas.rules.spectral import CAF, SMEA
+from phocas.rules.spectral import CAF, SMEA, DnC
 from phocas.rules.table import PRE_AGGREGATORS, RULES, aggregate, parse_rule
 from phocas.rules.trust import FLTrust
 from phocas.rules.weighting import Weighted
@@ -31,6 +32,7 @@ from phocas.rules.weighting import Weighted
 __all__ = [
     "CAF",
     "CGE",
+    "FLAME",
     "MDA",
     "NNM",
     "PRE_AGGREGATORS",
@@ -46,8 +48,10 @@ __all__ = [
     "Clipping",
     "ColumnRule",
     "Distances",
+    "DnC",
     "Explanation",
     "FLTrust",
+    "FoolsGold",
     "FunctionRule",
     "GeometricMedian",
     "Heraclius",

@@ -103,9 +103,10 @@ class Beyond:
     def tail(
         self, rows: torch.Tensor, start: int, largest: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return half the weighted distances of outliers from the centres, and which are too far.
+        """Return half the weighted distances of outliers from the centres, and which are lost.
 
-        The weight rises from 0 at the limit of a column to 1 at twice the limit.
+        The weight rises from 0 at the limit of a column to 1 at twice the limit. An outlier farther
+        than ``largest`` is lost.
         """
         near, full, outside = self._beyond(rows, start)
         limit = torch.maximum(near.radius, 2 * full)
@@ -153,7 +154,7 @@ class DeviceMatrix(Matrix):
         return result + result.T if pairs else result
 
     def measured(self, request: Request | Radii, start: int, rows: torch.Tensor) -> Partial:
-        """Measure a range of columns; squares are summed in granules, fixed numbers of columns."""
+        """Measure a range of columns; each granule (group of columns) has a sum of its own."""
         if isinstance(request, Radii):
             raise TypeError(CUT_BLOCKS)
         asked, pairs = _asked(rows, request), isinstance(request, Distances)
@@ -192,7 +193,7 @@ class DeviceMatrix(Matrix):
         return found
 
     def filtered(self, outliers: Beyond, excluded: NDArray[np.bool_]) -> DeviceMatrix:
-        """Return the matrix with these cells replaced by the centres of their columns."""
+        """Return the matrix with outliers replaced by column centres, and excluded rows as NaN."""
         result = DeviceMatrix([piece.arrays for piece in self.pieces], self.rebuild)
         there = torch.from_numpy(excluded).to(self.pieces[0].arrays.device)
         result._replaced = outliers, there

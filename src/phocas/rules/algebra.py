@@ -111,10 +111,10 @@ class Tail:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allowance:
-    """How much of each row's tail is added to a result.
+    """The part of each row's tail that is added to a result.
 
     Attributes:
-        limit: half the largest distance of an outlier that counts.
+        limit: half the distance from the centre beyond which an outlier is dropped.
         scales: the factor by which the tail of each row is scaled down.
         order: the rows, longest tail first: the order of the sum.
     """
@@ -134,7 +134,7 @@ class TailNorms:
     """A request for the squared length of each row's tail (see :class:`Tail`).
 
     Attributes:
-        limit: half the largest distance of an outlier that counts.
+        limit: half the distance from the centre beyond which an outlier is dropped.
     """
 
     limit: float
@@ -272,7 +272,7 @@ class Mix:
     def average(cls, weights: Floats) -> Mix:
         """Return the mix that averages the rows by their weights, which are at least 0.
 
-        A worker counts as dropped by the share that its weight is below 1/m of all weight.
+        The dropped share of a worker is the part of the equal weight 1/m that it does not have.
 
         >>> Mix.average(np.array([1.0, 3.0])).weights.tolist()
         [[0.25, 0.75]]
@@ -448,21 +448,22 @@ def _typical(squared: Floats) -> float:
 
 
 def fitting_norms(radius: float, weights: Floats | None = None) -> Norms:
-    """Return a request for norms, scaled so that the square of a radius is in range."""
+    """Return a request for norms, with a scale at which the squared radius is in range."""
     exponent = math.frexp(radius)[1]
     return Norms(weights, 2.0**-exponent if abs(exponent) > 400 else 1.0)
 
 
 def fitting_distances(radius: float) -> Distances:
-    """Return a request for distances, in which the square of a radius is in range."""
+    """Return a request for distances, with a precision and scale for the squared radius."""
     return Distances(wide=not 1e-12 < radius < 1e16, scale=fitting_norms(radius).scale)
 
 
 def clipped(squared: Floats, request: Norms, longest: float) -> Mix:
     """Return the mix that scales rows down so that no squared norm exceeds ``longest``.
 
-    ``longest`` has the scale of the request. The mix knows the norms of its rows: all clipped rows
-    have the same norm, to the last bit. Measured norms would differ by rounding.
+    ``squared`` and ``longest`` are multiplied by the squared scale of the request. The mix states
+    the norms of its rows, so that all clipped rows have the same norm to the last bit. Measured
+    norms would differ by rounding.
     """
     norms = np.where(np.isfinite(squared), np.minimum(squared, longest), 0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from abc import abstractmethod
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Self, TypeAlias, overload
+from typing import Any, ClassVar, Literal, Never, Self, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,9 +50,8 @@ def as_generator(rng: Randomness) -> np.random.Generator | None:
 class Explanation:
     """A result, and the share of each worker's values that was dropped for it.
 
-    A rule that weights rows has no dropped values. Its ``dropped`` is the share that each worker
-    lost of the weight that it has in the mean. A value that equals the farthest kept value counts
-    as kept.
+    A rule that weights rows drops no values. Then ``dropped`` is the part of its weight in the
+    mean, 1/m, that a worker has lost. A value that equals the farthest kept value counts as kept.
 
     Attributes:
         value: the result, in the form of the rows.
@@ -188,7 +187,7 @@ class Bounded(Stage):
 
     b: int
     condition: ClassVar[str] = "2b < m"
-    """The condition that :meth:`largest_b` computes, as errors print it."""
+    """The condition on b and m as text, for errors; :meth:`largest_b` is the largest such b."""
 
     def __post_init__(self) -> None:
         """Check that b is a count."""
@@ -246,9 +245,12 @@ class Rule(Stage):
         raise TypeError(f"{self} has no use for a reference: leave the reference out")
 
     def masses(self, units: NDArray[np.int64]) -> Masses | None:
-        """Return which part of the total weight of each column is averaged.
+        """Return which part of a column's total weight the rule averages, if workers have weights.
 
-        None: the weight of all chosen rows.
+        None: the rule cuts no weight from columns; it averages the chosen rows by their weights.
+
+        Args:
+            units: the weight of each worker, in whole units.
         """
         del units
         return None
@@ -258,7 +260,7 @@ class Rule(Stage):
     ) -> Planning:
         """Compute the mix as without weights.
 
-        If the rule cuts no weight from the columns, the chosen rows are averaged by weight.
+        If :meth:`masses` returns None, the chosen rows are averaged by their weights.
         """
         mix = yield from self.planning(m, rng)
         if units is None or self.masses(units) is not None:
@@ -296,7 +298,7 @@ class Rule(Stage):
     def proven(self) -> bool:
         """Return whether the rule has an error bound of its own, and not the assumed one.
 
-        ``tolerates`` of a rule without it, such as a function with a ``b``, is a claim.
+        A rule without one, such as a user's function with a ``b``, only claims its tolerance.
         """
         return type(self).error_bound is not Rule.error_bound
 
@@ -435,6 +437,13 @@ class PreAggregator(Stage):
         """Bound the error of the whole pipeline, given the error bound of the following steps."""
         del m, q, following
         return None
+
+    def __call__(self, rows: Any, **options: Any) -> Never:
+        """Raise TypeError: a rule must follow."""
+        del rows, options
+        raise TypeError(
+            f"{self!r} is a pre-aggregator: write a rule after it, ({self!r} | Median())(rows)"
+        )
 
     @overload
     def __or__(self, following: Rule) -> Pipeline: ...
@@ -586,7 +595,7 @@ class Pipeline(Composite):
         return self.rule.min_byzantine
 
     def masses(self, units: NDArray[np.int64]) -> Masses | None:
-        """Return which weight of a column of mixed rows the rule averages."""
+        """Return which part of a column's total weight the rule at the end averages."""
         return self.rule.masses(units)
 
     def weighted_planning(
@@ -614,7 +623,7 @@ class Pipeline(Composite):
         return self.rule.window(self._sizes(m)[-1])
 
     def expected(self, m: int) -> float:
-        """Return the expected share that the rule drops of the rows after all stages."""
+        """Return the expected dropped share of the rule, for the rows after all stages."""
         return self.rule.expected(self._sizes(m)[-1])
 
     def planning(self, m: int, rng: np.random.Generator | None) -> Planning:

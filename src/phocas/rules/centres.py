@@ -137,7 +137,7 @@ class GeometricMedian(WeighingRule):
             weights = np.zeros((1, m))
             weights[0, centre] = 1
             return Mix(weights, fair=1 / m)
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", over="ignore"):
             shrink = np.minimum(1.0, np.sqrt(FAR**2 * typical / squared[centre]))
         shrink[centre] = 1.0
         if np.any(shrink < 1):
@@ -176,8 +176,9 @@ class GeometricMedian(WeighingRule):
     ) -> Floats:
         """Return the weights, given the distances between rows moved to the centre by ``shrink``.
 
-        ``floor`` is the smallest distance by which weights are divided. ``start`` are the weights
-        after the first of a fixed number of steps, for the smoothed iteration.
+        The weight of a row is divided by its distance from the point, or by ``floor`` if that is
+        larger. ``start`` are the weights after the first step, for the smoothed iteration, which
+        has a fixed number of steps.
 
         The moved rows are z_i = c + s_i (x_i - c). Every x_i - v is a combination of the z with
         weights that add up to zero. Its norm follows from the distances between the z.

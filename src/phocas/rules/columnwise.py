@@ -42,7 +42,7 @@ class ColumnRule(Rule):
         return Tolerance(rows=most, values=most)
 
     def error_bound(self, m: int, q: int) -> float | None:
-        """Bound the distance from the honest mean by the parameters of the window."""
+        """Return the error bound of the window, in standard deviations of the honest rows."""
         if q > self.tolerates(m).values:
             return None
         return window_spreads(self.window(m), m, q, honest=m - q)
@@ -108,7 +108,7 @@ class Median(ColumnRule):
         return Window(trim=(m - 1) // 2)
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Return the middle unit of weight, which two values may share in halves."""
+        """Return the window that averages the middle unit of the total weight."""
         return Masses(trim=_middle(units))
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
@@ -165,7 +165,7 @@ class TrimmedMean(TrimmingRule):
         return Window(trim=self.b)
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Return the window that cuts the weight of the b heaviest workers from each end."""
+        """Return the window that cuts, at each end, as much weight as the b heaviest have."""
         return Masses(trim=self.heaviest(units))
 
     def bound(self, m: int, q: int, *, adaptive: bool = False) -> float | None:
@@ -205,9 +205,9 @@ class Phocas(TrimmingRule):
         return Window(trim=self.b, drop=self.b or None)
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Return the window that drops the weight farthest from the trimmed mean.
+        """Return the window that drops as much weight as the b heaviest workers have.
 
-        The dropped weight is that of the b heaviest workers.
+        The weight farthest from the trimmed mean is dropped.
         """
         mass = self.heaviest(units)
         return Masses(trim=mass, drop=mass or None)
@@ -245,9 +245,9 @@ class MeaMed(TrimmingRule):
         return Window(trim=(m - 1) // 2, drop=self.b) if self.b else Window()
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Return the window that drops the weight farthest from the median.
+        """Return the window that drops as much weight as the b heaviest workers have.
 
-        The dropped weight is that of the b heaviest workers.
+        The weight farthest from the median is dropped.
         """
         if not self.b:
             return Masses(trim=0.0)

@@ -114,9 +114,9 @@ class KernelMatrix(Matrix):
         self.rebuild = rebuild
 
     def blocks(self, piece: ColumnRange) -> Iterator[tuple[int, int, Tensors]]:
-        """Yield ranges of columns of a piece as rows with adjacent values, copied if necessary.
+        """Yield the blocks of a piece (range of columns): first column, last column + 1, rows.
 
-        A piece is a range of columns with its own tensors.
+        The values of a row are adjacent in memory; rows are copied if they are not.
         """
         tensors = piece.arrays
         rows = tensors[:1] if isinstance(tensors, torch.Tensor) else tensors
@@ -156,7 +156,7 @@ class KernelMatrix(Matrix):
         return _by_torch([piece.arrays for piece in self.pieces], self.rebuild)
 
     def measured(self, request: Request | Radii, start: int, rows: Tensors) -> Partial:
-        """Measure a range of columns; squares are summed in granules, fixed numbers of columns."""
+        """Measure a range of columns; each granule (group of columns) has a sum of its own."""
         if isinstance(request, Radii):
             raise TypeError(CUT_BLOCKS)
         question = _Question(request, self.m)
@@ -195,12 +195,12 @@ class KernelMatrix(Matrix):
         self._by_torch().keep_tail(reduction, spreads, outs, outside, start)
 
     def tail_squares(self, outliers: Any, limit: float) -> Floats:
-        """Raise KernelError, because there is no kernel: :meth:`keep_tail` does without."""
+        """Raise KernelError: there is no kernel, and :meth:`keep_tail` does not call this."""
         del outliers, limit
         raise KernelError("Triton's kernels keep no tail")
 
     def add_tail(self, outs: list[Any] | None, outliers: Any, allowed: Allowance) -> Counts:
-        """Raise KernelError, because there is no kernel: :meth:`keep_tail` does without."""
+        """Raise KernelError: there is no kernel, and :meth:`keep_tail` does not call this."""
         del outs, outliers, allowed
         raise KernelError("Triton's kernels keep no tail")
 

@@ -177,7 +177,7 @@ class Matrix(ABC):
 
     @abstractmethod
     def filtered(self, outliers: Any, excluded: NDArray[np.bool_]) -> Matrix:
-        """Return the rows with these cells replaced and the excluded rows as NaN."""
+        """Return the matrix with outliers replaced by column centres, and excluded rows as NaN."""
 
     @abstractmethod
     def tail_squares(self, outliers: Any, limit: float) -> Floats:
@@ -201,8 +201,8 @@ class Matrix(ABC):
     ) -> None:
         """Mix and reduce a block into ``out``; add the dropped values of each row to ``counts``.
 
-        ``start`` is the position of the block's first column, from which the block of columns of
-        every column follows.
+        ``start`` is the position of the block's first column in the whole matrix. It tells to which
+        block of columns each column belongs.
         """
 
     @abstractmethod
@@ -253,7 +253,7 @@ class Matrix(ABC):
                 self.reduce_block(reduction, start + piece.start + begin, rows, part, outside)
             outs.append(out)
         if reduction.tail is not None and outside is not None:
-            if reduction.allowed is not None or outside.any():
+            if reduction.allowed is not None or np.count_nonzero(outside):
                 self.keep_tail(reduction, given, outs, outside, start)
             if counts is not None:
                 counts += outside
@@ -513,6 +513,9 @@ def aggregate(plan: Plan, matrix: Matrix) -> Any:
     """Reduce a matrix that has all columns; a monitored plan needs no measurements."""
     if plan.monitored is not None:
         return matrix.reduce(monitored_mean(plan.monitored, matrix.m))
+    measured = plan.planning is not None or plan.filtering is not None
+    if not measured and plan.function is None and plan.weighing is None:
+        return matrix.reduce(Reduction(plan.window, tail=plan.tail))  # 3 us less than an execution
     execution = Execution(plan, matrix.m)
     execution.measure(matrix)
     return execution.reduce(matrix)

@@ -38,7 +38,7 @@ class FunctionRule(Composite):
 
     ``b`` is the number of wrong rows that the function is claimed to tolerate; with ``columnwise``
     it is the number of wrong values in every column as well. Without ``columnwise``, all columns
-    must be in one place.
+    must be on one server.
 
     Args:
         function: returns d values for the (m, d) rows.

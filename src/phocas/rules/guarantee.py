@@ -33,7 +33,7 @@ ASSUMED = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How many Byzantine rows, or Byzantine values in every column, a rule tolerates among m.
+    """The numbers of Byzantine rows and of Byzantine values per column that a rule tolerates.
 
     A rule *tolerates* q of them if the error of its result is bounded, whatever their values (also
     NaN and inf) and wherever they are. The error is the distance from the mean of the honest rows
@@ -156,8 +156,14 @@ def trimmed_mean_delta(m: int, q: int, b: int, *, adaptive: bool) -> float:
 def nearest_delta(m: int, q: int, centre: float, *, adaptive: bool) -> float:
     """Return Delta_2 of Theorem 2 for the mean of the values nearest to a centre.
 
-    ``centre`` is the bound of the centre. The proof uses only this bound of the trimmed mean, so
-    the theorem holds for other centres, such as the median, as well.
+    The paper proves the theorem for the trimmed mean as the centre. The proof uses only its error
+    bound, so the theorem holds for other centres, such as the median, as well.
+
+    Args:
+        m: the number of values.
+        q: the number of Byzantine values.
+        centre: the error bound of the centre, in units of the variance.
+        adaptive: whether the bound is for an adaptive attacker.
     """
     if adaptive:
         return (math.sqrt(m / (m - q)) + 2 * math.sqrt(centre)) ** 2
@@ -167,7 +173,10 @@ def nearest_delta(m: int, q: int, centre: float, *, adaptive: bool) -> float:
 def reaching_delta(
     window: Window, m: int, q: int, centre: float, *, adaptive: bool, tail: float = 0.0
 ) -> float:
-    """Return Delta_3 for a window with a cutoff, from the bound of its centre (docs/theory.md)."""
+    """Return Delta_3, the error bound of a window with a cutoff (docs/theory.md).
+
+    ``centre`` is the error bound of its centre. Both are in units of the variance.
+    """
     own = math.sqrt(m / (m - q)) if adaptive else 1.0
     root = math.sqrt(centre)
     return (root + stretch(window, m, q, tail) * (own + root)) ** 2

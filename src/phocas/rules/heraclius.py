@@ -111,7 +111,7 @@ class Heraclius(TrimmingRule, Composite):
         return Window(trim=self.b, drop=self.b or None, cutoff=self.cutoff if self.b else 0.0)
 
     def masses(self, units: NDArray[np.int64]) -> Masses:
-        """Return the weight that Phocas keeps, with the cutoff for the rest."""
+        """Return the window of Phocas with weights, and with the cutoff for other values."""
         mass = self.heaviest(units)
         return Masses(trim=mass, drop=mass or None, cutoff=self.cutoff if self.b else 0.0)
 
@@ -129,7 +129,7 @@ class Heraclius(TrimmingRule, Composite):
         return reaching_delta(self.window(m), m, q, centre, adaptive=adaptive, tail=self.tail)
 
     def error_bound(self, m: int, q: int) -> float | None:
-        """Bound the distance from the honest mean by the parameters of the window and the tail."""
+        """Return the error bound of the window with its tail, in honest standard deviations."""
         if q > self.tolerates(m).values:
             return None
         return window_spreads(self.window(m), m, q, honest=m - q, tail=self.tail)

@@ -49,7 +49,7 @@ class PreparedReduction:
         """Reduce the rows, and add the number of dropped values of each row to ``counts``."""
         window, mean = self.reduction.window, self.reduction.mean
         kernels.reduce(self.rows, window, kernels.address(self.out), counts, mean=mean)
-        if self.reduction.tail is not None and counts.any():
+        if self.reduction.tail is not None and np.count_nonzero(counts):
             self.matrix.keep_tail(self.reduction, None, [self.out], counts, 0)
         return self.answer
 
@@ -72,7 +72,7 @@ class HostMatrix(Matrix):
         return _blocks(piece) if self._replaced is None else _filtered(piece, *self._replaced)
 
     def measured(self, request: Request | Radii, start: int, rows: Rows) -> Partial:
-        """Measure a range of columns; squares are summed in granules, fixed numbers of columns."""
+        """Measure a range of columns; each granule (group of columns) has a sum of its own."""
         return measures.partial(request, start, rows)
 
     def block_spreads(self, reduction: Reduction) -> Mapping[int, float]:
@@ -111,13 +111,13 @@ class HostMatrix(Matrix):
         return marks
 
     def filtered(self, outliers: OutlierMasks, excluded: NDArray[np.bool_]) -> HostMatrix:
-        """Return the matrix with the marked cells replaced by the centres of their columns."""
+        """Return the matrix with outliers replaced by column centres, and excluded rows as NaN."""
         found = HostMatrix(list(self.pieces), self.rebuild)
         found._replaced = outliers, excluded
         return found
 
     def tail_partial(self, outliers: OutlierMasks, limit: float) -> Partial:
-        """Measure the tails; those in split blocks of columns as values."""
+        """Measure the squared length of each tail; for split blocks, return the values instead."""
         block = kernels.BLOCK_COLUMNS
         sums, edges = [], []
         for _, _, place, rows in self._marked(outliers):
@@ -174,10 +174,15 @@ class HostMatrix(Matrix):
     def keep_tail(
         self, reduction: Reduction, spreads: Any, outs: list[Any], outside: Counts, start: int
     ) -> None:
-        """Add the outliers of the window to the result, which is rounded to half precision once."""
+        """Add the outliers to the result; results in half precision are rounded only once."""
         halves = [piece.element in ("float16", "bfloat16") for piece in self.pieces]
         if not any(halves):
-            super().keep_tail(reduction, spreads, outs, outside, start)
+            whole = len(self.pieces) == 1 and spreads is None and reduction.allowed is None
+            rows = _in_place(self.pieces[0]) if whole else None
+            if rows is None:
+                super().keep_tail(reduction, spreads, outs, outside, start)
+            else:
+                _keep_tail(rows, reduction, outs[0], outside)
             return
         pieces = [
             _single(piece) if half else piece
@@ -245,6 +250,35 @@ class HostMatrix(Matrix):
         return PreparedReduction(
             self, rows, reduction, out, self.rebuild([self.stored(piece, out)])
         )
+
+
+def _keep_tail(rows: Rows, reduction: Reduction, out: NDArray[Any], outside: Counts) -> None:
+    """Do what :meth:`Matrix.keep_tail` does, for all columns in one range.
+
+    The bits are the same. It takes half of the time, which matters in every step of DDP.
+    """
+    tail = reduction.tail
+    if tail is None:
+        raise ValueError("the reduction keeps no tail")
+    m, block = len(rows), kernels.BLOCK_COLUMNS
+    window = tail.outliers(reduction.window, None).window
+    marks = kernels.marks(rows, window)
+    scale = kernels.scale_for(window.kept(m))
+    widths = np.full(len(marks), block)
+    widths[-1:] = rows.columns - block * (len(marks) - 1)
+    with np.errstate(over="ignore"):
+        squares = sum((widths * (marks["spread"] / scale) ** 2).tolist())
+    limit = tail.limit(max(squares, reduction.squares))
+    mask = kernels.OutlierMask(marks, scale, np.zeros(m, bool), np.arange(m))
+    allowed = tail.allowance(kernels.tail_squares(rows, mask, limit).sum(axis=0), limit)
+    order, scales = allowed.order, allowed.scales
+    if reduction.mean:  # only the counts are wanted
+        out = np.empty(rows.columns, kernels.compute_dtype(rows.element))
+    lost = np.zeros(m, np.int64)
+    lost[order] = kernels.add_tail(
+        rows.take(order), replace(mask, chosen=order), limit, scales[order], out
+    )
+    outside -= np.rint(scales * np.maximum(outside - lost, 0)).astype(np.int64)
 
 
 def _single(piece: ColumnRange) -> ColumnRange:

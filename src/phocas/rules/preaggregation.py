@@ -75,9 +75,10 @@ class NNM(Bounded, PreAggregator):
     def weighted_planning(
         self, m: int, units: NDArray[np.int64] | None, rng: np.random.Generator | None
     ) -> Planning:
-        """Average the nearest rows of each row, up to the total weight less the b heaviest.
+        """Replace each row by the weighted mean of its nearest rows.
 
-        The last of the nearest rows may enter with a part of its weight.
+        These rows have the total weight of all workers without the b heaviest ones. The last of the
+        nearest rows may enter with a part of its weight.
         """
         del rng
         each = _or_ones(units, m)

@@ -19,13 +19,14 @@ from phocas.rules.base import Bounded, Pipeline, PreAggregator, Rule, Stage
 from phocas.rules.cell_filter import CellFilter
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
+from phocas.rules.directions import FLAME, FoolsGold
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.relative import Referenced, Relative
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MoNNA, MultiKrum
 from phocas.rules.signguard import SignGuard
-from phocas.rules.spectral import CAF, SMEA
+from phocas.rules.spectral import CAF, SMEA, DnC
 from phocas.rules.trust import FLTrust
 from phocas.rules.weighting import Weighted
 
@@ -170,7 +171,7 @@ def _distances(rule: Heraclius, rows: Matrix) -> tuple[Matrix, Matrix, Matrix]:
 
 
 def weights(rule: Heraclius, rows: Matrix) -> Matrix:
-    """Return the weight of each value."""
+    """Return the weight of each value in a window with a cutoff."""
     signed, radii, cutoffs = _distances(rule, rows)
     near = np.abs(signed)
     falling = np.clip(2 - near / cutoffs, 0, 1)
@@ -430,6 +431,8 @@ _RULES: dict[type[Rule], Callable[[Any, Matrix], Matrix]] = {
     CenteredClipping: _centered_clipping,
     CAF: reference_rows.caf,
     SignGuard: reference_rows.signguard,
+    FLAME: reference_rows.flame,
+    FoolsGold: reference_rows.foolsgold,
     Monitor: _monitor,
 }
 _CHOICES: dict[type[Rule], Callable[[Any, Matrix], list[int]]] = {
@@ -439,6 +442,7 @@ _CHOICES: dict[type[Rule], Callable[[Any, Matrix], list[int]]] = {
     CGE: _cge,
     MoNNA: reference_rows.monna,
     SMEA: reference_rows.smea,
+    DnC: reference_rows.dnc,
 }
 """Rules that average the rows that they choose."""
 _REFERENCED: dict[type[Rule], Callable[[Any, Matrix, Matrix], Matrix]] = {

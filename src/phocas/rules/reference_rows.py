@@ -1,4 +1,4 @@
-"""Reference implementations of the rules in ``spectral`` and ``signguard``, and of MoNNA.
+"""Reference implementations of MoNNA and the rules of ``spectral``, ``signguard``, ``directions``.
 
 They are in plain NumPy and float64: slow and simple. :mod:`phocas.rules.reference` calls them.
 """
@@ -10,9 +10,10 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from phocas.rules.directions import FLAME, FoolsGold
 from phocas.rules.selection import MoNNA
 from phocas.rules.signguard import SignGuard
-from phocas.rules.spectral import CAF, SMEA
+from phocas.rules.spectral import CAF, SMEA, DnC
 
 Matrix = NDArray[np.float64]
 
@@ -75,6 +76,20 @@ def smea(rule: SMEA, rows: Matrix) -> list[int]:
     return list(near[0]) if near else []
 
 
+def dnc(rule: DnC, rows: Matrix) -> list[int]:
+    """Drop far rows, then choose those nearest to the mean in the first direction."""
+    rows, size = np.asarray(rows), len(rows) - rule.b
+    median = np.array([np.sort(_lengths(rows - row))[len(rows) // 2] for row in rows])
+    limit = 100 * np.sort(median)[size - 1]
+    near = [i for i in _finite(rows) if median[i] <= limit]
+    if len(near) < size:
+        return []
+    inside = rows[near]
+    _, direction = _first_direction(inside, np.ones(len(near)))
+    parts = ((inside - inside.mean(axis=0)) @ direction) ** 2
+    return sorted(near[k] for k in np.argsort(parts, kind="stable")[:size])
+
+
 def monna(rule: MoNNA, rows: Matrix) -> list[int]:
     """Choose the rows nearest to the trusted one."""
     distances = _lengths(rows - rows[rule.trusted])
@@ -114,7 +129,10 @@ def signguard(rule: SignGuard, rows: Matrix) -> Matrix:
 
 
 def _largest_cluster(points: Matrix) -> list[int]:
-    """Shift every point to the mean of the points near it, until it stays, and group the ends."""
+    """Return the largest cluster of a mean shift: points that end at the same place.
+
+    Each point is moved to the mean of the points near it, again and again, until it stays.
+    """
     n = len(points)
 
     def apart(place: Matrix) -> Matrix:
@@ -142,3 +160,59 @@ def _largest_cluster(points: Matrix) -> list[int]:
         if distances[:, i].min() <= bandwidth:
             clusters[int(np.argmin(distances[:, i]))].append(i)
     return max(clusters, key=len)
+
+
+# -- directions -----------------------------------------------------------------------------------
+
+
+def _apart(rows: Matrix) -> Matrix:
+    """Return the squared distances between the rows at length 1; rounding counts as zero."""
+    lengths = [np.sqrt(np.sum(row**2)) for row in rows]
+    units = [row / size if size else row for row, size in zip(rows, lengths, strict=True)]
+    apart = np.array([[np.sum((a - b) ** 2) for b in units] for a in units])
+    zero = np.array(lengths) == 0
+    return np.where(zero[:, None] != zero, 2.0, np.where(apart <= 1e-12, 0, apart))
+
+
+def flame(_: FLAME, rows: Matrix) -> Matrix:
+    """Join the groups of the two nearest rows, until a group has more than half of all rows."""
+    finite = _finite(rows)
+    apart = _apart(np.asarray(rows)[finite])
+    group = list(range(len(finite)))
+    last = np.inf
+    pairs = [(apart[i, j], i, j) for i in group for j in range(i)]
+    for distance, i, j in sorted(pairs):
+        if distance > last:
+            break
+        if group[i] != group[j]:
+            group = [group[i] if each == group[j] else each for each in group]
+        if group.count(group[i]) > len(rows) // 2:
+            last = distance
+    members = [k for k in range(len(group)) if group.count(group[k]) > len(rows) // 2]
+    return _clipped_mean(rows, [finite[k] for k in members]) if members else _nothing(rows)
+
+
+def foolsgold(rule: FoolsGold, rows: Matrix) -> Matrix:
+    """Weight the rows by how much the most similar other row differs."""
+    finite = _finite(rows)
+    if not finite:
+        return _nothing(rows)
+    inside = np.asarray(rows)[finite]
+    apart = _apart(inside)
+    n = len(inside)
+    similar = np.zeros((n, n))
+    for i in range(n):
+        for j in range(n):
+            if i != j and inside[i].any():
+                similar[i, j] = max(0.0, 1 - apart[i, j] / 2)
+    most = similar.max(axis=1)
+    for i in range(n):
+        for j in range(n):
+            if most[j] > most[i]:
+                similar[i, j] *= most[i] / most[j]
+    different = 1 - similar.max(axis=1)
+    if different.max() <= 1e-12:
+        return np.asarray(inside.mean(axis=0))
+    share = different / different.max()
+    weights = np.clip(rule.confidence * (np.log(share / (1 - share)) + 0.5), 0, 1)
+    return np.asarray(weights @ inside / weights.sum())

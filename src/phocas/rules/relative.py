@@ -65,7 +65,7 @@ class LastRowRule(Composite):
 
     @property
     def proven(self) -> bool:
-        """Return whether the rule inside has an error bound of its own."""
+        """Return whether the wrapped rule has an error bound of its own."""
         return self.rule.proven
 
     def error_bound(self, m: int, q: int) -> float | None:

@@ -238,13 +238,13 @@ class Bulyan(RowRule):
         return (m - 3) // 4
 
     def tolerates(self, m: int) -> Tolerance:
-        """Return the tolerance of the window, whichever rows are chosen: at least b."""
+        """Return the tolerance of the window, at least b, which holds whichever rows are chosen."""
         self.check(m)
         most = survived(self.window(m))
         return Tolerance(rows=most, values=most)
 
     def error_bound(self, m: int, q: int) -> float | None:
-        """Bound the error by the parameters of the window, if all q Byzantine rows are chosen."""
+        """Return the error bound of the window for the worst case: all q Byzantine rows chosen."""
         if q > self.tolerates(m).rows:
             return None
         return window_spreads(self.window(m), m - 2 * self.b, q, honest=m - q)

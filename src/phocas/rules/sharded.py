@@ -88,7 +88,7 @@ class ShardedAggregation:
 
     @property
     def squares(self) -> float:
-        """Return the sum of squared radii that the limit of the tail is at least computed from.
+        """Return the smallest sum of squared radii from which the limit of the tail is computed.
 
         It is 0 unless it is set. A server that knows the sum of all columns, of this or of an
         earlier round, sets it with ``whole_blocks=False``.

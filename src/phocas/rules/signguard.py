@@ -26,7 +26,7 @@ DIGITS = 9  # to which distances between counts of signs are rounded
 MOST_SHIFTS = 300  # a mean shift takes a few steps
 
 
-def _clipped_mean(squared: Floats, members: NDArray[np.intp]) -> Mix:
+def clipped_mean(squared: Floats, members: NDArray[np.intp]) -> Mix:
     """Return the mix that averages some rows, each scaled down to the median length of all rows."""
     weights = np.zeros(len(squared))
     factors = shrinking(squared, float(np.median(np.sqrt(squared))))
@@ -42,9 +42,9 @@ class SignGuard(WeighingRule):
         S2 = the largest cluster of rows by their shares of positive, zero and negative values
         SignGuard = mean over S1 and S2 of x_i min(1, M / |x_i|)
 
-    Each share is divided by its largest value among the rows. The clusters are those of a mean
-    shift from every row. Its bandwidth is the mean distance of a row to its nearest half of all
-    rows.
+    The three shares describe a row by a point; each share is divided by the largest one among the
+    rows. A mean shift that starts at every point finds the clusters. Its bandwidth is the mean
+    distance of a point to the nearest half of all points.
 
     Breakdown: no guarantee. The result is no longer than M; a Byzantine row of usual length with
     as many positive and negative values as honest rows is accepted. A row with NaN or inf is
@@ -96,7 +96,7 @@ class SignGuard(WeighingRule):
         usual = (self.lower * median <= lengths) & (lengths <= self.upper * median)
         similar = present[_largest_cluster(_shares(counts))]
         members = similar[usual[similar]]
-        return _clipped_mean(squared, members) if len(members) else lost(m)
+        return clipped_mean(squared, members) if len(members) else lost(m)
 
 
 def _shares(counts: Floats) -> Floats:

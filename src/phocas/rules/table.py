@@ -8,13 +8,14 @@ from phocas.rules.base import Chain, PreAggregator, Randomness, Rule
 from phocas.rules.cell_filter import CellFilter
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.columnwise import MeaMed, Mean, Median, Phocas, TrimmedMean
+from phocas.rules.directions import FLAME, FoolsGold
 from phocas.rules.function import FunctionRule
 from phocas.rules.heraclius import Heraclius
 from phocas.rules.monitor import Monitor
 from phocas.rules.preaggregation import NNM, AdaptiveClipping, Bucketing, Clipping
 from phocas.rules.selection import CGE, MDA, Bulyan, Krum, MoNNA, MultiKrum
 from phocas.rules.signguard import SignGuard
-from phocas.rules.spectral import CAF, SMEA
+from phocas.rules.spectral import CAF, SMEA, DnC
 from phocas.rules.trust import FLTrust
 from phocas.specs import Foreign, Table, loaded, split
 
@@ -50,7 +51,7 @@ class RuleTable(Table[Rule]):
         return _joined(stages, rule)
 
     def of(self, value: object, owner: str) -> Rule:
-        """Return the rule for a rule, its text, or a function."""
+        """Return a rule, given as a rule, text or function; error messages name the ``owner``."""
         if isinstance(value, PreAggregator):
             raise TypeError(
                 f"{owner} needs a rule, and {value!r} is a pre-aggregator: write a rule after it,"
@@ -92,7 +93,10 @@ RULES = RuleTable(
         MoNNA,
         CAF,
         SMEA,
+        DnC,
         SignGuard,
+        FLAME,
+        FoolsGold,
         Monitor,
     ],
     base=Rule,

@@ -66,16 +66,19 @@ def units_of(weights: Any, m: int, max_share: float | None) -> Units:
     room = LARGEST_TOTAL - workers
     if not present.any():
         raise ValueError("weights must not all be 0: no worker would be left")
-    if max_share is None and given.sum() <= LARGEST_TOTAL and np.all(given == np.floor(given)):
+    least = 1 / workers
+    if max_share is not None and (
+        isinstance(max_share, bool) or not least - 1e-9 <= max_share <= 1
+    ):
+        raise ValueError(
+            f"max_share must be between 1/{workers}, where all weigh the same, and 1: got"
+            f" {max_share!r}"
+        )
+    whole = given.sum() <= LARGEST_TOTAL and np.all(given == np.floor(given))
+    if whole and (max_share is None or given.max() <= max_share * given.sum()):
         return given.astype(np.int64)
     shares = given / given.max()
     if max_share is not None:
-        least = 1 / workers
-        if isinstance(max_share, bool) or not least - 1e-9 <= max_share <= 1:
-            raise ValueError(
-                f"max_share must be between 1/{workers}, where all weigh the same, and 1: got"
-                f" {max_share!r}"
-            )
         # Rounding down may cost each worker one unit. The cap is lower by so much that it holds
         # for the rounded weights as well.
         shares[present] = capped(shares[present], max(least, max_share * (1 - workers / room)))
@@ -97,14 +100,18 @@ def check_cap(rule: Rule, max_share: float | None) -> None:
     count = _byzantine(rule)
     if max_share is None or 2 * count * max_share < 1:
         return
-    digits = 3 + math.ceil(math.log10(2 * count))
-    largest = (math.ceil(10**digits / (2 * count)) - 1) / 10**digits
     b = f"b={count}" if count > rule.min_byzantine else "1 worker"
     raise ValueError(
         f"{rule} needs {b.partition('=')[0]} x max_share < 1/2, so that workers within b cannot"
         f" claim half of all weight: got {b} with max_share={max_share:g}, the largest max_share is"
-        f" {largest:g}"
+        f" {_largest_share(count):g}"
     )
+
+
+def _largest_share(count: int) -> float:
+    """Return a share just below 1 / (2 count), of few digits."""
+    digits = 3 + math.ceil(math.log10(2 * count))
+    return float((math.ceil(10**digits / (2 * count)) - 1) / 10**digits)
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,7 @@ class Weighted(Composite):
         return bool(self.units.min() == self.units.max())
 
     def check(self, m: int) -> None:
-        """Raise ValueError if the rule does not hold, or if the b heaviest have half the weight."""
+        """Raise ValueError if the rule rejects m, or if the b heaviest have half of all weight."""
         if m != len(self.weights):
             raise ValueError(
                 f"weights must be one for each of {m} workers: got {len(self.weights)}"
@@ -168,14 +175,16 @@ class Weighted(Composite):
         if self._plain or 2 * heaviest(units, byzantine) < units.sum():
             return
         most = next(q for q in range(byzantine, -1, -1) if 2 * heaviest(units, q) < units.sum())
-        share = (1 / len(units) + 1 / (2 * byzantine)) / 2
+        share = max(1 / len(units), _largest_share(byzantine))
+        counted = capped(units.astype(np.float64), share).max() / units.max()
         who = f"{byzantine} heaviest" if byzantine > 1 else "heaviest"
         have = "have" if byzantine > 1 else "has"
         advice = f"the largest b is {most}, or " if b > self.rule.min_byzantine else ""
         raise ValueError(
             f"the {who} of {len(units)} workers {have}"
             f" {heaviest(units, byzantine) / units.sum():.1%} of all weight, half is too much:"
-            f" {advice}max_share={share:.4g} would hold"
+            f" {advice}max_share={share:g} would hold, with which an example of the heaviest worker"
+            f" counts {counted:.2g} times as much as one of a light worker"
         )
 
     def _masses(self) -> Masses | None:
@@ -207,7 +216,7 @@ class Weighted(Composite):
 
     @property
     def proven(self) -> bool:
-        """Return whether the rule inside has an error bound of its own."""
+        """Return whether the weighted rule has an error bound of its own."""
         return self.rule.proven
 
     def error_bound(self, m: int, q: int) -> float | None:

@@ -44,7 +44,7 @@ def interpreted() -> bool:
 
 @lru_cache(maxsize=64)
 def warps(device: torch.device) -> int:
-    """Return the number of warps of a program; AMD's warps may be twice as wide."""
+    """Return the number of warps of a program, smaller where warps are twice as wide (AMD)."""
     if device.type != "cuda":
         return THREADS // 32
     return THREADS // int(torch.cuda.get_device_properties(device).warp_size)
