@@ -300,8 +300,8 @@ def test_command_prints_a_table_and_no_broken_guarantee() -> None:
     assert status == 0
     lines = output.splitlines()
     assert lines[0] == "phocas:b=6 against 27 attacks: m = 20, q = 6, d = 500"
-    heading = ["attack", "rows", "column", "distance", "<,>", "limit", "covered", "s", "verdict"]
-    assert lines[2].split() == heading
+    heading = ["attack", "rows", "column", "distance", "<,>", "limit", "covered", "s", "MB"]
+    assert lines[2].split() == [*heading, "verdict"]
     assert any(line.startswith("gaussian:q=6 ") and line.endswith("holds") for line in lines)
     assert lines[-1] == "0 of 27 attacks break phocas:b=6; broken guarantees: 0"
     assert "\x1b" not in output
@@ -352,7 +352,7 @@ def test_saved_matrices_are_audited(tmp_path: Path) -> None:
     for report in reports:
         assert (report["workers"], report["dims"]) == (12, 300)
         for trial in report["trials"]:
-            del trial["seconds"]
+            del trial["seconds"], trial["megabytes"]
     assert reports[0] == reports[1]
     assert all(trial["holds"] for report in reports for trial in report["trials"])
     for arguments, message in [
@@ -408,6 +408,21 @@ def test_a_rule_that_raises_or_hangs_costs_its_own_trials() -> None:
     assert trials[2].error is None
     assert seen == [-3, -2, -1]
     assert all(trial.seconds >= 0 for trial in trials)
+
+
+def test_memory_of_a_trial_is_what_rule_and_attack_allocate() -> None:
+    def hungry(rows: np.ndarray) -> np.ndarray:
+        return np.asarray(rows[0] + np.ones(2_000_000)[0])
+
+    def modest(rows: np.ndarray) -> np.ndarray:
+        return np.array(rows[0])
+
+    used = []
+    for function in (hungry, modest):
+        (trial,) = audit(FunctionRule(function), byzantine=1, dims=9, attacks=["constant:q=1"])
+        used.append(trial.megabytes)
+    assert 16 < used[0] < 18
+    assert used[1] < 1
 
 
 def test_an_unproven_tolerance_is_a_claim() -> None:

@@ -196,3 +196,34 @@ def test_memory_of_an_attack_survives_a_checkpoint(tmp_path: Any) -> None:
     engine = LocalSettings(asynchronous="buffers=3")
     with pytest.raises(ValueError, match="leave its warm-up or"):
         Trainer("softmax", data=data, engine=engine, **options)
+
+
+@pytest.mark.parametrize("text", ["centered-clipping:start=previous,radius=median", "fl-trust"])
+def test_searched_factor_knows_the_reference(text: str) -> None:
+    rule, reference = parse_rule(text), 3 * drawn().mean(axis=0)
+
+    def effect(attack: OptimalInnerProduct | InnerProduct, known: np.ndarray) -> float:
+        rows = drawn()
+        attack.corrupt(rows, rng=attack_rng(0, 0), reference=known)
+        return float(np.linalg.norm(rule(rows, reference=reference) - rows[Q:].mean(axis=0)))
+
+    searched = OptimalInnerProduct(Q, against=rule)
+    for epsilon in (0.1, 1.0, -5.0, 10.0):
+        given = InnerProduct(Q, epsilon=epsilon)
+        assert effect(searched, reference) >= effect(given, reference) * 0.98
+    assert effect(searched, reference) > effect(searched, -reference) * 1.001
+
+
+@pytest.mark.parametrize(
+    ("rule", "trusted"),
+    [("centered-clipping:start=previous,radius=median", None), ("fl-trust", 20)],
+)
+def test_search_against_the_reference_of_a_run(rule: str, trusted: int | None) -> None:
+    options: dict[str, Any] = {"rule": rule, "num_workers": 6, "batch_size": 4, "trusted": trusted}
+
+    def distance(attack: str) -> float:
+        data = load("synthetic")
+        with Trainer("softmax", data=data, attack=attack, **options) as trainer:
+            return sum(done.honest_distance or 0.0 for done in trainer.rounds(3))
+
+    assert distance("optimal-alie:q=2") > distance("alie:q=2")

@@ -22,6 +22,7 @@ import math
 import signal
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,13 +35,14 @@ from phocas.attacks.field import ConstantRows, InnerProduct, SignFlip
 from phocas.attacks.geometry import Mimic, MinMax, MinSum
 from phocas.attacks.line_search import OptimalALIE, OptimalInnerProduct
 from phocas.attacks.machine import Crash, RandomCells, SilentCorruption, Straggler, Stuck
-from phocas.attacks.memory import host_array, is_tensor, kind_of
+from phocas.attacks.memory import host_array, kind_of
 from phocas.attacks.paper import BitFlip, Gambler, Gaussian, Omniscient
 from phocas.attacks.table import ATTACKS
 from phocas.attacks.touched import Touched
 from phocas.attacks.worst import ALittleIsEnough, WorstCase
 from phocas.provenance import describe_error
 from phocas.rules import RULES, Rule
+from phocas.rules.inputs import is_tensor
 from phocas.specs import count, positive
 
 LIMIT = 2.0
@@ -66,6 +68,8 @@ class Trial:
             tolerance without a bound, or ``"none"`` for ``LIMIT``.
         promised: whether the rule guarantees, or claims, to survive the attack.
         seconds: duration of the trial.
+        megabytes: the most memory that attack and rule allocated at a time in the first round, by
+            Python and NumPy; memory of torch and of compiled code is not counted.
         error: the error of the rule or of the attack, with its file and line; else None. The
             trial then has the distance inf.
 
@@ -84,6 +88,7 @@ class Trial:
     source: Source
     promised: bool
     seconds: float = 0.0
+    megabytes: float = 0.0
     error: str | None = None
 
     @property
@@ -312,6 +317,7 @@ def _try(
     limits: list[tuple[float, Source] | None] = []
     m = matrices.shape[0]
     began, failure = time.perf_counter(), None
+    memory = _Memory()
     try:
         with _time_limit(timeout):
             for t in range(1, rounds + 1):
@@ -319,11 +325,12 @@ def _try(
                 before = host_array(rows)
                 previous = matrices.previous(t) if attack.needs_previous else None
                 rng = attack_rng(seed, t)
-                touched = attack.corrupt(rows, rng=rng, round=t, previous=previous, **kept)
-                limits.append(yardstick(rule, m, touched))
-                most_rows = max(most_rows, len(touched.rows))
-                most_per_column = max(most_per_column, touched.most_per_column)
-                result = host_array(rule(rows, rng=np.random.default_rng([seed, 3, t])))
+                with memory if t == 1 else contextlib.nullcontext():
+                    touched = attack.corrupt(rows, rng=rng, round=t, previous=previous, **kept)
+                    limits.append(yardstick(rule, m, touched))
+                    most_rows = max(most_rows, len(touched.rows))
+                    most_per_column = max(most_per_column, touched.most_per_column)
+                    result = host_array(rule(rows, rng=np.random.default_rng([seed, 3, t])))
                 mean, variance = honest_statistics(before, touched)
                 with np.errstate(all="ignore"):
                     squares.append(_ratio(float(np.square(result - mean).sum()), variance))
@@ -344,13 +351,32 @@ def _try(
         source=source,
         promised=all_guaranteed,
         seconds=time.perf_counter() - began,
+        megabytes=memory.peak / 1e6,
         error=failure,
     )
 
 
+class _Memory:
+    """The most bytes that a block allocates at a time; tracing slows Python code down."""
+
+    peak = 0
+
+    def __enter__(self) -> None:
+        self._ours = not tracemalloc.is_tracing()
+        if self._ours:
+            tracemalloc.start()
+        tracemalloc.reset_peak()
+        self._before = tracemalloc.get_traced_memory()[0]
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = max(0, tracemalloc.get_traced_memory()[1] - self._before)
+        if self._ours:
+            tracemalloc.stop()
+
+
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the Python code inside after some time, where signals can do that."""
+    """Raise TimeoutError in the block after some seconds, if a signal can interrupt it."""
     alarms = hasattr(signal, "setitimer")
     if not alarms or threading.current_thread() is not threading.main_thread():
         yield

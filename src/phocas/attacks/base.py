@@ -78,6 +78,7 @@ class Scene:
         start: index of the first column of ``matrix`` in the whole matrix.
         d: number of columns of the whole matrix.
         memory: arrays that the attack has kept in earlier rounds, and may change.
+        reference: the reference vector that the rule of the run will use, if it needs one.
 
     >>> import numpy as np
     >>> from phocas.attacks.memory import WritableMatrix
@@ -95,6 +96,7 @@ class Scene:
     start: int
     d: int
     memory: dict[str, np.ndarray] = field(default_factory=dict)
+    reference: Any = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -206,6 +208,7 @@ class Attack(Spec):
         start: int = 0,
         d: int | None = None,
         memory: dict[str, np.ndarray] | None = None,
+        reference: Any = None,
     ) -> Touched:
         """Corrupt an (m, d) array or CPU tensor in place and return which cells were touched.
 
@@ -218,6 +221,8 @@ class Attack(Spec):
             d: the columns of the whole matrix, if the rows are a slice.
             memory: a mapping that the caller keeps between the rounds of a run, if the attack
                 ``needs_memory``; empty before the first round.
+            reference: the reference vector of the round, if the rule that the attack searches
+                against needs one.
         """
         if names := self._unaimed():
             raise ValueError(
@@ -245,7 +250,9 @@ class Attack(Spec):
         number = count(self.name, "round", round)
         with np.errstate(all="ignore"):  # attacks produce inf and NaN on purpose
             kept = {} if memory is None else memory
-            return self._corrupt(Scene(rows, matrix, rng, number, before, start, whole, kept))
+            return self._corrupt(
+                Scene(rows, matrix, rng, number, before, start, whole, kept, reference)
+            )
 
     def corrupt_labels(
         self,

@@ -95,7 +95,7 @@ class Fang(RowAttack):
         run(work, column_blocks(matrix.d))
 
     def _ends(self, honest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the honest value at one end of each column, and the other end of the interval."""
+        """Return both ends of each column's interval: the honest extreme, and beyond."""
         down = sum_rows(honest) > 0
         near = np.where(down, honest.min(axis=0), honest.max(axis=0))
         stretch = near.dtype.type(self.stretch)

@@ -10,8 +10,8 @@ import numpy as np
 
 from phocas.attacks.base import ColumnLie, RowAttack, Scene, Who
 from phocas.attacks.blocks import column_blocks, run, sum_rows
-from phocas.attacks.memory import is_tensor
 from phocas.attacks.touched import Touched
+from phocas.rules.inputs import is_tensor
 from phocas.specs import checks, count, normalise, number
 
 

@@ -31,10 +31,11 @@ _FIELDS = ("q", "rule", "who")
 class FunctionAttack(RowAttack):
     """An attack by q workers whose rows a function computes from the honest rows.
 
-    The function gets the honest rows, an array of shape (m - q, d) that it cannot change, and those
-    of these parameters that it has: ``own``, the q rows that the Byzantine workers would send if
-    they were honest; ``q``; ``rng``, the generator of the round; ``round``; ``rule``, the rule
-    under attack; and its own ``options``. It returns d values, which all q workers send, or q rows.
+    The function gets the honest rows, an array of shape (m - q, d) that it cannot change, and its
+    own ``options``. If it has parameters of these names, it also gets ``own``, the q rows that the
+    Byzantine workers would send if they were honest; ``q``; ``rng``, the generator of the round;
+    ``round``; and ``rule``, the rule under attack. It returns d values, which all q workers send,
+    or q rows.
 
     Args:
         function: returns the Byzantine values.
@@ -105,7 +106,7 @@ class FunctionAttack(RowAttack):
         return False
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Yield a message also if the rule under attack cannot reduce m rows."""
+        """Yield the messages of a row attack; raise ValueError if the rule rejects m workers."""
         yield from super().problems(setting)
         if isinstance(self.rule, Rule):
             self.rule.check(setting.m)

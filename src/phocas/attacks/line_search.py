@@ -45,7 +45,7 @@ class LineSearched(RowAttack):
         return False
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Yield a message also if the rule cannot run with m workers."""
+        """Yield the messages of a row attack; raise ValueError if the rule rejects m workers."""
         yield from super().problems(setting)
         if isinstance(self.against, Rule):
             self.against.check(setting.m)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from phocas.floats import Format, format_of, from_bfloat16, to_bfloat16
+from phocas.rules.inputs import is_tensor
 
 
 def kind_of(dtype: Any) -> Format:
@@ -56,7 +57,7 @@ class WritableMatrix:
     def change_bits(
         self, rows: np.ndarray, columns: np.ndarray, change: Callable[[np.ndarray], np.ndarray]
     ) -> None:
-        """Replace the words of single cells by ``change(words)``."""
+        """Replace the bits of single cells, as unsigned integers, by ``change(bits)``."""
         memory, indices = self._cells(self.words, rows, columns)
         memory[indices] = change(memory[indices])
 
@@ -89,12 +90,6 @@ class WritableMatrix:
             return to_bfloat16(values)
         with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(self._floats.dtype, copy=False)
-
-
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def host_array(value: Any) -> np.ndarray:

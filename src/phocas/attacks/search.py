@@ -46,7 +46,9 @@ class Search:
     def result(self) -> np.ndarray:
         """Return the rule's result on the current matrix; this costs one trial."""
         self.left -= 1
-        return host_array(self.rule(self.scene.rows, rng=np.random.default_rng(self.seed)))
+        reference = None if self.rule.needs_reference is None else self.scene.reference
+        rng = np.random.default_rng(self.seed)
+        return host_array(self.rule(self.scene.rows, rng=rng, reference=reference))
 
     def measure(self) -> float:
         """Return the score of the current matrix."""

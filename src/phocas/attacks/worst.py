@@ -85,9 +85,10 @@ class ALittleIsEnough(ColumnLie):
         return self.against is None
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Yield what is wrong with the setting.
+        """Yield a message for each requirement that the setting violates.
 
-        Without z, the paper's formula for it needs 2q <= m and m >= 3.
+        Without z, the paper's formula for it needs 2q <= m and m >= 3. Raise ValueError if the rule
+        ``against`` which z is chosen rejects m workers.
         """
         yield from super().problems(setting)
         m = setting.m
@@ -208,7 +209,7 @@ class WorstCase(RowAttack):
         return plan.window if plan.function is None else None
 
     def problems(self, setting: Setting) -> Iterator[str]:
-        """Yield a message also if the rule or the cells model cannot run with m workers."""
+        """Yield a message if q or the model does not fit; ValueError if the rule rejects m."""
         yield from super().problems(setting)
         if isinstance(self.rule, Rule):
             self.rule.check(setting.m)
