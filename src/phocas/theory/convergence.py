@@ -49,7 +49,7 @@ def error_floor(mu: float, smooth: float, delta: float) -> float:
     Args:
         mu: strong convexity of F.
         smooth: L, the smoothness of F.
-        delta: the bound of the rule, times V.
+        delta: Delta V, the error bound of the rule times the variance V.
 
     >>> error_floor(mu=1.0, smooth=1.0, delta=4.0)
     4.0
@@ -65,7 +65,7 @@ def printed_error_floor(mu: float, smooth: float, step: float, delta: float) -> 
         mu: strong convexity of F.
         smooth: L, the smoothness of F.
         step: the step size.
-        delta: the bound of the rule, times V.
+        delta: Delta V, the error bound of the rule times the variance V.
 
     >>> printed_error_floor(mu=1.0, smooth=1.0, step=0.25, delta=4.0)
     1.0
@@ -87,7 +87,7 @@ def distance_bound(
         mu: strong convexity of F.
         smooth: L, the smoothness of F.
         step: the step size.
-        delta: the bound of the rule, times V.
+        delta: Delta V, the error bound of the rule times the variance V.
 
     >>> distance_bound(0, 5.0, mu=1.0, smooth=1.0, step=0.5, delta=4.0)
     5.0
@@ -119,7 +119,7 @@ def gradient_bound(rounds: int, gap: float, *, smooth: float, step: float, delta
         gap: difference between F at the start and its minimum.
         smooth: L, the smoothness of F.
         step: the step size.
-        delta: the bound of the rule, times V.
+        delta: Delta V, the error bound of the rule times the variance V.
 
     >>> gradient_bound(10, 5.0, smooth=2.0, step=0.5, delta=3.0)
     5.0

@@ -40,7 +40,7 @@ def worst_trimmed_mean(columns: Array, q: int, b: int, *, after: bool) -> Array:
 def worst_error(
     rule: Reduce, centre: Reduce, columns: Array, q: int, *, after: bool, cutoff: float = 0.0
 ) -> Array:
-    """Return the largest error of a column-wise rule in each column that the search finds.
+    """Search for the largest error of a column-wise rule in each column, and return it.
 
     Some Byzantine values go to one infinity, which moves the rule's ``centre``. The others share
     one value that the rule still accepts: an honest value, its mirror image about the centre, a

@@ -11,14 +11,14 @@ import dataclasses
 import math
 
 from phocas.deprecation import former_parameters
-from phocas.rules import RULES, Bounded, Rule, parse_rule
+from phocas.rules import Tolerance
 from phocas.specs import count
-from phocas.theory.survival import Chance, Survival, log_complement, log_sum
+from phocas.theory.survival import Chance, RandomFaults, log_complement, log_sum
 
 
 @former_parameters(liars="byzantine")
 @dataclasses.dataclass(frozen=True)
-class Participation:
+class Participation(RandomFaults):
     """A federated run in which some of the clients participate in each round.
 
     Args:
@@ -67,19 +67,9 @@ class Participation:
         below = log_sum([self._log_chance(k) for k in range(least, b + 1)])
         return Chance(below, log_complement(below))
 
-    def survival(self, rule: Rule | str) -> Survival:
-        """Return the probability that a run with this rule survives."""
-        rule = parse_rule(rule) if isinstance(rule, str) else rule
-        trial = self.at_most(rule.tolerates(self.num_workers).rows)
-        b = rule.b if isinstance(rule, Bounded) else None
-        return Survival(rule.name, b, trial.repeated(self.rounds), trial.union(self.rounds))
-
-    def smallest(self, name: str, confidence: float = 0.999) -> Survival | None:
-        """Return the smallest b with which a run survives with that confidence, or None."""
-        if not 0 < confidence < 1:
-            raise ValueError(f"a confidence lies between 0 and 1: got {confidence!r}")
-        every = (self.survival(rule) for rule in RULES[name].choices(self.num_workers))
-        return next((each for each in every if each.chance.fails <= 1 - confidence), None)
+    def trial(self, tolerance: Tolerance) -> tuple[Chance, int]:
+        """Return the survival probability of a round, and the number of rounds."""
+        return self.at_most(tolerance.rows), self.rounds
 
     def sizes(self) -> list[int]:
         """Return numbers of participants to compare: this one, its halves and its doubles."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 
 from phocas.rules import RULES, Bounded, Rule, Tolerance, parse_rule
 from phocas.specs import count
@@ -102,8 +103,44 @@ def every(rate: float) -> Chance:
     )
 
 
+class RandomFaults(ABC):
+    """Faults that strike the rounds of a run at random: the base of the models of faults."""
+
+    num_workers: int
+
+    @abstractmethod
+    def trial(self, tolerance: Tolerance) -> tuple[Chance, int]:
+        """Return the survival probability of one part of a run, and the number of parts."""
+
+    def survival(self, rule: Rule | str) -> Survival:
+        """Return the probability that a run with this rule survives.
+
+        A run survives if the rule tolerates the faults of every round.
+        """
+        rule = parse_rule(rule) if isinstance(rule, str) else rule
+        trial, times = self.trial(rule.tolerates(self.num_workers))
+        b = rule.b if isinstance(rule, Bounded) else None
+        return Survival(rule.name, b, trial.repeated(times), trial.union(times))
+
+    def every_b(self, name: str) -> list[Survival]:
+        """Return the survival probabilities of a rule for every b that it accepts."""
+        return [self.survival(rule) for rule in RULES[name].choices(self.num_workers)]
+
+    def smallest(self, name: str, confidence: float = 0.999) -> Survival | None:
+        """Return the smallest b with which a run survives with that confidence, or None.
+
+        >>> gambler = Exposure(num_workers=20, dims=118282, rounds=500, rate=0.0005, servers=20)
+        >>> gambler.smallest("phocas").b, gambler.smallest("krum")
+        (3, None)
+        """
+        if not 0 < confidence < 1:
+            raise ValueError(f"a confidence lies between 0 and 1: got {confidence!r}")
+        enough = (each for each in self.every_b(name) if each.chance.fails <= 1 - confidence)
+        return next(enough, None)
+
+
 @dataclasses.dataclass(frozen=True)
-class Exposure:
+class Exposure(RandomFaults):
     """The values that may be corrupted: the columns of one server or of all, for some rounds.
 
     Args:
@@ -139,38 +176,15 @@ class Exposure:
         return -(-self.dims // self.servers)
 
     def trial(self, tolerance: Tolerance) -> tuple[Chance, int]:
-        """Return the survival probability of one part of a run, and the number of parts."""
+        """Return the survival probability of one trial, and the number of trials.
+
+        A trial is a column in a round, or a whole round if the rule only tolerates rows.
+        """
         if tolerance.values >= tolerance.rows:
             column = at_most(self.num_workers, tolerance.values, every(self.rate))
             return column, self.columns * self.rounds
         touched = every(self.rate).repeated(self.columns)
         return at_most(self.num_workers, tolerance.rows, touched), self.rounds
-
-    def survival(self, rule: Rule | str) -> Survival:
-        """Return the probability that a run with this rule survives.
-
-        A run survives if the rule tolerates the corrupted values of every round.
-        """
-        rule = parse_rule(rule) if isinstance(rule, str) else rule
-        trial, times = self.trial(rule.tolerates(self.num_workers))
-        b = rule.b if isinstance(rule, Bounded) else None
-        return Survival(rule.name, b, trial.repeated(times), trial.union(times))
-
-    def every_b(self, name: str) -> list[Survival]:
-        """Return the survival probabilities of a rule for every b it accepts."""
-        return [self.survival(rule) for rule in RULES[name].choices(self.num_workers)]
-
-    def smallest(self, name: str, confidence: float = 0.999) -> Survival | None:
-        """Return the smallest b with which a run survives with that confidence, or None.
-
-        >>> gambler = Exposure(num_workers=20, dims=118282, rounds=500, rate=0.0005, servers=20)
-        >>> gambler.smallest("phocas").b, gambler.smallest("krum")
-        (3, None)
-        """
-        if not 0 < confidence < 1:
-            raise ValueError(f"a confidence lies between 0 and 1: got {confidence!r}")
-        enough = (each for each in self.every_b(name) if each.chance.fails <= 1 - confidence)
-        return next(enough, None)
 
 
 @dataclasses.dataclass(frozen=True)
