@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import dis
 import functools
 import hashlib
+import importlib.util
 import inspect
 import itertools
 import sys
@@ -14,7 +16,7 @@ import traceback
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from phocas.specs import named_modules
 
@@ -48,8 +50,17 @@ _BOOKKEEPING = {
     "_abc_impl",
 }
 
-_digests: dict[str, tuple[object, str]] = {}
-"""The digest of each module, with the import spec for which it was computed."""
+
+class _Source(NamedTuple):
+    """The source of a module: its import spec, its digest, and the names that it imports."""
+
+    spec: object
+    digest: str
+    imports: frozenset[str]
+
+
+_sources: dict[str, _Source] = {}
+"""The sources of modules, read once per import."""
 
 
 def code_of(values: Sequence[object]) -> dict[str, str]:
@@ -58,8 +69,9 @@ def code_of(values: Sequence[object]) -> dict[str, str]:
     The digest of a module is that of its whole source. It is computed once per import, because an
     edit does not change the loaded code. Classes and functions of ``__main__``, and of modules
     without a file, have a digest each: of their bytecode and constants, and of the names they use
-    from the same module. Python, torch, numpy, phocas and installed packages are not covered, nor
-    are modules that the code imports and files that it reads.
+    from the same module. The modules that a covered module imports have digests too, and so on.
+    Python, torch, numpy, phocas and installed packages are not covered, nor are imports by
+    ``importlib``, imports of ``__main__``, and files that the code reads.
 
     Args:
         values: rules, models, functions, classes, and containers and objects that contain them. A
@@ -82,6 +94,8 @@ def code_of(values: Sequence[object]) -> dict[str, str]:
             text = repr(_content(part, set())).replace(_MAIN[1], _MAIN[0])
             digest = _digest(text.encode())
         found.setdefault(home, set()).add(digest)
+    for name, digest in _imported(found).items():
+        found.setdefault(name, {digest})
     return {
         name: next(iter(some)) if len(some) == 1 else _digest("".join(sorted(some)).encode())
         for name, some in sorted(found.items())
@@ -139,25 +153,70 @@ def _is_own(part: Any) -> bool:
     name = part.__module__
     if name is None or name in _MAIN or _is_excluded(name):
         return name is None or name in _MAIN
+    return not _is_installed(name)
+
+
+def _imported(names: Iterable[str]) -> dict[str, str]:
+    """Return the digests of the user-defined modules that some modules import, also indirectly."""
+    found: dict[str, str] = {}
+    left = list(names)
+    while left:
+        source = _source(left.pop())
+        for name in () if source is None else source.imports - found.keys():
+            own = None if _is_excluded(name) or _is_installed(name) else _source(name)
+            if own is not None:
+                found[name] = own.digest
+                left.append(name)
+    return found
+
+
+def _imports(source: bytes, package: str | None) -> frozenset[str]:
+    """Return the names that may be modules in the import statements of a source.
+
+    Packages that contain a module are imported with it.
+    """
+    found = {package or ""}
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):  # of a file that is not Python
+        nodes = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            name = "." * node.level + (node.module or "")
+            home = importlib.util.resolve_name(name, package) if node.level else name
+            found |= {home, *(f"{home}.{each.name}" for each in node.names)}
+    join = "{}.{}".format
+    return frozenset(part for each in found for part in itertools.accumulate(each.split("."), join))
+
+
+def _is_installed(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return not _INSTALLED.intersection(Path(file).parts)
+    return bool(_INSTALLED.intersection(Path(file).parts))
 
 
 def _source_digest(name: str | None) -> str | None:
     """Return the digest of a module's file, or None if it has no file to hash."""
+    source = _source(name)
+    return None if source is None else source.digest
+
+
+def _source(name: str | None) -> _Source | None:
+    """Return what is known of a loaded module's file, or None if it has none."""
     module = sys.modules.get(name or "")
     if name is None or module is None or name in _MAIN:
         return None
     spec = getattr(module, "__spec__", None)
-    known, digest = _digests.get(name, (None, ""))
-    if spec is not None and known is spec:
-        return digest
+    known = _sources.get(name)
+    if spec is not None and known is not None and known.spec is spec:
+        return known
     try:
-        digest = _digest(Path(module.__file__ or "").read_bytes())
+        content = Path(module.__file__ or "").read_bytes()
     except (AttributeError, OSError):
         return None
-    _digests[name] = (spec, digest)
-    return digest
+    _sources[name] = _Source(spec, _digest(content), _imports(content, module.__package__))
+    return _sources[name]
 
 
 def _digest(content: bytes) -> str:

@@ -414,6 +414,10 @@ def hospitals():
     return [points(5), points(7)]
 
 
+def part(worker, num_workers):
+    return points(9 if worker is None else 5 + worker)
+
+
 def images():
     return Synthetic(train=20, test=10).load()
 
@@ -439,11 +443,14 @@ def test_command_describes_a_user_defined_data_set(own: str) -> None:
     assert "30 samples, 9 to test" in run(f"{own}:both")
     assert "inputs float32 of 2, targets float32 of 1\n" in run(f"{own}:line")
     assert "one data set a worker: 2, of 5 to 7 samples" in run(f"{own}:hospitals")
+    parts = run(f"{own}:part", "--num-workers", "3")
+    assert "18 samples, 9 to test" in parts
+    assert "one data set a worker: 3, of 5 to 7 samples" in parts
     assert "20 + 10 images of 1 x 28 x 28, 10 classes, your own" in run(f"{own}:images")
     held = [line.split() for line in run(f"{own}:points", "--split", "by-label").splitlines()]
     assert sum(int(line[-1]) for line in held[-20:]) == 30
-    parts = run(f"{own}:hospitals", "--split", "iid", "--num-workers", "2").splitlines()
-    assert [line.split() for line in parts[-2:]] == [
+    lines = run(f"{own}:hospitals", "--split", "iid", "--num-workers", "2").splitlines()
+    assert [line.split() for line in lines[-2:]] == [
         ["0", "2", "2", "1", "5"],
         ["1", "3", "2", "2", "7"],
     ]

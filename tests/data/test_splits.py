@@ -16,6 +16,7 @@ from phocas.data import (
     Assignment,
     ByLabel,
     Dirichlet,
+    FunctionSplit,
     GammaSimilarity,
     LongTail,
     Partition,
@@ -315,3 +316,59 @@ def test_picture_of_iid_is_one_row() -> None:
     labels = np.array([0, 0, 1, 2])
     lines = drawn(Assignment.everything(4, 5), labels).splitlines()
     assert [line.split() for line in lines[2:]] == [["all", "5", "2", "1", "1", "4"]]
+
+
+def shifted(
+    labels: np.ndarray, num_workers: int, rng: np.random.Generator, step: int = 1
+) -> list[np.ndarray]:
+    """Deal the samples in turn, after a shuffle."""
+    order = rng.permutation(len(labels))
+    return [order[step * worker :: num_workers] for worker in range(num_workers)]
+
+
+def test_function_is_a_split() -> None:
+    text = f"{__name__}:shifted:step=2"
+    split = parse_split(text)
+    assert str(split) == text
+    assert split == FunctionSplit(shifted, {"step": 2})
+    assert SPLITS.of(shifted, "test") == FunctionSplit(shifted)
+    parts = split.assign(LABELS, 4, np.random.default_rng(3))
+    order = np.random.default_rng(3).permutation(len(LABELS))
+    assert [part.tolist() for part in parts] == [
+        sorted(order[2 * worker :: 4].tolist()) for worker in range(4)
+    ]
+    whole = SPLITS.of(f"long-tail:factor=1,split=({text})", "test")
+    assert whole.assign(LABELS, 4, np.random.default_rng(3))[0].size
+    with pytest.raises(ValueError, match=r"unknown parameter of .*shifted 'stop'; did you mean"):
+        parse_split(f"{__name__}:shifted:stop=2")
+    with pytest.raises(TypeError, match="FunctionSplit needs a function of labels: got 5"):
+        FunctionSplit(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "for each of 3 workers: got none"),
+        ([np.arange(3)], "for each of 3 workers: got 1 arrays"),
+        (5, "for each of 3 workers: got none"),
+        ([np.arange(3.0)] * 3, r"whole numbers.*got float64 of shape \(3,\) for worker 0"),
+        ([np.arange(3), np.zeros(0, int), np.arange(2)], r"got int64 of shape \(0,\) for worker 1"),
+        ([np.arange(3), np.arange(3), np.array([-1])], "from 0 to 999: got -1 to -1 for worker 2"),
+        ([np.arange(3), np.array([1000]), np.arange(3)], "got 1000 to 1000 for worker 1"),
+    ],
+)
+def test_wrong_parts_are_rejected_with_file_and_line(returned: object, words: str) -> None:
+    def wrong(labels: np.ndarray) -> object:
+        del labels
+        return returned
+
+    with pytest.raises(ValueError, match=rf"test_splits\.py:\d+: .*wrong must return .*{words}"):
+        FunctionSplit(wrong).assign(LABELS, 3, np.random.default_rng(0))
+
+
+def test_function_cannot_change_the_labels() -> None:
+    def wrong(labels: np.ndarray) -> None:
+        labels[:] = 0
+
+    with pytest.raises(ValueError, match="read-only"):
+        FunctionSplit(wrong).assign(LABELS, 3, np.random.default_rng(0))

@@ -316,6 +316,37 @@ def test_identity_covers_the_module_that_defines_a_class(own: Own) -> None:
         assert {name for name in modules if before[name] != after[name]} == {"inside"}
 
 
+def test_identity_covers_modules_that_are_imported(own: Own) -> None:
+    Path("pack/deep").mkdir(parents=True)
+    own("pack/__init__", "")
+    own("pack/deep/__init__", "")
+    modules = {
+        "pack.rule": "from .deep.numbers import CUT\nimport helper\nimport json\n" + SOURCE,
+        "pack.deep.numbers": "from ..last import CUT as CUT\n",
+        "pack.last": "CUT = 3\n",
+        "helper": "import numpy\n\n\ndef unused():\n    import late\n",
+    }
+    for name, source in modules.items():
+        own(name.replace(".", "/"), source)
+
+    def code() -> dict[str, str]:
+        for name in ("pack", "pack.deep", *modules):
+            sys.modules.pop(name, None)
+        return config(rule="pack.rule:Inner:b=1").code()
+
+    before = code()
+    assert set(before) == {
+        *modules,
+        "pack",
+        "pack.deep",
+    }  # and not numpy, nor what was never imported
+    Path("pack/last.py").write_text("CUT = 4\n")
+    after = code()
+    assert {name for name in before if before[name] != after[name]} == {"pack.last"}
+    for name in ("pack", "pack.deep", *modules):
+        sys.modules.pop(name, None)
+
+
 def test_code_that_cannot_be_imported_does_not_match_recorded_code(own: Own) -> None:
     module = own("mine")
     execute(config())
@@ -395,6 +426,10 @@ def test_trainer_rejects_a_checkpoint_of_other_code(own: Own, settings: dict[str
     ):
         other.load("state.safetensors")
     assert other.rounds_done == 0
+    if settings.get("rule") != "mine:Inner:b=1":  # which then tolerates another b
+        with trainer(**settings) as forced:
+            forced.load("state.safetensors", other_code=True)
+            assert forced.rounds_done == 2
 
 
 def test_checkpoint_without_code_digests_is_loaded_with_a_warning(own: Own) -> None:

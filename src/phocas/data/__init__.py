@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from phocas.data.assignment import Assignment, batch_indices, sample
 from phocas.data.dataset import Dataset, DataSpec, OwnData
 from phocas.data.fetching import Fetched, fetch_published
+from phocas.data.npz import npz_files
 from phocas.data.picture import holdings, picture
 from phocas.data.published import CIFAR10, MNIST, FashionMNIST, Published
 from phocas.data.splits import (
@@ -22,6 +23,7 @@ from phocas.data.splits import (
     SPLITS,
     ByLabel,
     Dirichlet,
+    FunctionSplit,
     GammaSimilarity,
     LongTail,
     Partition,
@@ -50,6 +52,7 @@ __all__ = [
     "Dirichlet",
     "FashionMNIST",
     "Fetched",
+    "FunctionSplit",
     "GammaSimilarity",
     "LongTail",
     "OwnData",
@@ -62,6 +65,7 @@ __all__ = [
     "fetch",
     "holdings",
     "load",
+    "npz_files",
     "parse_split",
     "picture",
     "sample",
@@ -83,7 +87,8 @@ def load(
     """Return a data set by name (``mnist``, ``synthetic:train=2000``); fetch missing files.
 
     A data set by name is a :class:`Dataset`. A user-defined function may return any data that a
-    trainer accepts.
+    trainer accepts. A function with a parameter ``worker`` is not called yet: workers load their
+    own data.
 
     Args:
         name: the data set's spec as on the command line, or a function that returns the data.

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from phocas.data.store import DataError
+from phocas.provenance import defined_in
 from phocas.specs import Spec
 
 if TYPE_CHECKING:
@@ -114,6 +116,10 @@ class OwnData(DataSpec):
     The data may be anything that a trainer accepts: a :class:`Dataset`, a pair of arrays, a torch
     Dataset, a list with one of these per worker, or a mapping with ``train`` and ``test``.
 
+    If the function has a parameter ``worker``, every worker calls it with its number, in the
+    process that computes its gradients, and gets its own training samples. With ``worker=None`` the
+    function returns the test samples. A parameter ``num_workers`` gets the number of workers.
+
     Args:
         make: the function or class.
         arguments: names and values of the call's arguments.
@@ -133,23 +139,60 @@ class OwnData(DataSpec):
         return cls(make, tuple((key, _literal(text)) for key, text in arguments.items()))
 
     def __str__(self) -> str:
-        target = f"{self.make.__module__}:{self.make.__qualname__}"
+        made = getattr(self.make, "func", self.make)  # of a functools.partial
+        target = f"{made.__module__}:{made.__qualname__}"
         return ":".join([target, *filter(None, [",".join(f"{k}={v}" for k, v in self.arguments)])])
 
     def load(self, folder: str | os.PathLike[str] | None = None, *, download: bool = True) -> Any:
         """Return the data set that the user's function makes.
 
-        ``folder`` and ``download`` are not used.
+        ``folder`` and ``download`` are not used. If each worker loads its own data, the result is
+        this description.
         """
         del folder, download
+        return self if self.by_worker else self._call({})
+
+    @property
+    def by_worker(self) -> bool:
+        """Whether each worker loads its own data."""
+        return takes(self.make, "worker")
+
+    def part(self, worker: int | None, num_workers: int) -> Any:
+        """Return the training samples of a worker, or the test samples if ``worker`` is None.
+
+        Raises:
+            DataError: the user's function failed; the text has its error in one line.
+        """
+        given = {"worker": worker}
+        if takes(self.make, "num_workers"):
+            given["num_workers"] = num_workers
         try:
-            inspect.signature(self.make).bind(**dict(self.arguments))
+            return self._call(given)
+        except Exception as error:
+            whose = "the test samples" if worker is None else f"the data of worker {worker}"
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise DataError(
+                f"{self} cannot load {whose}: {type(error).__name__}: {text}"
+            ) from error
+
+    def _call(self, more: Mapping[str, Any]) -> Any:
+        given = dict(self.arguments) | dict(more)
+        try:
+            inspect.signature(self.make).bind(**given)
         except TypeError as error:
             raise ValueError(f"{self}: {error}") from None
-        made = self.make(**dict(self.arguments))
+        made = self.make(**given)
         if made is None:
-            raise ValueError(f"{self} must return a data set: got None")
+            raise ValueError(f"{defined_in(self.make)}: {self} must return a data set: got None")
         return made
+
+
+def takes(make: Any, name: str) -> bool:
+    """Return whether a function or class has a parameter with a name."""
+    try:
+        return name in inspect.signature(make).parameters
+    except (TypeError, ValueError):  # not callable, or a function without a signature
+        return False
 
 
 def _literal(text: str) -> Any:

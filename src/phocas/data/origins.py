@@ -28,7 +28,7 @@ COMMAND_SECONDS = 900  # a package manager that takes longer hangs
 
 @dataclass(frozen=True)
 class Archive:
-    """A file that mirrors publish.
+    """A file of a data set, as its authors and mirrors publish it.
 
     Attributes:
         name: file name.
@@ -44,7 +44,7 @@ class Archive:
 
 
 class Origin(abc.ABC):
-    """An origin of a data set."""
+    """A place from which the files of a data set can be downloaded."""
 
     kind: ClassVar[str]
     rebuild: Rebuild
@@ -56,12 +56,12 @@ class Origin(abc.ABC):
     def bring(
         self, lacking: Sequence[str], home: Path, scratch: Path, progress: Progress
     ) -> list[Path]:
-        """Download the files that the missing ones are rebuilt from; raise :class:`OriginError`."""
+        """Download what is needed to rebuild the missing files; OriginError if that fails."""
 
     def obtain(
         self, lacking: Sequence[str], home: Path, scratch: Path, progress: Progress
     ) -> dict[str, bytes]:
-        """Return the content of at least the missing files, unverified."""
+        """Return the content of the missing files, and perhaps of others, without verifying it."""
         paths = self.bring(lacking, home, scratch, progress)
         task = progress.add_task(f"unpacking {len(paths)} file{'s' * (len(paths) > 1)}", total=None)
         try:

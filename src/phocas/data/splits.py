@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,8 +11,22 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.data.assignment import Assignment, Indices
+from phocas.provenance import defined_in
 from phocas.settings import at_least
-from phocas.specs import Spec, Table, checks, count, normalise, positive, probability
+from phocas.specs import (
+    Spec,
+    Table,
+    check_keywords,
+    checks,
+    count,
+    keywords_of,
+    normalise,
+    place_of,
+    positive,
+    probability,
+    read_keywords,
+    write_spec,
+)
 
 Labels = npt.NDArray[np.integer[Any]]
 
@@ -83,8 +97,39 @@ class Split(Spec, abc.ABC):
         parts = self.parts(classes[pool], sharing, rng) if sharing else None
         if parts is None:
             return Assignment.common(pool, workers)
-        own = (pool[part] for part in parts)
+        own = iter([pool[part] for part in self._checked(parts, sharing, len(pool))])
         return Assignment([pool if worker in iid else next(own) for worker in range(workers)])
+
+    def _checked(self, parts: Sequence[Any], workers: int, samples: int) -> list[Indices]:
+        """Return the parts as arrays; raise ValueError unless each worker has valid indices."""
+        try:
+            arrays = [np.asarray(part) for part in parts]
+        except TypeError:
+            arrays = []
+        place = f"{defined_in(self.source)}: {self}"
+        if len(arrays) != workers:
+            got = f"{len(arrays)} arrays" if arrays else "none"
+            raise ValueError(
+                f"{place} must return an array of sample indices for each of {workers} workers:"
+                f" got {got}"
+            )
+        for worker, part in enumerate(arrays):
+            if part.ndim != 1 or len(part) == 0 or part.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{place} must return whole numbers, at least one for each worker: got"
+                    f" {part.dtype} of shape {part.shape} for worker {worker}"
+                )
+            if part.min() < 0 or part.max() >= samples:
+                raise ValueError(
+                    f"{place} must return indices from 0 to {samples - 1}: got {part.min()} to"
+                    f" {part.max()} for worker {worker}"
+                )
+        return arrays
+
+    @property
+    def source(self) -> Any:
+        """Return the function that divides the samples, whose file and line errors name."""
+        return type(self).parts
 
     @property
     def least(self) -> int:
@@ -271,6 +316,11 @@ class LongTail(Split):
         normalise(self, split=SPLITS.of(self.split, self.name))
 
     @property
+    def source(self) -> Any:
+        """Return the function of the other split."""
+        return self.split.source
+
+    @property
     def least(self) -> int:
         """Return the smallest number of samples that the other split gives to a worker."""
         return self.split.least
@@ -290,8 +340,69 @@ class LongTail(Split):
         return self.split.parts(labels, num_workers, rng)
 
 
+@dataclass(frozen=True)
+class FunctionSplit(Split):
+    """A split by a function of the labels that returns the indices of each worker's samples.
+
+    The function gets the label of each training sample, an array that it cannot change, and those
+    of these parameters that it has: ``num_workers``, ``rng``, and its own ``options``.
+
+    Args:
+        function: returns an array of sample indices for each worker.
+        options: the function's other parameters by name.
+
+    >>> def in_turn(labels, num_workers, block=1):
+    ...     return [np.flatnonzero(np.arange(len(labels)) // block % num_workers == worker)
+    ...             for worker in range(num_workers)]
+    >>> parts = FunctionSplit(in_turn).assign([0, 0, 0, 1, 1], 2, np.random.default_rng(0))
+    >>> [part.tolist() for part in parts]
+    [[0, 2, 4], [1, 3]]
+    """
+
+    name: ClassVar[str] = "function"
+    function: Callable[..., Any]
+    options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the function and its parameters."""
+        if not callable(self.function):
+            raise TypeError(f"FunctionSplit needs a function of labels: got {self.function!r}")
+        normalise(self, options=tuple(sorted(dict(self.options).items())))
+        check_keywords(self.function, dict(self.options), _OFFERED)
+
+    def __str__(self) -> str:
+        return write_spec(place_of(self.function), dict(self.options))
+
+    @classmethod
+    def adapt(cls, function: Callable[..., Any], arguments: Mapping[str, str]) -> FunctionSplit:
+        """Return the split for a function and the text of its arguments."""
+        return cls(function, read_keywords(function, arguments))
+
+    @property
+    def source(self) -> Any:
+        """Return the user's function."""
+        return self.function
+
+    def parts(
+        self, labels: Labels, num_workers: int, rng: np.random.Generator
+    ) -> Sequence[Indices]:
+        """Return what the function returns."""
+        takes = keywords_of(self.function)
+        offered = {"num_workers": num_workers, "rng": rng}
+        given = {key: value for key, value in offered.items() if key in takes}
+        seen = labels.view()
+        seen.flags.writeable = False
+        found: Sequence[Indices] | None = self.function(seen, **given, **dict(self.options))
+        return () if found is None else found
+
+
+_OFFERED = ("num_workers", "rng")
+
 SPLITS: Table[Split] = Table(
-    "split", [IID, Partition, Dirichlet, ByLabel, GammaSimilarity, LongTail], base=Split
+    "split",
+    [IID, Partition, Dirichlet, ByLabel, GammaSimilarity, LongTail],
+    base=Split,
+    adapt=FunctionSplit.adapt,
 )
 
 

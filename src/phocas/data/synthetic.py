@@ -22,11 +22,11 @@ DARKEST = 40.0  # brightness of 255 at which the noise hides an image
 
 @dataclass(frozen=True)
 class Synthetic(DataSpec):
-    """Synthetic images of ten classes: bright patches under Gaussian noise.
+    """Synthetic images of several classes: bright patches under Gaussian noise.
 
     An image shows one of its class's six patterns at a random brightness, plus Gaussian noise of
-    standard deviation ``noise``, clipped to bytes. The paper's MLP reaches an accuracy of 0.95
-    after 200 rounds and 0.96 after 500.
+    standard deviation ``noise``, clipped to bytes. With the defaults, the paper's MLP reaches an
+    accuracy of 0.95 after 200 rounds and 0.96 after 500.
 
     Args:
         train: number of training images.
