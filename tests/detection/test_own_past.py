@@ -14,7 +14,8 @@ from phocas.attacks.touched import Touched
 from phocas.detection import Detector
 from phocas.detection.own_past import FIRST_VERDICT, OwnPast
 from phocas.integrations.client_history import MOST_CLIENTS, ClientHistory
-from phocas.integrations.clients import Client, Terms
+from phocas.integrations.client_replies import Client
+from phocas.integrations.clients import Terms
 from phocas.integrations.merging.tensors import in_memory
 from phocas.rules import Median
 from phocas.training.trainer import Trainer

@@ -55,7 +55,7 @@ class Onset:
     ) -> None:
         """Observe the wealth of each worker after a round (from 1).
 
-        The estimates of workers that are ``known``, as they are flagged, stay as they are.
+        The estimates of ``known`` workers, which are flagged already, do not change.
         """
         new = invested_by(self.observed + 1) - invested_by(self.observed)
         self.observed += 1
@@ -90,8 +90,8 @@ class DriftTest:
 
     The score of a worker is its median distance to the others over the median of these, in steps of
     a quarter of a doubling. Let p be the share of rounds so far with a score at least as large as
-    the present one, this round included. If scores are exchangeable over the rounds, p is small
-    with probability at most p whatever the p before, and wealth that is multiplied by
+    the present one, this round included. If scores are exchangeable over the rounds, p is at most x
+    with probability at most x, whatever the earlier p were. So wealth that is multiplied by
     1 / (2 sqrt(p)) in every round does not grow in expectation: it *ever* reaches m / alpha with
     probability at most alpha / m. (A conformal test martingale.)
 

@@ -10,12 +10,11 @@ import numpy.typing as npt
 
 from phocas.deprecation import former_attributes
 from phocas.detection.changes import DriftTest, Onset
+from phocas.detection.comparison import Comparison, compare, group_sizes
 from phocas.detection.evalues import (
     MEASURES,
     EValueTest,
-    angles,
     distances,
-    products,
 )
 from phocas.detection.flags import (
     Evidence,
@@ -59,14 +58,14 @@ class Detector:
     observed. If so, :meth:`observe` takes the rows, or :meth:`observe_holders` takes the evidence
     of the holders, which are the ranks or servers that each hold a range of columns. If not,
     :meth:`rest` is called. :meth:`update` takes the shares that the rule dropped. :meth:`hear` does
-    all this from the reports of ranks.
-    :meth:`flagged`, :meth:`evidence` and :meth:`flag` give the answers, :meth:`state` is for
-    checkpoints.
+    all this from the reports of ranks. :meth:`flagged`, :meth:`evidence` and :meth:`flag` give the
+    answers, :meth:`state` is for checkpoints.
 
-    Workers are flagged by distances between rows, which Byzantine workers cannot bend:
-    :class:`EValueTest` has the test and the proof. With ``direction`` the angle to a direction
-    known before the round counts as well, which shows workers that pull back even where gradients
-    are mostly noise. Worker i is flagged once its e-value reaches m / alpha, alpha = 0.001.
+    Workers are flagged by distances between rows. Byzantine workers cannot change the distance
+    between two honest rows: :class:`EValueTest` has the test and the proof. With ``direction`` the
+    angle to a direction known before the round counts as well, which shows workers that pull back
+    even where gradients are mostly noise. Worker i is flagged once its e-value reaches m / alpha,
+    alpha = 0.001.
 
     **Guarantee.** If at most b workers are Byzantine, and honest rows are independent draws of one
     distribution in every round, given all rounds before, then with probability at least 1 - alpha
@@ -79,10 +78,10 @@ class Detector:
     :class:`phocas.detection.locations.Locations`. The guarantee is the same if faulty rows do not
     depend on which honest worker has which row.
 
-    Of 20 workers with b = 6, one Byzantine worker is flagged after 5 rounds, three after 10, six
-    after 19; one that begins in round 400 after 5 to 9, if every round is observed; one with gross
-    errors in a fifth of the rounds after about 30. Attacks that stay within the honest
-    distribution are not detected.
+    Delays with 20 workers and b = 6: one Byzantine worker is flagged after 5 rounds, three after
+    10, six after 19. One that begins in round 400 is flagged after 5 to 9 rounds, if every round is
+    observed. One with gross errors in a fifth of the rounds is flagged after about 30. Attacks that
+    stay within the honest distribution are not detected.
 
     - Flagging q workers needs q < m - b - 1. With m - b - 1 < 2, as with b = 1 of 3, no worker can
       be flagged, nor with b = 0. The default b is the largest with which workers can be flagged:
@@ -90,8 +89,8 @@ class Detector:
     - Honest workers that hold different data (Dirichlet, by label, federated clients) do not have
       one distribution. With ``data="differ"`` each worker is compared with its own past instead:
       :class:`phocas.detection.own_past.OwnPast` has the assumption and the limits.
-    - Rows that remember the rounds before are not independent. Of a worker's own ``momentum``, what
-      is new in each round is (1 - momentum) times a gradient, and that alone is observed.
+    - Rows with the worker's own ``momentum`` are not independent of the rounds before. Of such rows
+      only the new part of each round is observed, which is (1 - momentum) times a gradient.
     - A worker whose rows are missing is infinitely far, and is flagged like any other fault.
 
     :meth:`unusual` is an early warning without a guarantee. Byzantine workers can cause it for an
@@ -167,11 +166,14 @@ class Detector:
     def wants(self) -> bool:
         """Return whether the next round should be observed; if not, call :meth:`rest`.
 
-        If data differ, every round is observed, in the same columns. If they are alike:
-        Every round is observed at the beginning, with momentum, shortly after a finding, while a
-        worker that is not flagged has an e-value above a half, and while one has lately been the
-        farthest more often than chance explains; otherwise one in four. The choice depends on the
-        past alone, so that the e-values stay valid.
+        One round in four is observed, and every round
+
+        - if data differ, or rows have momentum,
+        - at the beginning, and shortly after a finding,
+        - while a worker that is not flagged has an e-value above a half, or has lately been the
+          farthest more often than chance explains.
+
+        The choice depends on the past alone, so that the e-values stay valid.
         """
         return (
             self.own_past is not None
@@ -188,12 +190,18 @@ class Detector:
 
     def skip(self) -> None:
         """Advance by a round in which no worker's row is finite; it gives no evidence."""
+        before = self.lost
+        self.pass_over()
+        self.lost = before or self.rounds
+        if not before:
+            self.locations.add_loss(self.judged)
+
+    def pass_over(self) -> None:
+        """Advance by a round of which neither rows nor dropped shares are known."""
         self.total += self.shares()
         self.rounds += 1
         self.judged += 1
-        if not self.lost:
-            self.lost = self.rounds
-            self.locations.add_loss(self.judged)
+        self.lost = 0
 
     def observe(
         self,
@@ -226,25 +234,33 @@ class Detector:
         if self.own_past is not None:
             self._judge(self.own_past.observe(seen, participants))
             if sample is not None and participants is None:
-                self.absurd_servers.observe(seen, sample)
+                self.absurd_servers.observe(group_sizes(seen), sample)
             return
-        if self.momentum and self.kept.size:
-            with np.errstate(invalid="ignore"):
-                seen = seen - self.momentum * self.kept
+        way = None if direction is None else np.asarray(direction, np.float64)
+        before = self.kept if self.kept.size else None
+        compared = compare(seen, way, momentum=self.momentum, before=before)
         if following is not None:
             self.kept = np.asarray(following, np.float64)
-        apart = distances(products(seen))
+        self.observe_comparison(compared, sample)
+
+    def observe_comparison(self, compared: Comparison, sample: Sample | None = None) -> None:
+        """Observe the rows of one round by their comparison, if data are alike.
+
+        Args:
+            compared: the comparison of what is new in the rows.
+            sample: the columns that were sampled.
+        """
+        apart = distances(compared.products)
         e_values = self.test.observe(apart)
         if self.direction_test is not None:
-            way = np.asarray(
-                np.zeros(seen.shape[1:]) if direction is None else direction, np.float64
-            )
-            e_values = e_values + self.direction_test.observe(angles(seen, way)[None, None])
+            away = compared.angles
+            scores = np.full(self.num_workers, np.inf) if away is None else away
+            e_values = e_values + self.direction_test.observe(scores[None, None])
         self._judge(e_values)
         self.notable |= self.test.growing(self.flagged())
         self.drift.observe(apart[0])
         if sample is not None:
-            self.absurd_servers.observe(seen, sample)
+            self.absurd_servers.observe(compared.sizes, sample)
 
     def no_verdict(self) -> tuple[int, ...]:
         """Return the workers about which nothing can be said yet: their own past is too short."""
@@ -261,8 +277,9 @@ class Detector:
         m, awake = len(reports), self.wants()
         # If most ranks report that no rank is finite, the evidence is about the model.
         if 2 * np.count_nonzero(reports[:, m] > 0) > m:
+            known = self.flagged()
             self.skip()
-            return False
+            return self.flagged() != known  # the last rank before that was not finite
         # A faulty rank may report any number, but not more dropped values than there are.
         shares = np.fmin(np.fmax(lost, 0.0), columns).sum(axis=0) / max(1, columns)
         self.update(np.fmin(shares, 1.0))
@@ -322,7 +339,7 @@ class Detector:
         self.attention = tuple(sorted({*near.tolist(), *flagged}))
 
     def _since(self, finding: ParameterFinding) -> int:
-        """Return the round of a finding: of evidence by distances, the onset of the worker."""
+        """Return the first round of a finding: the worker's onset if it is by distances."""
         if finding.e_value and 0 <= finding.worker < self.num_workers:
             return min(self.judged, int(self.onset.rounds[finding.worker]))
         return self.judged
@@ -381,7 +398,7 @@ class Detector:
 
     @property
     def absurd(self) -> Floats:
-        """Return 1 where a worker's values have reached a server absurd, (servers, m)."""
+        """Return an array (servers, m): 1 where a server has received absurd values of a worker."""
         return self.absurd_servers.found
 
     def evidence(self) -> tuple[Evidence, ...]:
@@ -510,6 +527,12 @@ class Detector:
         self.locations.load_state(state["traces"])
         self.nonfinite = [tuple(first) for first in state["nonfinite"]]
         self.lost = state["lost"]
+
+    def acquit(self, worker: int) -> None:
+        """Discard the evidence on a worker whose data differ, and keep its past."""
+        self.e_values[worker] = self.flagged_in[worker] = 0.0
+        if self.own_past is not None:
+            self.own_past.wealth[..., worker] = 0.0
 
     def forget(self, worker: int) -> None:
         """Discard all evidence on a worker; the holders of columns must discard theirs as well."""

@@ -24,7 +24,7 @@ MEASURES = (0.9, 0.1)
 """Parts of the initial wealth: for bets on squared distances, and on angles."""
 
 TOO_LONG = 1000.0
-"""Times the usual length of a row, beyond what a loss scale or a batch explains."""
+"""A row this many times as long as usual is no gradient: no loss scale or batch explains it."""
 
 _LASTING = np.array([[0.95], [0.95**2]])  # weight of earlier rounds in evidence on directions
 _LARGE = math.sqrt(np.finfo(np.float64).max)  # what overflows when squared
@@ -161,7 +161,8 @@ class EValueTest:
     multiplied by 1 - s + s (m - b) / r. There are two such scores:
 
     - *The angle to a direction known before the round*, such as the recent direction of the model.
-      Byzantine workers may have influenced it, but it is past.
+      Byzantine workers may have influenced the direction. But it was fixed before the honest rows
+      of this round were drawn, so these rows are exchangeable given the direction.
     - *The distance from the median of all rows.* This score is valid for faults without
       adversaries only: faulty rows must not depend on which honest worker has which row. Malicious
       workers that see the honest rows first can move the median away from one of them.
@@ -173,7 +174,7 @@ class EValueTest:
       With N striking honest workers at most min(r, N) honest workers win, so the expected gain is
       at most s 1{N > 0}, and the stake is lost whenever N > 0 or a Byzantine worker is striking.
     - *A reference without a row.* If every d(k, j) is infinite (row k is missing or NaN), nothing
-      is bet. No honest worker could have won.
+      is bet. A bet would lose in such a round for every honest worker.
     - *Mixtures.* Wealth may be divided beforehand: over several r, fractions, limits and measures.
       Wealth may be discarded.
 
@@ -206,7 +207,7 @@ class EValueTest:
                 reference.
             strategies: the ways to bet, those for striking rounds last.
             tails: the numbers r, those of :func:`tail_sizes` if not given.
-            quiet: among honest workers :meth:`growing` is true in about one round of so many.
+            quiet: mean rounds from one true :meth:`growing` to the next, if all are honest.
         """
         self.num_workers, self.b = num_workers, b
         known = tail_sizes(num_workers, b, by_score=by_score)
@@ -232,7 +233,7 @@ class EValueTest:
         always = sum(not strategy.striking for strategy in strategies)
         self._always, self._if_striking = slice(always), slice(always, len(strategies))
         self.streaks = np.zeros((len(parts), num_workers))
-        """How often a worker has lately been the farthest, by measure: halved when it is not."""
+        """By measure, how often each worker has lately been the farthest; else it is halved."""
         self._most_references = 1 if by_score else max(1, num_workers - 1 - b)
         chances = quiet * max(1, len(parts)) * num_workers
         self._streak = math.log(chances) / math.log(max(2, num_workers))
@@ -323,8 +324,8 @@ class Direction:
     Let p_ij be the product of rows i and j over the usual squared length of a row. The median of
     p_ij over j is on average the same, s, for an honest worker, for one whose rows are noisier
     (half the batch size), and c s for rows that are scaled by c. It is 0 for rows of noise and -s
-    for a flipped sign. So the sign of d_i = median_j p_ij - s / 2, with the median over workers for
-    s, says which of the two it is. Rows more than 1000 times as long as usual are not gradients:
+    for a flipped sign. So d_i = median_j p_ij - s / 2, with the median over workers for s, is
+    positive for the former and negative for the latter. Rows 1000 times as long as usual are wrong:
     for them d is negative, wherever they point. :meth:`along` is the sum of d over rounds in units
     of its root sum of squares, where later rounds weigh more. If d is symmetric about 0, it exceeds
     z with probability at most exp(-z^2 / 2).

@@ -11,7 +11,7 @@ import numpy as np
 from phocas.deprecation import former_attributes
 from phocas.detection.locations import Location, Locations, ParameterFinding
 
-Kind: TypeAlias = Literal["nonfinite", "hardware", "wrong", "differs"]
+Kind: TypeAlias = Literal["nonfinite", "hardware", "wrong", "differs", "drifted"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """What may be wrong with a flagged worker.
 
@@ -20,9 +20,11 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 - ``differs``: its rows are noisier or longer than those of the others, and point as these do, as
   far as the evidence shows: another batch size, another loss scale, other data.
 - ``wrong``: none of these: its rows point elsewhere, or are more than 1000 times too long.
+- ``drifted``: its weights or the state of its optimizer are not those of the majority of its
+  replicas (DDP, HSDP).
 """
 
-Ground: TypeAlias = Literal["distances", "addresses", "values"]
+Ground: TypeAlias = Literal["distances", "addresses", "values", "replicas"]
 LocationKind: TypeAlias = Literal["nonfinite", "hardware", "data", "differs", "unclear"]
 
 Threat: TypeAlias = Literal["faults", "adversaries"]
@@ -56,7 +58,7 @@ class Evidence:
     worker: int
     """Its number."""
     e_value: float
-    """The wealth of fair bets against its honesty, from 1; flagged at m / FALSE_ALARM."""
+    """The wealth of the bets against it, which do not win on average if it is honest."""
     flagged: int | None
     """The round (from 1) in which it was flagged."""
     dropped: float

@@ -20,9 +20,10 @@ def middle(values: Floats) -> float:
 def absurd(lengths: Floats, usual: float, b: int) -> NDArray[np.bool_]:
     """Return which workers are absurd, by the length of each worker's row of a parameter.
 
-    ``usual`` is the usual length of a whole unit's row, below which nothing is large. If more than
-    b workers are absurd, none is: they cannot all be faulty. Where the usual length is zero only
-    what is not finite is absurd: others may not use the parameter.
+    A worker is absurd if its row is 16 times as long as the median row of the parameter and as
+    ``usual``, the usual length of a row of the whole unit. If more than b workers would be absurd,
+    none is: they cannot all be faulty. If both lengths are zero, as when others do not use the
+    parameter, only a row that is not finite is absurd.
 
     >>> absurd(np.array([1.0, 2.0, np.nan, 1.0]), usual=1.0, b=1)
     array([False, False,  True, False])

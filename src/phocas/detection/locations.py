@@ -5,7 +5,8 @@ unusual data. A holder is a rank or server that holds a range of columns. Every 
 columns and reports a few findings in each round to all other holders.
 
 A worker is *absurd* in a parameter if its values there are not finite, or many times as large as
-is usual among workers. Hardware that corrupts silently does so at the same addresses again and
+is usual among workers. A single value is *gross* if it is so far from the centre of its column that
+its address is remembered. Hardware that corrupts silently does so at the same addresses again and
 again; the addresses of outliers that come from data change.
 """
 
@@ -43,7 +44,7 @@ class ParameterFinding:
     wild: int
     """The number of outliers among its values here."""
     columns: int
-    """The number of columns."""
+    """The number of columns that were inspected."""
     others: float
     """The b-th largest share of outliers of another worker here."""
     absurd: bool
@@ -127,8 +128,8 @@ class AddressMemory:
     ) -> tuple[float, int, bool]:
         """Return the repeated share beyond chance, its stride, and whether it is far above chance.
 
-        Of addresses drawn at random, the expected share of known ones is their share of the
-        columns. The repeated share is 0 for that, and 1 if all are known.
+        The repeated share is 1 if all found addresses are known from before. It is 0 if as many of
+        them are known as among addresses that are drawn at random.
 
         >>> memory = AddressMemory()
         >>> memory.compare(0, 3, np.array([5, 69, 133]), columns=6000)
@@ -279,7 +280,7 @@ class Locations:
         self.along: list[dict[int, float]] = [{} for _ in range(num_workers)]
         """By worker and holder, evidence on the direction of the worker's rows."""
         self.local: list[dict[int, float]] = [{} for _ in range(num_workers)]
-        """The same of holders with evidence in a parameter, in that parameter."""
+        """By worker and holder, the same evidence in a parameter with evidence by distances."""
 
     def add(self, round: int, holder: int, findings: Iterable[ParameterFinding]) -> None:
         """Add the findings of a holder in a round."""
@@ -317,7 +318,7 @@ class Locations:
         return min(filter(None, found), default=0)
 
     def add_loss(self, round: int) -> None:
-        """Flag the worker whose values of the last round were followed by no finite values."""
+        """Flag a worker that alone was not finite in the last round before no worker is finite."""
         for worker, rounds in enumerate(self.nonfinite_rounds):
             if rounds and rounds[-1] == round - 1 and not self.flagged_by_values[worker]:
                 self.flagged_by_values[worker] = round

@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 FINDINGS = 4
 """How many findings a rank reports in one step."""
 RARE_STEPS = 16
-"""The step in which a rank reports a parameter in which few ranks have values, if there is one."""
+"""The step in which a rank reports the parameter with the most rare values, if it has any."""
 IMPLAUSIBLE = 1e6
 """A row this many times as long as the longest usual row so far comes from no honest rank."""
 OUTLIER = 8.0
@@ -61,9 +61,9 @@ class Segment:
     first: int = 0
     """The flat index within the parameter of the first column of the shard."""
     run: int = 0
-    """Contiguous columns, 0 if all are."""
+    """The number of columns of a group of neighbours; 0 if all columns are contiguous."""
     jump: int = 0
-    """The distance from one run to the next."""
+    """The distance from the start of one group to the next."""
     before: int = 0
     """Columns of the shard before this segment."""
 
@@ -131,6 +131,8 @@ class RankObserver:
         """By the number of the first column, the largest usual length of a row so far."""
         self.flagged: tuple[int, ...] = ()
         """The ranks that are flagged."""
+        self.sizes: Floats | None = None
+        """The size of the batch of each rank in this step, None if they are equal or not known."""
         self.direction = Direction(m)
         self.memory = AddressMemory()
         self.inspections: dict[tuple[int, int], int] = {}
@@ -174,7 +176,7 @@ class RankObserver:
             return
         parts = segments() if callable(segments) else segments
         if self.scores is not None:
-            self.products += self.scores.take(rows, parts, place)
+            self.products += self.scores.take(rows, parts, place, self.sizes)
         if self.scores is None or (self.rare is not None and self.step < RARE_STEPS):
             rng = generator(Stream.SAMPLE, self.seed, self.step, place)
             sample = Sample.draw(rows.shape[1], rng)
@@ -186,7 +188,7 @@ class RankObserver:
 
     def look(self, rows: torch.Tensor, segments: Segments, place: int) -> None:
         """Find ranks with absurd values in a parameter, and inspect ranks that need attention."""
-        total = _total(rows)
+        total = total_of(rows)
         broken = None if math.isfinite(total) else _nonfinite(rows)
         if broken is not None:
             self.nonfinite = broken if self.nonfinite is None else self.nonfinite | broken
@@ -303,11 +305,11 @@ class RankObserver:
             self.direction.observe(self.products)
             if self.pairs is not None:
                 self.numbers[: self.m] = self.pairs.observe(distances(self.products))
-                self.numbers[self.m] = -float(self.pairs.growing(self.flagged))
+                self.numbers[self.m] = -1.0 if self.pairs.growing(self.flagged) else 0.0
             if self.scores is not None:
                 self.numbers[self.m + 1 : findings_at(self.m)] = self.scores.totals()
                 self.numbers[: self.m] = self.scores.observe()
-                self.numbers[self.m] = -float(self.scores.each.growing(self.flagged))
+                self.numbers[self.m] = -1.0 if self.scores.each.growing(self.flagged) else 0.0
                 self._name_parameters(self.scores)
             if self.rare is not None and self.step + 1 == RARE_STEPS:
                 self.numbers[-1] = self.rare.found(self.b)
@@ -420,7 +422,7 @@ def _largest(shares: Floats, b: int) -> float:
     return float(np.sort(shares)[-min(max(1, b), len(shares))]) if len(shares) else 0.0
 
 
-def _total(rows: torch.Tensor) -> float:
+def total_of(rows: torch.Tensor) -> float:
     """Return the sum of all values, which is finite only if these are."""
     # 10 us, where a check of each row takes 34.
     return rows.sum(dtype=torch.float64 if rows.dtype == torch.float64 else torch.float32).item()

@@ -124,7 +124,7 @@ class OwnPast:
         return self.evidence()
 
     def _without_momentum(self, rows: Floats) -> Floats:
-        """Return what is new in rows with momentum, as gradients of different rounds share it."""
+        """Return what is new in rows with momentum: the rest repeats the rows of the last round."""
         if not self.momentum:
             return rows
         before, self.before = self.before, rows

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from phocas.detection.batch_sizes import equalised
 from phocas.detection.evalues import TOO_LONG, EValueTest, Strategy, products
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class _Layout:
     starts: NDArray[np.int64]
     """Where the columns of each parameter begin among the sampled ones."""
     places: NDArray[np.int64]
-    """Where the direction of each sampled column is kept."""
+    """The index of each sampled column in the memory of directions."""
     sizes: NDArray[np.int64]
     parameters: NDArray[np.int64]
     width: int
@@ -97,19 +98,29 @@ class ParameterTest:
         self.lengths = np.zeros(self.parameters + 1)
         """The squared length of the recent direction in the columns of this step."""
 
-    def take(self, rows: torch.Tensor, parts: Sequence[Segment], place: int) -> Floats:
+    def take(
+        self,
+        rows: torch.Tensor,
+        parts: Sequence[Segment],
+        place: int,
+        sizes: Floats | None = None,
+    ) -> Floats:
         """Observe the rows of some columns; return the inner products of the sampled values.
 
         Args:
             rows: the rows, (m, width).
             parts: the parameters in these columns.
             place: the number of the first column in the gradient.
+            sizes: the size of the batch of each rank, if ranks have different ones.
         """
         layout = self.layouts.get(place)
         parts = tuple(parts)
         if layout is None or layout.parts != parts or layout.width != rows.shape[1]:
             layout = self.layouts[place] = self._layout(rows, parts)
         values = rows.index_select(1, layout.index).double().cpu().numpy()
+        known_products = products(values)
+        if sizes is not None:
+            values = equalised(values, sizes)
         ordered = np.sort(values, axis=0)
         half = (self.m - 1) // 2
         centre = (ordered[half] + ordered[self.m - 1 - half]) / 2
@@ -123,7 +134,7 @@ class ParameterTest:
             self.sums[:, layout.parameters] += sums.transpose(0, 2, 1)
             self.lengths[layout.parameters] += np.add.reduceat(recent * recent, layout.starts)
             self._remember(layout, centre, recent)
-        return products(values)
+        return known_products
 
     def _remember(self, layout: _Layout, centre: Floats, recent: Floats) -> None:
         """Update the recent direction of the parameters by the medians of this step."""
@@ -178,7 +189,7 @@ class ParameterTest:
         return self.each.observe(scores.reshape(-1, 1, self.m))
 
     def _note_directions(self, cosines: Floats, squares: Floats) -> None:
-        """Record whether the values of each rank point as those of the others, as Direction."""
+        """Record whether each rank's values point as the others' do, as :class:`Direction` does."""
         middle = (self.m - 1) // 2
         usual = np.sort(cosines, axis=1)[:, middle, None]
         d = np.where(np.isfinite(cosines) & np.isfinite(usual), cosines - usual / 2, 0.0)

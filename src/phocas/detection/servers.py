@@ -31,15 +31,13 @@ class AbsurdServers:
     def __init__(self, num_workers: int, bounds: Sequence[tuple[int, int]]) -> None:
         self.bounds = bounds
         self.found = np.zeros((len(bounds), num_workers))
-        """1 where a worker's values have reached a server absurd, (servers, m)."""
+        """1 where a server has received absurd values of a worker, (servers, m)."""
         self.size = np.zeros(1)
 
-    def observe(self, values: Floats, sample: Sample) -> None:
-        """Observe the values of one round in a sample of the columns, (m, runs, width)."""
+    def observe(self, sizes: Floats, sample: Sample) -> None:
+        """Observe the lengths of rows in the groups of a sample of the columns, (m, runs)."""
         if not self.bounds:
             return
-        with np.errstate(all="ignore"):
-            sizes = np.sqrt(np.einsum("mrw,mrw->mr", values, values))  # NaN stays NaN
         usual = np.partition(sizes.ravel(), sizes.size // 2)[sizes.size // 2]
         if not usual < math.inf:
             return
