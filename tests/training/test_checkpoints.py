@@ -137,7 +137,9 @@ def test_truncated_checkpoints_are_rejected(data: Dataset, tmp_path: Path, size:
             load_checkpoint(path, trainer)
 
 
-def test_checkpoint_with_flipped_bit_is_rejected(data: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_checkpoint_with_flipped_bit_is_rejected(data: Dataset, tmp_path: Path, bits: int) -> None:
+    """Flip bits of each byte of the header, and 200 of the values."""
     path = tmp_path / "checkpoint.safetensors"
     with make(data) as trainer:
         list(trainer.rounds(2))
@@ -146,9 +148,12 @@ def test_checkpoint_with_flipped_bit_is_rejected(data: Dataset, tmp_path: Path) 
         whole = path.read_bytes()
         header = 8 + int.from_bytes(whole[:8], "little")
         rng = np.random.default_rng(5)
-        places = [*range(8 * header), *rng.integers(8 * header, 8 * len(whole), 200)]
+        places = [
+            8 * byte + int(bit) for byte in range(header) for bit in rng.permutation(8)[:bits]
+        ]
+        places += rng.integers(8 * header, 8 * len(whole), 200).tolist()
         for place in places:
-            byte, bit = divmod(int(place), 8)
+            byte, bit = divmod(place, 8)
             path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1 << bit]) + whole[byte + 1 :])
             with pytest.raises(DamagedCheckpointError, match="damaged"):
                 load_checkpoint(path, trainer)

@@ -482,6 +482,28 @@ def test_user_defined_models_are_built_and_unknown_ones_rejected() -> None:
         build_model("cnn:init=xavir", (3, 8, 8), 4, seed=0)
     with pytest.raises(ValueError, match="width >= 1"):
         build_model("cnn:width=0", (3, 8, 8), 4, seed=0)
+    with pytest.raises(ValueError, match="cnn: unknown precision 'bf15'; did you mean 'bf16'"):
+        build_model("cnn:precision=bf15", (3, 8, 8), 4, seed=0)
+
+
+def test_bfloat16_changes_gradients_by_its_rounding() -> None:
+    """ReLU and pooling choose other values after rounding, so errors grow towards the input."""
+    inputs = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    targets = torch.arange(64) % 4
+    found = []
+    for precision in ("fp32", "bf16"):
+        model = build_model(f"cnn:width=4,dropout=0,precision={precision}", (3, 8, 8), 4, seed=0)
+        logits = model(inputs)
+        assert logits.dtype == torch.float32
+        loss = nn.functional.cross_entropy(logits, targets)
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert {gradient.dtype for gradient in found[1]} == {torch.float32}
+    errors = [
+        float(torch.linalg.norm(rounded - plain) / torch.linalg.norm(plain))
+        for plain, rounded in zip(*found, strict=True)
+    ]
+    assert 0 < errors[-2] < 0.02  # the last weights
+    assert max(errors) < 0.5
 
 
 def test_initial_weights_are_xavier_or_torchs_default() -> None:

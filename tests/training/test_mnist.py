@@ -1,4 +1,4 @@
-"""The paper's experiment on real MNIST: 500 rounds and the four attacks; 30 s on two cores."""
+"""The paper's experiment on real MNIST with its four attacks: 100 rounds, and slow all 500."""
 
 from __future__ import annotations
 
@@ -34,13 +34,19 @@ def test_sign_flipping_worker_is_flagged_despite_noisy_gradients() -> None:
         assert trainer.detector.flagged() == (0, 1, 2, 3, 4, 5)
 
 
-def test_the_papers_settings_reach_the_papers_accuracy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "below"), [(100, 0.05), pytest.param(500, 0.0, marks=pytest.mark.slow)]
+)
+def test_the_papers_settings_reach_the_papers_accuracy(
+    tmp_path: Path, rounds: int, below: float
+) -> None:
     try:
         load("mnist")
     except DataError as error:
         pytest.skip(f"MNIST is out of reach: {error}")
+    results = str(tmp_path / "r.sqlite")
     configs = [
-        make_config({"rule": rule, "attack": attack, "results": str(tmp_path / "r.sqlite")})
+        make_config({"rule": rule, "attack": attack, "rounds": rounds, "results": results})
         for rule, attack in CASES
     ]
     records = sweep(configs)
@@ -48,7 +54,7 @@ def test_the_papers_settings_reach_the_papers_accuracy(tmp_path: Path) -> None:
         assert record is not None
         assert record.status == "complete"
         assert record.final_accuracy is not None
-        assert record.final_accuracy >= least, case
+        assert record.final_accuracy >= least - below, case
         assert record.skipped_rounds == 0
         byzantine = (0, 1, 2, 3, 4, 5) if "q=6" in case[1] else ()
         assert record.suspects == byzantine, case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from phocas.attacks import parse_attack
-from phocas.data import Dataset, batch_indices, load, parse_split
+from phocas.data import ByLabel, Dataset, batch_indices, load, parse_split
+from phocas.experiments.results import Results, latest
+from phocas.experiments.runner import final_model
 from phocas.rules import parse_rule
 from phocas.training import ParameterServer, Trainer
 from phocas.training.models import build_model
@@ -460,3 +463,89 @@ def test_convolution_followed_by_a_view_is_trained_and_evaluated(data: Dataset) 
         losses = [done.loss for done in trainer.rounds(20)]
         assert losses[-1] < losses[0]
         assert top1(trainer) > 0.2
+
+
+def test_run_can_be_kept_and_continued(data: Dataset, tmp_path: Path) -> None:
+    file = tmp_path / "r.sqlite"
+    with make(data, attack="gaussian:q=3", split=ByLabel(), seed=4) as trainer:
+        first = trainer.run(25, results=file, name="mine", evaluate_every=5)
+        assert [round.number for round in first.rounds] == list(range(1, 26))
+        assert list(first.evaluations) == [0, 5, 10, 15, 20, 25]
+        assert first.accuracy == top1(trainer)
+        assert "25 rounds" in repr(first)
+        assert first._repr_html_().startswith("<table><caption>TrainingRun: 25 rounds")
+        second = trainer.run(3, results=file)
+        assert (first.number, second.number) == (1, 1)
+        vector = trainer.server.vector.clone()
+        bits = train(data, 28, attack="gaussian:q=3", split="by-label", seed=4)
+    np.testing.assert_array_equal(vector.numpy().view(np.uint32), bits)
+    with Results(file, read=True) as results:
+        (record,) = results.runs()
+        assert (record.status, record.rounds_done, record.rounds) == ("complete", 28, 28)
+        assert (record.rule, record.attack, record.seed) == ("phocas:b=3", "gaussian:q=3", 4)
+        assert (record.model, record.dataset) == ("Sequential", "synthetic")
+        assert record.byzantine == (0, 1, 2)
+        assert record.config["split"] == "by-label"
+        assert record.config["workers"] == 10
+        assert record.final_accuracy == second.accuracy
+        rounds = results.table("rounds", 1)
+    assert [row["loss"] for row in rounds] == [
+        each.loss for each in (*first.rounds, *second.rounds)
+    ]
+    saved = final_model(file, 1)
+    assert torch.equal(torch.cat([each.flatten() for each in saved.values()]), vector)
+
+
+def test_equal_trainers_are_one_run_and_others_are_not(data: Dataset, tmp_path: Path) -> None:
+    file = tmp_path / "r.sqlite"
+    other = load("synthetic:train=400,test=120,side=8,noise=20,seed=1")
+    for given, lr in ((data, 1.0), (data, 1.0), (other, 1.0), (data, 0.5)):
+        with make(given, lr=lr) as trainer:
+            trainer.run(2, results=file)
+    with Results(file, read=True) as results:
+        records = results.runs()
+    assert [record.id for record in latest(records)] == [2, 3, 4]
+
+
+def test_failed_run_keeps_its_rounds(data: Dataset, tmp_path: Path) -> None:
+    def fragile(rows: np.ndarray) -> np.ndarray:
+        if trainer.rounds_done == 3:
+            raise RuntimeError("oh")
+        return np.asarray(rows.mean(axis=0))
+
+    file = tmp_path / "r.sqlite"
+    trainer = make(data, rule=fragile, num_servers=1)
+    with trainer, pytest.raises(RuntimeError, match="oh"):
+        trainer.run(9, results=file, evaluate_every=2)
+    with Results(file, read=True) as results:
+        (record,) = results.runs()
+        assert len(results.table("rounds", 1)) == 3
+    assert record.status == "failed"
+    assert re.search(r"test_trainer\.py:\d+: RuntimeError: oh", record.message or "")
+    assert "fragile" in record.rule
+
+
+def test_run_shows_progress_and_needs_no_test_samples(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    inputs = torch.randn(60, 4)
+    model = nn.Linear(4, 1)
+    with Trainer(
+        model, functional.mse_loss, (inputs, inputs[:, :1]), rule="mean", num_workers=5
+    ) as trainer:
+        done = trainer.run(4, progress=True)
+        assert (done.evaluations, done.accuracy, done.number) == ({}, None, None)
+        assert "round 4/4  loss" in capsys.readouterr().err
+        trainer.run(1)
+        assert not capsys.readouterr().err
+        with pytest.raises(ValueError, match="run needs rounds >= 1"):
+            trainer.run(0)
+
+
+def test_run_with_validation_samples_has_a_test_accuracy(data: Dataset, tmp_path: Path) -> None:
+    with make(data, validation=0.2) as trainer:
+        done = trainer.run(3, results=tmp_path / "r.sqlite")
+        assert done.test is not None
+        assert done.test.top1 == trainer.evaluate(test=True).top1
+    with Results(tmp_path / "r.sqlite", read=True) as results:
+        assert results.run(1).test_accuracy == done.test.top1

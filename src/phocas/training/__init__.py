@@ -9,11 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from phocas.training.running import TrainingRun
     from phocas.training.server import ParameterServer
     from phocas.training.task import Task, TaskSettings
     from phocas.training.trainer import Round, Trainer
 
-__all__ = ["ParameterServer", "Round", "Task", "TaskSettings", "Trainer"]
+__all__ = ["ParameterServer", "Round", "Task", "TaskSettings", "Trainer", "TrainingRun"]
 
 _HOMES = {
     "ParameterServer": "server",
@@ -21,6 +22,7 @@ _HOMES = {
     "Task": "task",
     "TaskSettings": "task",
     "Trainer": "trainer",
+    "TrainingRun": "running",
 }
 
 

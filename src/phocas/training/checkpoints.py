@@ -64,12 +64,22 @@ def save_checkpoint(
     write_atomically(path, _seal(save(whole, _metadata(header))), keep=keep)
 
 
-def load_checkpoint(path: Path, trainer: Trainer, identity: str = "") -> Tensors:
-    """Restore the state of a trainer, and return the further tensors of the checkpoint."""
+def load_checkpoint(
+    path: Path, trainer: Trainer, identity: str = "", *, other_code: bool = False
+) -> Tensors:
+    """Restore the state of a trainer, and return the further tensors of the checkpoint.
+
+    Args:
+        path: the file.
+        trainer: the trainer.
+        identity: the identity of the run, which must be that of the checkpoint.
+        other_code: accept a checkpoint that was saved with other user-defined code.
+    """
     header, tensors = _read(path)
     if header["identity"] != identity:
         raise ValueError(f"checkpoint {path} belongs to a run with another configuration")
-    _check_code(path, header.get("code"), trainer.code)
+    if not other_code:
+        _check_code(path, header.get("code"), trainer.code)
     try:
         _restore(trainer, tensors, header)
     except KeyError as error:
@@ -95,7 +105,7 @@ def _check_code(path: Path, saved: Mapping[str, str] | None, code: Mapping[str, 
     raise ValueError(
         f"checkpoint {path} was saved with other code ({describe_code(saved) or 'none of your own'}"
         f"; now {now}): restore that code to continue, or begin at round 0 (phocas train --restart,"
-        " or a Trainer that loads nothing)"
+        " or a Trainer that loads nothing); Trainer.load(path, other_code=True) continues anyway"
     )
 
 
@@ -153,7 +163,9 @@ def _capture(trainer: Trainer) -> tuple[dict[str, Any], Tensors]:
                 tensors[f"optimizer.{index}.{key}"] = value
             else:
                 numbers[str(index)][key] = value
-    known = {"first_loss": trainer.first_loss, "lost": trainer.lost}
+    known: dict[str, object] = {"first_loss": trainer.first_loss, "lost": trainer.lost}
+    if trainer.exclusions.since:
+        known["excluded"] = list(trainer.exclusions.since.items())
     return {"optimizer": numbers, "model": places, **known}, tensors
 
 
@@ -183,6 +195,8 @@ def _restore(trainer: Trainer, tensors: Tensors, header: Mapping[str, Any]) -> N
     trainer.detector.load_state({key: value.numpy() for key, value in detection.items()})
     trainer.recent_direction.load_state(_part(tensors, "course"))
     trainer.first_loss, trainer.lost = header.get("first_loss"), header.get("lost")
+    trainer.exclusions.since = dict(header.get("excluded", ()))
+    trainer.exclusions.round = int(header["round"])
     np.copyto(trainer.participation.sums, tensors["attendance"].numpy())
     state = {int(index): dict(rest) for index, rest in header["optimizer"].items()}
     for name, tensor in _part(tensors, "optimizer").items():

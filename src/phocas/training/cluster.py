@@ -14,6 +14,7 @@ from phocas.specs import unknown
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from phocas.detection.comparison import Comparison
     from phocas.detection.sampling import Sample
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.server import Action, Aggregate, ParameterServer
@@ -39,42 +40,61 @@ class Gathered:
     """Descriptions of failures of processes and messages."""
     sampled: tuple[npt.NDArray[np.float64], ...] = ()
     """The values of the sampled columns, as the servers received them."""
+    compared: Comparison | None = None
+    """Instead of ``sampled``, the comparison of the rows by an engine whose servers are elsewhere.
+
+    If such an engine gives neither, the round cannot be observed.
+    """
+    picture: npt.NDArray[np.float64] | None = None
+    """The values of the columns of the picture, if there is one."""
     participants: npt.NDArray[np.int64] | None = None
     """The client of each entry of ``aggregate.dropped``, if not all clients take part."""
     virtual_seconds: float | None = None
     """The time of the virtual clock, if there is one."""
     staleness: int | None = None
-    """With asynchronous training, the number of steps since the last row's parameters."""
+    """With asynchronous training, how many steps old the parameters of the last row are."""
     refused: int = 0
     """The number of rows that were rejected because they were too stale."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The metrics of a round that the trainer wants besides the aggregate."""
+    """The clients of a round, and the metrics that the trainer wants besides the aggregate."""
 
     by_server: bool
     """Whether to return the dropped shares of each server."""
     honest: bool
     """Whether to return the distance from the mean of uncorrupted gradients."""
     samples: Sequence[Sample]
+    """The columns in which to compare the rows: of this round and, with momentum, of the next."""
+    picture: Sample | None = None
     """The columns whose values to return."""
+    excluded: tuple[int, ...] = ()
+    """Clients that must not take part."""
+    outliers: bool = False
+    """Whether a comparison by servers counts outliers."""
 
 
 class Cluster(Protocol):
     """The workers and servers of a task, as the trainer sees them."""
 
-    server: ParameterServer
-    """The trainer's copy of the parameters, and the policy for aggregates that are not finite."""
     gradients: WorkerGradients
     """The computation of gradients in this process, which evaluation uses too."""
     kind: str
     """A name that a checkpoint must match besides the task."""
     same_rows: bool
-    """Whether workers can be compared over rounds: it is known which worker sent which row.
+    """Whether detection applies: each row is that of a known worker in a known round.
 
-    With clients, that is so if each is compared with its own past only.
+    With clients it applies only if each is compared with its own past.
     """
+
+    @property
+    def server(self) -> ParameterServer:
+        """The trainer's copy of the parameters, and the policy for aggregates that are not finite.
+
+        An engine whose servers are elsewhere fetches the parameters here. Such an engine has its
+        own ``recent_direction`` too.
+        """
 
     def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Run a round up to the aggregate.
@@ -109,7 +129,7 @@ ENGINES = ("local", "ray")
 
 
 def find_engine(engine: Engine | str) -> Engine:
-    """Return an engine, given the engine itself or its name for the default settings.
+    """Return an engine: the given one, or the one with this name and its default settings.
 
     This is the one place where training imports from a layer above: ``pyproject.toml`` lists it as
     an exception of the layers. The imports are here, because engines import this module.

@@ -6,7 +6,7 @@ import torch
 
 
 def find_device(owner: str, name: str, value: object) -> torch.device:
-    """Return a device, if it is here and holds what is put there."""
+    """Return a device after storing a value on it; raise ValueError if that fails."""
     if not isinstance(value, str | torch.device):
         raise TypeError(f"{owner} needs the name of a {name}, such as 'cuda:1': got {value!r}")
     try:

@@ -33,6 +33,7 @@ class Metrics:
     top3: float | None
     """Share of samples whose class is among the three with the highest scores, or None."""
     seconds: float
+    """Duration of the evaluation."""
 
 
 def evaluate(

@@ -9,9 +9,11 @@ import torch
 
 from phocas.attacks import Attack
 from phocas.data import Split
+from phocas.detection.exclusion import AfterEvidence, Never
 from phocas.detection.own_past import WorkerData
 from phocas.rules import Rule
 from phocas.specs import OnNonfinite
+from phocas.training.augmentation import Augmentation
 from phocas.training.gradients.base import Reduction
 from phocas.training.optimizers import Optimizers
 from phocas.training.task import ByzantineData, MomentumForm
@@ -29,12 +31,13 @@ class TrainerKeywords(TypedDict, total=False):
     num_servers: int
     batch_size: int
     lr: float
-    attack: Attack | str | None
+    attack: Attack | Callable[..., Any] | str | None
     seed: int
-    split: Split | str
+    split: Split | Callable[..., Any] | str
     byzantine_data: ByzantineData
     validation: float
     worker_data: WorkerData | None
+    exclude: Never | AfterEvidence | str
     optimizer: Optimizers | str
     optimizer_options: Mapping[str, Any]
     schedule: Callable[[int], float] | str
@@ -46,6 +49,7 @@ class TrainerKeywords(TypedDict, total=False):
     trusted: int | None
     reduction: Reduction
     standardise: bool
+    augmentation: Augmentation
     on_nonfinite: OnNonfinite
     device: torch.device | str | None
     threads: int | None

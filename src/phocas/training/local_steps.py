@@ -185,7 +185,7 @@ class _Block:
             self.optimizer = local.make(tensors, lr)
 
     def transpose_back(self) -> None:
-        """Transpose the weights back, in their rows."""
+        """Transpose the weights in the workers' rows back to their usual layout."""
         for key, original in self.original.items():
             if original.dim() > 2:
                 for one, transposed in zip(original, self.weights[key].clone(), strict=True):

@@ -1,4 +1,4 @@
-"""The models of the paper's tables, softmax regression, and user-defined models.
+"""The models of the paper's tables and of the field, and user-defined models.
 
 The paper does not state how its weights are initialised. Its tables use MXNet's terms, so the
 default is MXNet's Xavier: uniform within sqrt(6 / (inputs + outputs)), biases 0. On MNIST the mean
@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from phocas.provenance import defined_in
 from phocas.settings import at_least
 from phocas.specs import (
     Spec,
@@ -36,7 +37,7 @@ class ModelSpec(Spec):
     """A model that has a spec; its output are logits, and the loss applies the softmax."""
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Return a new module for inputs of a shape and that number of classes."""
+        """Return a new module for this shape of inputs and this number of classes."""
         raise NotImplementedError
 
 
@@ -46,6 +47,15 @@ INITS = ("xavier", "torch")
 def _init(owner: str, name: str, value: str) -> str:
     if value not in INITS:
         raise ValueError(f"{owner}: {unknown(name, value, INITS)}")
+    return value
+
+
+PRECISIONS = ("fp32", "bf16")
+
+
+def _precision(owner: str, name: str, value: str) -> str:
+    if value not in PRECISIONS:
+        raise ValueError(f"{owner}: {unknown(name, value, PRECISIONS)}")
     return value
 
 
@@ -80,7 +90,7 @@ class MLP(ModelSpec):
     name: ClassVar[str] = "mlp"
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Return flatten, (linear, ReLU[, dropout]) for each hidden width, linear."""
+        """Return the layers: for each hidden width linear, ReLU and dropout; a linear one last."""
         stack: list[nn.Module] = [nn.Flatten()]
         width = math.prod(input_shape)
         for hidden in self.hidden:
@@ -89,6 +99,17 @@ class MLP(ModelSpec):
                 stack.append(nn.Dropout(self.dropout))
             width = hidden
         return _initialise(nn.Sequential(*stack, nn.Linear(width, num_classes)), self.init)
+
+
+class _InBfloat16(nn.Sequential):
+    """Layers whose convolutions and products are computed in bfloat16."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits as 32-bit numbers."""
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            for layer in self:
+                inputs = layer(inputs)
+        return inputs.float()
 
 
 @dataclass(frozen=True)
@@ -100,6 +121,8 @@ class CNN(ModelSpec):
         width: channels of the first two convolutions; the other two have twice as many, and the
             hidden linear layers have 16 times as many units. The paper's width is 32.
         init: initial weights, ``"xavier"`` or ``"torch"``.
+        precision: ``"fp32"``, or ``"bf16"`` for convolutions and products in bfloat16. Weights and
+            gradients have 32 bits in any case.
 
     >>> sum(p.numel() for p in CNN().layers((3, 32, 32), 10).parameters())
     2431018
@@ -110,6 +133,7 @@ class CNN(ModelSpec):
     dropout: float = field(default=0.2, metadata=checks(_dropout))
     width: int = field(default=32, metadata=checks(at_least(1)))
     init: str = field(default="xavier", metadata=checks(_init))
+    precision: str = field(default="fp32", metadata=checks(_precision))
 
     name: ClassVar[str] = "cnn"
 
@@ -118,7 +142,8 @@ class CNN(ModelSpec):
         channels, height, width = _sides(self.name, input_shape, 4)
         few, many, hidden = self.width, 2 * self.width, 16 * self.width
         features = many * (height // 4) * (width // 4)
-        stack = nn.Sequential(
+        kind = nn.Sequential if self.precision == "fp32" else _InBfloat16
+        stack = kind(
             nn.Conv2d(channels, few, 3, padding=1),
             nn.ReLU(),
             nn.Conv2d(few, few, 3, padding=1),
@@ -156,7 +181,7 @@ class Softmax(ModelSpec):
     name: ClassVar[str] = "softmax"
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Return flatten, linear."""
+        """Return the layers: flatten, linear."""
         stack = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
         return _initialise(stack, self.init)
 
@@ -221,7 +246,7 @@ class ByzFLCNN(ModelSpec):
     name: ClassVar[str] = "cnn-byzfl"
 
     def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
-        """Return (conv, ReLU, pool) with 20 and 50 channels, linear 500, ReLU, linear."""
+        """Return twice conv (20, 50 channels), ReLU and pool, then linear 500, ReLU, linear."""
         channels, height, width = _sides(self.name, input_shape, 16)
         sides = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
         stack = nn.Sequential(
@@ -239,7 +264,77 @@ class ByzFLCNN(ModelSpec):
         return _initialise(stack, self.init)
 
 
-MODELS: Table[ModelSpec] = Table("model", [MLP, CNN, Softmax, BucketingCNN, ByzFLCNN])
+class _ResidualBlock(nn.Module):
+    """Two normalised convolutions beside a shortcut, which has a convolution if shapes differ."""
+
+    def __init__(self, before: int, after: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, padding=1, bias=False),
+            nn.GroupNorm(groups, after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, padding=1, bias=False),
+            nn.GroupNorm(groups, after),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or before != after:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(before, after, 1, stride, bias=False), nn.GroupNorm(groups, after)
+            )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.path(inputs) + self.shortcut(inputs))
+
+
+@dataclass(frozen=True)
+class ResNet18(ModelSpec):
+    """ResNet-18 for small images, with group norm: batch norm would mix workers' samples.
+
+    Args:
+        width: channels of the first stage; the other three have 2, 4 and 8 times as many. 64 is
+            the usual size, for a GPU; 8 or 16 is a size for a CPU.
+        groups: number of groups of each normalisation; it divides the width.
+        init: initial weights, ``"xavier"`` or ``"torch"``.
+
+    >>> sum(p.numel() for p in ResNet18().layers((3, 32, 32), 10).parameters())
+    11173962
+    >>> sum(p.numel() for p in ResNet18(width=8).layers((3, 32, 32), 10).parameters())
+    176402
+    """
+
+    width: int = field(default=64, metadata=checks(at_least(1)))
+    groups: int = field(default=8, metadata=checks(at_least(1)))
+    init: str = field(default="torch", metadata=checks(_init))
+
+    name: ClassVar[str] = "resnet18"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % self.groups:
+            raise ValueError(
+                f"{self.name} needs groups that divide width: got groups={self.groups} with"
+                f" width={self.width}"
+            )
+
+    def layers(self, input_shape: Sequence[int], num_classes: int) -> nn.Module:
+        """Return the layers: conv, eight residual blocks in four stages, mean pooling, linear."""
+        channels = _sides(self.name, input_shape, 8)[0]
+        stack: list[nn.Module] = [
+            nn.Conv2d(channels, self.width, 3, padding=1, bias=False),
+            nn.GroupNorm(self.groups, self.width),
+            nn.ReLU(),
+        ]
+        before = self.width
+        for stage in range(4):
+            after = self.width << stage
+            stack.append(_ResidualBlock(before, after, 2 if stage else 1, self.groups))
+            stack.append(_ResidualBlock(after, after, 1, self.groups))
+            before = after
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes)]
+        return _initialise(nn.Sequential(*stack, *head), self.init)
+
+
+MODELS: Table[ModelSpec] = Table("model", [MLP, CNN, Softmax, BucketingCNN, ByzFLCNN, ResNet18])
 
 Builder = Callable[[Sequence[int], int], nn.Module]
 
@@ -297,8 +392,9 @@ def build_model(
         torch.manual_seed(seed)
         module = builder(input_shape, num_classes)
     if not isinstance(module, nn.Module):
+        place = defined_in(getattr(builder, "target", builder))
         raise TypeError(
-            f"a model must be a torch.nn.Module: {model!r} gave {type(module).__name__}"
+            f"{place}: a model must be a torch.nn.Module: {model!r} gave {type(module).__name__}"
         )
     return module
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from phocas.data import IID, Assignment, Dataset, Split
+from phocas.data import IID, Assignment, Dataset, OwnData, Split
 from phocas.training.sources import (
     KINDS,
     Batch,
@@ -65,6 +65,9 @@ class Samples:
         if data is None:
             raise TypeError(f"data must be {KINDS}: got None")
         self.dtype = dtype
+        self.standardise = standardise
+        self.parts: OwnData | None = None
+        """The description of training samples that workers load: ``train`` is a stand-in."""
         self.train = open_source(data, "data", standardise=standardise)
         judged = data if test is None and isinstance(data, Dataset) else test
         self.test: SampleSource | None = None
@@ -77,6 +80,38 @@ class Samples:
         sets = data if isinstance(data, list) else [data]
         known = [each.num_classes for each in sets if isinstance(each, Dataset)]
         self._known_classes = max(known) if len(known) == len(sets) else None
+
+    @classmethod
+    def described(cls, parts: OwnData, num_workers: int, test: Any = None, **options: Any) -> Self:
+        """Return test samples, and the description of training samples that workers load.
+
+        Until :meth:`load_parts`, the test samples are the training samples too: a trainer takes
+        the shape of inputs and the number of classes from them.
+        """
+        judged = parts.part(None, num_workers) if test is None else test
+        samples = cls(judged, None if isinstance(judged, Dataset | Mapping) else judged, **options)
+        _ = samples.num_classes  # the same in every process
+        samples.parts = parts
+        return samples
+
+    def load_parts(self, num_workers: int, first: int, last: int) -> tuple[Self, Assignment]:
+        """Return samples with those of workers first to last - 1, and who has which of them.
+
+        A worker whose samples are elsewhere has the first sample of all, which is never drawn.
+        """
+        assert self.parts is not None
+        sources = []
+        for worker in range(first, last):
+            part, name = self.parts.part(worker, num_workers), f"the data of worker {worker}"
+            sources.append(open_source(part, name, standardise=self.standardise))
+        loaded = copy.copy(self)
+        loaded.train = Joined(sources, f"the data of workers {first} to {last - 1}")
+        loaded.free = np.arange(len(loaded.train))
+        numbers = np.split(loaded.free, loaded.train.ends[:-1])
+        own = dict(zip(range(first, last), numbers, strict=True))
+        return loaded, Assignment(
+            [own.get(worker, loaded.free[:1]) for worker in range(num_workers)]
+        )
 
     def __len__(self) -> int:
         return len(self.train)
@@ -217,6 +252,8 @@ class Samples:
         """Return the samples without those for evaluation, which workers do not need."""
         lean = copy.copy(self)
         lean.test = lean.validation = None
+        if lean.parts is not None:
+            del lean.train, lean.free  # of a stand-in
         return lean
 
     def _typed(self, values: torch.Tensor) -> torch.Tensor:

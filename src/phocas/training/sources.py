@@ -285,7 +285,7 @@ def _rows(values: npt.NDArray[Any] | torch.Tensor, numbers: Numbers) -> torch.Te
 
 
 def as_tensor(values: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a tensor in the memory of an array if it is contiguous and in native byte order."""
+    """Return an array as a tensor, without a copy if it is contiguous and in native order."""
     return torch.from_numpy(
         np.ascontiguousarray(values, values.dtype.newbyteorder("=")).reshape(values.shape)
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -16,7 +18,19 @@ from torch.nn import functional
 
 from phocas.attacks import ATTACKS, Attack, attack_rng, parse_attack
 from phocas.attacks.participation import among, check_among
-from phocas.data import DATASETS, SPLITS, Assignment, DataSpec, Split, batch_indices, load
+from phocas.data import (
+    DATASETS,
+    IID,
+    SPLITS,
+    Assignment,
+    DataSpec,
+    OwnData,
+    Split,
+    batch_indices,
+    load,
+)
+from phocas.data.dataset import takes
+from phocas.detection.exclusion import EXCLUSIONS, AfterEvidence, Never
 from phocas.detection.own_past import WORKER_DATA, WorkerData
 from phocas.provenance import RESULTS_VERSION, code_of
 from phocas.rules import RULES, Rule
@@ -32,6 +46,7 @@ from phocas.settings import (
     word,
 )
 from phocas.specs import OnNonfinite, Spec, count, positive, unknown
+from phocas.training.augmentation import AUGMENTATIONS, Augmentation, crop_and_flip
 from phocas.training.devices import find_device
 from phocas.training.gradients import worker_gradients
 from phocas.training.gradients.base import Loss, Reduction, WorkerGradients
@@ -63,7 +78,9 @@ def _seed(owner: str, name: str, value: object) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings(Settings):
-    """Settings of a task besides the model, the loss and the data; texts or values.
+    """Settings of a task besides the model, the loss and the data.
+
+    Rules, attacks, splits, schedules and optimizers may be given as text or as values.
 
     >>> settings = TaskSettings(rule="phocas:b=2", num_workers=7)
     >>> str(settings.rule), settings.num_workers, settings.lr
@@ -82,11 +99,11 @@ class TaskSettings(Settings):
     )
     batch_size: int = setting(32, "Samples of each worker in a round, n.", at_least(1))
     lr: float = setting(0.1, "Learning rate.", positive)
-    attack: Attack | str | None = setting(
+    attack: Attack | Callable[..., Any] | str | None = setting(
         None, "Attack or fault: gambler, gaussian:q=6, ..., or none."
     )
     seed: int = setting(0, "Seed of all random numbers.", _seed)
-    split: Split | str = setting(
+    split: Split | Callable[..., Any] | str = setting(
         "iid", "Distribution of the samples over workers: iid, dirichlet:alpha=0.5, ..."
     )
     byzantine_data: ByzantineData = setting(
@@ -105,6 +122,11 @@ class TaskSettings(Settings):
         None,
         "Data of honest workers, for detection: alike or differ; by default as the split gives it.",
         word(*WORKER_DATA),
+    )
+    exclude: Never | AfterEvidence | str = setting(
+        "never",
+        "Exclusion of clients that no longer act as in their own past: never, evidence,"
+        " evidence:rounds=20.",
     )
     optimizer: Optimizers | str = setting(
         "sgd", "Optimizer: a name in torch.optim, or module:callable."
@@ -138,6 +160,11 @@ class TaskSettings(Settings):
     )
     standardise: bool = setting(
         default=False, text="Subtract the mean of the images and divide by their deviation."
+    )
+    augmentation: Augmentation = setting(
+        "none",
+        "Random changes of training images: none, or crop-flip (shifted by up to 4, mirrored).",
+        word(*AUGMENTATIONS),
     )
     on_nonfinite: OnNonfinite = setting(
         "skip",
@@ -186,6 +213,7 @@ class TaskSettings(Settings):
                 f"{say('clients')} must be at least {say('num_workers')}, which are drawn from"
                 f" them: got {self.clients} clients for {self.num_workers} workers",
             )
+        yield from self._of_exclusion(say)
         if self.worker_momentum_form != "average" and not self.worker_momentum:
             yield Conflict(
                 "worker_momentum_form",
@@ -201,17 +229,6 @@ class TaskSettings(Settings):
                 "attack",
                 f"{attack} is for workers that take part in every round: leave its warm-up or"
                 f" {say('clients')} out",
-            )
-        if (
-            isinstance(rule, Rule)
-            and rule.needs_reference is not None
-            and isinstance(attack, Attack)
-            and attack.aimed_at(rule) != attack
-        ):
-            yield Conflict(
-                "attack",
-                f"{attack} searches against the rule of the run, and does not know the reference"
-                f" vector of {rule}: choose another attack or rule",
             )
         if (
             self.byzantine_data == "iid"
@@ -233,6 +250,21 @@ class TaskSettings(Settings):
                 check_among(attack, self.clients, self.num_workers, self.num_servers)
         except ValueError as error:
             yield Conflict("attack", str(error))
+
+    def _of_exclusion(self, say: Spelling) -> Iterator[Conflict]:
+        """Yield the conflicts of the exclusion of clients with their data."""
+        if isinstance(EXCLUSIONS.of(self.exclude, self.owner), Never):
+            return
+        if self.clients is None:
+            yield Conflict("exclude", f"{say('exclude')} is for clients: set {say('clients')} too")
+        split = SPLITS.read(self.split) if isinstance(self.split, str) else self.split
+        alike = isinstance(split, Split) and split.alike
+        if self.worker_data == "alike" or (self.worker_data is None and alike):
+            yield Conflict(
+                "exclude",
+                f"{say('exclude')} compares each client with its own past: set"
+                f" {say('worker_data')} = differ",
+            )
 
     def _of_reference(self, rule: Rule, say: Spelling) -> Iterator[Conflict]:
         """Yield the conflicts of the trusted samples with the rule."""
@@ -287,16 +319,24 @@ class ServerTask:
         """Return the random generator of the attack in one round, the same in every process."""
         return attack_rng(self.seed, round)
 
-    def participants(self, round: int) -> npt.NDArray[np.int64] | None:
-        """Return the client of each row of a round, in ascending order; None without clients."""
+    def participants(
+        self, round: int, excluded: Sequence[int] = ()
+    ) -> npt.NDArray[np.int64] | None:
+        """Return the client of each row of a round, in ascending order; None without clients.
+
+        Args:
+            round: the number of the round, from 0.
+            excluded: clients that are not drawn.
+        """
         if self.clients is None:
             return None
         rng = generator(Stream.CLIENTS, self.seed, round)
-        return np.sort(rng.choice(self.clients, self.num_workers, replace=False))
+        drawn = rng.choice(self.clients - len(excluded), self.num_workers, replace=False)
+        return np.sort(np.delete(np.arange(self.clients), excluded)[drawn] if excluded else drawn)
 
-    def attack_of(self, round: int) -> Attack | None:
+    def attack_of(self, round: int, excluded: Sequence[int] = ()) -> Attack | None:
         """Return the attack of a round; with clients, only Byzantine participants attack."""
-        who = self.participants(round)
+        who = self.participants(round, excluded)
         if self.attack is None or self.clients is None or who is None:
             return self.attack
         rng = generator(Stream.CLIENTS, self.seed, round, 1)
@@ -317,12 +357,15 @@ class Task(ServerTask):
     samples: Samples
     assignment: Assignment
     worker_data: WorkerData
-    """Whether the data of honest workers are alike or differ: what detection compares."""
+    """Whether the data of honest workers are alike or differ, on which detection depends."""
+    exclude: Never | AfterEvidence
+    """When clients are excluded that no longer act as in their own past."""
     batch_size: int
     schedule: Callable[[int], float]
     worker_momentum: float
     worker_momentum_form: MomentumForm
     reduction: Reduction
+    augmentation: Augmentation
     device: torch.device
     threads: int | None
     gradient_path: str | None
@@ -349,7 +392,8 @@ class Task(ServerTask):
         Args:
             model: any module, or a model as text, whose weights then come from the seed.
             loss: ``loss(outputs, targets)``, the mean over a batch.
-            data: a :class:`phocas.data.Dataset`, its text, or an argument of :class:`Samples`.
+            data: a :class:`phocas.data.Dataset`, its text, a function that returns data, or an
+                argument of :class:`Samples`.
             test: the test data, if ``data`` has none.
             of_engine: the conflicts of the settings with those of an engine.
             settings: those of :class:`TaskSettings`.
@@ -369,16 +413,26 @@ class Task(ServerTask):
             "loss": loss,
             "rule": rule,
             "attack": attack,
+            "exclude": EXCLUSIONS.of(asked.exclude, "Trainer"),
             "schedule": _value(SCHEDULES.parse, asked.schedule),
             **_optimizers(asked),
         }
-        spec = DATASETS.parse(data) if isinstance(data, str) else data
-        samples = Samples(  # after all checks that need no data, because a download takes long
-            load(spec) if isinstance(spec, DataSpec) else spec,
-            test,
-            standardise=asked.standardise,
-            dtype=_dtype(model),
-        )
+        spec = data
+        if isinstance(data, str | types.FunctionType | functools.partial):
+            spec = DATASETS.of(data, "Trainer")
+        # After all checks that need no data, because a download takes long.
+        found = load(spec) if isinstance(spec, DataSpec) or takes(spec, "worker") else spec
+        options: dict[str, Any] = {"standardise": asked.standardise, "dtype": _dtype(model)}
+        if isinstance(found, OwnData):
+            _check_parts(asked, split)
+            samples = Samples.described(found, asked.num_workers, test, **options)
+        else:
+            samples = Samples(found, test, **options)
+        if asked.augmentation != "none" and len(samples.shape) != 3:
+            raise ValueError(
+                f"augmentation={asked.augmentation!r} needs images of (channels, height, width):"
+                f" got inputs of shape {samples.shape}"
+            )
         module = (
             model
             if isinstance(model, nn.Module)
@@ -400,7 +454,11 @@ class Task(ServerTask):
         holders = asked.clients or asked.num_workers
         byzantine = None if attack is None else attack.byzantine()
         iid = (byzantine or ()) if asked.byzantine_data == "iid" else ()
-        assignment = samples.assign(split, holders, rng, iid=iid)
+        assignment = (
+            Assignment.everything(1, holders)
+            if isinstance(found, OwnData)
+            else samples.assign(split, holders, rng, iid=iid)
+        )
         made |= {"model": module, "samples": samples, "assignment": assignment, "trusted": trusted}
         made["worker_data"] = asked.worker_data or ("alike" if split.alike else "differ")
         used = (*made.values(), split, spec, test, model, *vars(asked).values())
@@ -422,6 +480,18 @@ class Task(ServerTask):
             threads=1,
             gradient_path=gradient_path,
         )
+
+    def load_parts(self, first: int = 0, last: int | None = None) -> Task:
+        """Return the task with the data of workers first to last - 1, if workers load their own.
+
+        Raises:
+            DataError: a worker cannot load its data.
+        """
+        if self.samples.parts is None:
+            return self
+        stop = self.num_workers if last is None else last
+        samples, assignment = self.samples.load_parts(self.num_workers, first, stop)
+        return replace(self, samples=samples, assignment=assignment)
 
     def differentiate(self, flat: FlatParameters, pool: DeterministicPool) -> WorkerGradients:
         """Return the computation of the workers' gradients, chosen by a trial on a sample."""
@@ -449,26 +519,43 @@ class Task(ServerTask):
         return factor if self.local is None or self.local.linear else 1.0
 
     def batches(
-        self, round: int, first: int = 0, last: int | None = None, *, step: int = 0
+        self,
+        round: int,
+        first: int = 0,
+        last: int | None = None,
+        *,
+        step: int = 0,
+        excluded: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the batches of workers first to last - 1 in a round, after an attack on data.
 
-        ``step`` counts the local steps of the round.
+        ``step`` counts the local steps of the round; ``excluded`` are clients that are not drawn.
         """
         workers = slice(first, last)
         number = round if self.local is None else round * self.local.steps + step
         holders = len(self.assignment)
         indices = batch_indices(self.assignment, holders, self.batch_size, self.seed, number)
-        who = self.participants(round)
+        who = self.participants(round, excluded)
         if who is not None:
             indices = indices[who]
         classes = self.samples.num_classes
-        attack = self.attack_of(round)
+        attack = self.attack_of(round, excluded)
         if attack is None or not (classes or attack.acts_on_data):
-            return self._there(*self.samples.draw(indices[workers]))
-        inputs, targets = self.samples.draw(indices)  # labels are corrupted for all workers at once
-        attack.corrupt_labels(targets.numpy(), classes, rng=self.attack_rng(number), round=round)
-        return self._there(inputs[workers], targets[workers])
+            inputs, targets = self.samples.draw(indices[workers])
+        else:
+            # Labels are corrupted for all workers. Workers that load their own data have no others.
+            drawn = slice(None) if self.samples.parts is None else workers
+            inputs, some = self.samples.draw(indices[drawn])
+            targets = some.new_zeros((len(indices), *some.shape[1:]))
+            targets[drawn] = some
+            attack.corrupt_labels(
+                targets.numpy(), classes, rng=self.attack_rng(number), round=round
+            )
+            targets = targets[workers]
+            inputs = inputs[workers] if self.samples.parts is None else inputs
+        if self.augmentation != "none":
+            inputs = crop_and_flip(inputs, self.seed, number, workers, len(indices))
+        return self._there(inputs, targets)
 
     def _there(
         self, inputs: torch.Tensor, targets: torch.Tensor
@@ -481,7 +568,7 @@ class Task(ServerTask):
         A checkpoint can be loaded only by a task with the same digest and the same ``code``.
         """
         said = {
-            declared.name: _written(getattr(self, declared.name))
+            declared.name: written(getattr(self, declared.name))
             for declared in fields(self)
             if declared.name not in ("model", "samples", "assignment", "device", "threads", "code")
         }
@@ -497,8 +584,12 @@ class Task(ServerTask):
         for name in ("clients", "trusted"):
             if said[name] is None:
                 del said[name]
+        if isinstance(self.exclude, Never):  # older digests do not name it
+            del said["exclude"]
         if self.worker_momentum_form == "average":  # older digests do not name the form
             del said["worker_momentum_form"]
+        if self.augmentation == "none":
+            del said["augmentation"]
         said["model"] = [
             (name, str(tensor.dtype), *tensor.shape)
             for name, tensor in self.model.state_dict().items()
@@ -518,6 +609,22 @@ def _asked(settings: Mapping[str, Any]) -> TaskSettings:
     if "rule" not in given:
         raise TypeError("Trainer needs a rule: write rule='phocas:b=8', or pass a rule")
     return TaskSettings(**given)
+
+
+def _check_parts(asked: TaskSettings, split: Split) -> None:
+    """Raise ValueError for settings that need the training samples of all workers."""
+    given = {
+        "clients": asked.clients is not None,
+        "split": not isinstance(split, IID),
+        "byzantine_data": asked.byzantine_data != "split",
+        "validation": bool(asked.validation),
+        "trusted": asked.trusted is not None,
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ValueError(
+            f"{name} needs the training samples of all workers, and here each worker loads its own:"
+            f" leave {name} out, or give one data set for all"
+        )
 
 
 def _optimizers(asked: TaskSettings) -> dict[str, Any]:
@@ -547,17 +654,17 @@ def _dtype(model: object) -> torch.dtype:
     return next((tensor.dtype for tensor in tensors if tensor.requires_grad), torch.float32)
 
 
-def _written(value: object) -> Any:
+def written(value: object) -> Any:
     """Return a setting as JSON data that is the same in every process."""
-    if isinstance(value, Spec):
+    if isinstance(value, Spec | torch.device):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _written(content) for key, content in value.items()}
+        return {str(key): written(content) for key, content in value.items()}
     if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, LocalOptimizer):
-        return _written(vars(value))
+        return written(vars(value))
     if isinstance(value, tuple | list):
-        return [_written(content) for content in value]
+        return [written(content) for content in value]
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

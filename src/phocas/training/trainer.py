@@ -16,6 +16,7 @@ from torch.nn import functional
 from phocas.deprecation import former_attributes
 from phocas.detection import Detector
 from phocas.detection.dropped_cells import dropped_cells
+from phocas.detection.exclusion import Exclusions, Never
 from phocas.detection.outlier_counts import OutlierCount, count_outliers
 from phocas.detection.participation import ParticipationShares
 from phocas.detection.recent_direction import RecentDirection
@@ -28,6 +29,7 @@ from phocas.training.checkpoints import load_checkpoint, save_checkpoint
 from phocas.training.cluster import Wanted, find_engine
 from phocas.training.evaluation import Metrics, evaluate
 from phocas.training.pool import one_torch_thread
+from phocas.training.running import TrainingRun, run
 from phocas.training.task import Task
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ class Round:
     missing: tuple[int, ...] = ()
     """Workers whose row was late or invalid."""
     news: tuple[str, ...] = ()
-    """Descriptions of the failures of processes and messages."""
+    """Descriptions of the failures of processes and messages, and of excluded clients."""
     unusual: tuple[int, ...] = ()
     """Workers whose values were recently dropped far more than most, or drifted: only a warning."""
     flagged_servers: tuple[int, ...] = ()
@@ -111,6 +113,8 @@ class Round:
     """The staleness of the last row in steps, in asynchronous training."""
     refused: int = 0
     """The number of rows that were rejected as too stale."""
+    excluded: tuple[int, ...] = ()
+    """Clients that are excluded from the next round on."""
 
     def _repr_html_(self) -> str:
         """Return the main facts as a small HTML table."""
@@ -152,8 +156,8 @@ class Trainer:
     >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     >>> with Trainer(model, torch.nn.CrossEntropyLoss(), data, num_workers=10, lr=0.5,
     ...              rule=phocas.Phocas(b=3), attack="gaussian:q=3") as trainer:
-    ...     losses = [round.loss for round in trainer.rounds(30)]
-    ...     losses[-1] < losses[0] / 2, trainer.detector.flagged()
+    ...     done = trainer.run(30)  # results="phocas.sqlite" keeps it
+    ...     done.rounds[-1].loss < done.rounds[0].loss / 2, trainer.detector.flagged()
     (True, (0, 1, 2))
 
     Args:
@@ -162,7 +166,7 @@ class Trainer:
         loss: ``loss(outputs, targets)``, the mean over a batch.
         data: a :class:`phocas.data.Dataset` or its text, a pair of arrays (inputs, targets), a
             torch Dataset or DataLoader, or a list of these, one for each worker; see
-            :class:`phocas.training.samples.Samples`.
+            :class:`phocas.training.samples.Samples`. Or a function that returns one of these.
         test: the test data, of the same types, if ``data`` has none.
         engine: the engine that runs the rounds: ``"local"``, ``"ray"``, or an engine with settings,
             ``phocas.engines.ray.RaySettings(deadline=5)``.
@@ -184,6 +188,7 @@ class Trainer:
         of_engine = getattr(chosen, "conflicts", lambda _: ())
         task = Task.make(model, loss, data, test=test, of_engine=of_engine, **settings)
         self._begin(task, chosen.build(task))
+        self.given |= {"model": model, "data": data, "engine": engine, **settings}
         self.code |= code_of([chosen, *getattr(chosen, "__dict__", {}).values()])
 
     @classmethod
@@ -203,6 +208,10 @@ class Trainer:
 
     def _begin(self, task: Task, cluster: Cluster) -> None:
         self.task = task
+        self.given: dict[str, Any] = {}
+        """The arguments of the trainer, as the user gave them."""
+        self.recorded: dict[Path, tuple[int, str]] = {}
+        """By results file: the number of this trainer's run, and a digest of its start."""
         self.code: dict[str, str] = dict(task.code)
         self.cluster = cluster
         differ = task.worker_data == "differ"
@@ -217,8 +226,11 @@ class Trainer:
             direction=True,
             data=task.worker_data,
         )
-        self.recent_direction = RecentDirection(self.server.vector)
+        self._d = self.server.parameters.size
+        direction: RecentDirection | None = getattr(cluster, "recent_direction", None)
+        self.recent_direction = direction or RecentDirection(self.server.vector)
         self.participation = ParticipationShares(task.clients or task.num_workers)
+        self.exclusions: Exclusions[int] = Exclusions(task.exclude)
         self.rounds_done = 0
         self.first_loss: float | None = None
         """The median loss of the workers in the first round."""
@@ -227,13 +239,22 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained."""
+        """The model that is trained, with its current parameters."""
+        _ = self.server  # which fetches them, if they are elsewhere
         return self.task.model
 
     @property
     def server(self) -> ParameterServer:
         """The parameter server, with the parameters that the workers receive."""
         return self.cluster.server
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Answer the usual names of other libraries' training loops with ``run``."""
+            if name in ("train", "fit"):
+                raise AttributeError(f"a Trainer has no {name!r}; write trainer.run(100)")
+            return object.__getattribute__(self, name)  # raises the error of any other name
 
     def rounds(self, number: int) -> Iterator[Round]:
         """Run ``number`` further rounds, and yield each; end after a stopped round."""
@@ -242,6 +263,30 @@ class Trainer:
             yield done
             if done.action == "stopped":
                 return
+
+    def run(
+        self,
+        rounds: int,
+        *,
+        results: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        evaluate_every: int = 10,
+        progress: bool | None = None,
+    ) -> TrainingRun:
+        """Run further rounds, evaluate between them, and return all that they gave.
+
+        With ``results`` the rounds are a run in a results file, as those of ``phocas train``:
+        ``phocas results`` and ``phocas.results.load`` read it. A second call with the same file
+        continues that run.
+
+        Args:
+            rounds: the number of rounds.
+            results: the results file, ``"phocas.sqlite"``, which is created if it does not exist.
+            name: the name of the run in tables and figures.
+            evaluate_every: rounds between evaluations, if there are test or validation samples.
+            progress: whether to show a line on stderr; by default on a terminal and in a notebook.
+        """
+        return run(self, rounds, results, name, evaluate_every, progress)
 
     def step(self, *, detailed: bool = True, picture: Sample | None = None) -> Round:
         """Run one round.
@@ -254,21 +299,25 @@ class Trainer:
         with one_torch_thread():
             round_ = self.rounds_done
             samples = self._samples(round_)
-            asked = samples if picture is None else [*samples, picture]
+            counted = bool(samples) and round_ % _COUNT_EVERY == 0
+            wanted = Wanted(
+                detailed, detailed, samples, picture, excluded=self._left_out(), outliers=counted
+            )
             clock.stop("metrics")
-            seen = self.cluster.gather(round_, clock, Wanted(detailed, detailed, asked))
+            seen = self.cluster.gather(round_, clock, wanted)
             aggregate = seen.aggregate
             factor = float(self.task.schedule(round_))
-            direction = self.recent_direction.sampled(samples[0]) if samples else None
+            directed = seen.sampled and self.detector.direction_test is not None
+            direction = self.recent_direction.sampled(samples[0]) if directed else None
             self._judge_model(seen.losses)
             clock.stop("metrics")
             action = self.cluster.update(aggregate, factor)
             clock.stop("update")
             self.participation.update(seen.participants, aggregate.dropped)
             self._detect(seen, samples, direction)
+            news = (*seen.news, *self._exclude(seen))
             whole = self.lost is None
-            counted = samples and whole and round_ % _COUNT_EVERY == 0
-            counts = count_outliers(seen.sampled[0]) if counted else ()
+            counts = _outliers(seen) if counted and whole else ()
             self.rounds_done += 1
             self.recent_direction.advance(self.rounds_done)
         clock.stop("metrics")
@@ -291,7 +340,8 @@ class Trainer:
             outlier_counts=counts,
             seconds=clock.seconds,
             missing=seen.missing,
-            news=seen.news,
+            news=news,
+            excluded=tuple(self.exclusions.since),
             picture=None if picture is None else self._picture(picture, seen),
             participants=seen.participants,
             virtual_seconds=seen.virtual_seconds,
@@ -309,15 +359,33 @@ class Trainer:
         if self.lost is not None:
             return
         if seen.participants is not None:
-            if samples:
+            if seen.sampled:
                 self.detector.observe(seen.sampled[0], samples[0], participants=seen.participants)
             return
-        if samples:
-            now, *following = seen.sampled[: len(samples)]
+        if seen.compared is not None:
+            self.detector.observe_comparison(seen.compared, samples[0])
+        elif seen.sampled:
+            now, *following = seen.sampled
             self.detector.observe(now, samples[0], following[0] if following else None, direction)
         else:
             self.detector.rest()
         self.detector.update(seen.aggregate.dropped)
+
+    def _left_out(self) -> tuple[int, ...]:
+        """Return the excluded clients that are not drawn: fewer than half, first excluded first."""
+        clients = self.task.clients or 0
+        most = min(clients - self.task.num_workers, (clients - 1) // 2)
+        return tuple(self.exclusions.since)[: max(0, most)]
+
+    def _exclude(self, seen: Gathered) -> list[str]:
+        """Exclude and readmit clients after a round; return lines about them."""
+        if seen.participants is None or isinstance(self.task.exclude, Never):
+            return []
+        who = seen.participants.tolist()
+        e_values = zip(who, self.detector.e_values[who].tolist(), strict=True)
+        judged = [] if self.lost is not None else e_values
+        news = self.exclusions.judge(judged, self.detector.num_workers)
+        return [*news, *self.exclusions.end_round(self.detector.acquit)]
 
     def _judge_model(self, losses: npt.NDArray[np.floating]) -> None:
         """Set ``lost`` if the workers' median loss is not finite or extremely large.
@@ -334,7 +402,8 @@ class Trainer:
             self.lost = self.rounds_done
 
     def _picture(self, sample: Sample, seen: Gathered) -> Picture:
-        values = seen.sampled[-1].reshape(self.task.num_workers, -1)
+        assert seen.picture is not None
+        values = seen.picture.reshape(self.task.num_workers, -1)
         return Picture(
             sample, values, dropped_cells(self.task.rule, values, seen.aggregate.dropped)
         )
@@ -348,12 +417,11 @@ class Trainer:
         """
         if not self.cluster.same_rows or self.lost is not None or not self.detector.wants():
             return []
-        d = self.server.parameters.size
         rounds = range(round_, round_ + 1 + bool(self.task.worker_momentum))
         if self.task.worker_data == "differ":
             rounds = range(1)
         seed = self.task.seed
-        return [Sample.draw(d, generator(Stream.SAMPLE, seed, number)) for number in rounds]
+        return [Sample.draw(self._d, generator(Stream.SAMPLE, seed, number)) for number in rounds]
 
     def evaluate(self, *, test: bool = False) -> Metrics:
         """Return the loss and, if targets are classes, the accuracy.
@@ -376,9 +444,14 @@ class Trainer:
         """Write the whole state of the training to a file, for :meth:`load`."""
         save_checkpoint(Path(path), self, self._identity())
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Restore a file of :meth:`save`, which must be of the same task, engine and code."""
-        load_checkpoint(Path(path), self, self._identity())
+    def load(self, path: str | os.PathLike[str], *, other_code: bool = False) -> None:
+        """Restore a file of :meth:`save`, which must be of the same task, engine and code.
+
+        Args:
+            path: the file.
+            other_code: continue also if user-defined code has changed since.
+        """
+        load_checkpoint(Path(path), self, self._identity(), other_code=other_code)
 
     def _identity(self) -> str:
         # The saved state of workers and servers differs between engines.
@@ -393,3 +466,10 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _outliers(seen: Gathered) -> tuple[OutlierCount, ...]:
+    """Return the numbers of outliers in the sampled columns of a round."""
+    if seen.compared is not None:
+        return seen.compared.outliers
+    return count_outliers(seen.sampled[0]) if seen.sampled else ()
