@@ -46,7 +46,7 @@ class LocalSettings(AsynchronousSettings):
     )
 
     def conflicts(self, task: TaskSettings, say: Spelling = str) -> Iterator[Conflict]:
-        """Yield the settings that are impossible together; nothing of the user's is imported."""
+        """Yield the settings that are impossible together; no module of the user is imported."""
         yield from super().conflicts(task, say)
         if self.virtual_deadline is None:
             return
@@ -66,6 +66,7 @@ class LocalSettings(AsynchronousSettings):
         """Put all workers and servers of a task into this process."""
         speeds = None if self.speeds is None else SPEEDS.of(self.speeds, self.owner)
         policy = self.policy()
+        task = task.load_parts()
         if policy is None:
             return LocalCluster(task, speeds, self.virtual_deadline)
         return AsynchronousCluster(task, policy, speeds or Even(), self.max_staleness)
@@ -109,11 +110,11 @@ class LocalCluster:
         """Draw the batches, compute the rows, apply the attack, and aggregate the rows."""
         task, rows = self.task, self.server.rows
         if self.steps is None:
-            inputs, targets = task.batches(round)
+            inputs, targets = task.batches(round, excluded=wanted.excluded)
             clock.stop("data")
             losses = self.gradients(inputs, targets, rows, task.seed, round)
         else:
-            losses = self._step_locally(rows, round, clock)
+            losses = self._step_locally(rows, round, clock, wanted.excluded)
         if self._velocity is not None:
             self._velocity.mul_(task.worker_momentum).add_(rows, alpha=task.momentum_gain)
             rows.copy_(self._velocity)
@@ -124,7 +125,7 @@ class LocalCluster:
         mean = rows.mean(0) if wanted.honest else None
         clock.stop("metrics")
         with kernel_threads(task.threads):
-            touched = self._corrupt(rows, round)
+            touched = self._corrupt(rows, round, wanted.excluded)
             late = () if self._clock is None else self._clock.play(round)
             if late:
                 rows[list(late)] = float("nan")
@@ -142,18 +143,21 @@ class LocalCluster:
             distance,
             touched,
             sampled=sampled,
-            participants=task.participants(round),
+            participants=task.participants(round, wanted.excluded),
+            picture=None if wanted.picture is None else wanted.picture.take(rows),
             missing=late,
             virtual_seconds=None if self._clock is None else self._clock.now,
         )
 
-    def _step_locally(self, rows: torch.Tensor, round: int, clock: Clock) -> torch.Tensor:
+    def _step_locally(
+        self, rows: torch.Tensor, round: int, clock: Clock, excluded: tuple[int, ...]
+    ) -> torch.Tensor:
         task = self.task
         assert self.steps is not None
 
         def draw(step: int) -> tuple[torch.Tensor, torch.Tensor]:
             clock.stop("gradients")
-            drawn = task.batches(round, step=step)
+            drawn = task.batches(round, step=step, excluded=excluded)
             clock.stop("data")
             return drawn
 
@@ -163,16 +167,19 @@ class LocalCluster:
         """Take a step of the server's optimizer."""
         return self.server.update(aggregate, self.task.server_factor(factor))
 
-    def _corrupt(self, rows: torch.Tensor, round: int) -> int:
-        attack = self.task.attack_of(round)
+    def _corrupt(self, rows: torch.Tensor, round: int, excluded: tuple[int, ...]) -> int:
+        attack = self.task.attack_of(round, excluded)
         if attack is None:
             return 0
         rng = self.task.attack_rng(round)
         seen = rows.cpu()  # attacks run on the CPU; no copy if the rows are there
         own = None if self._previous is None else seen.clone()
         previous = self._previous if self._has_previous else None
+        reference = None if self.server.reference is None else self.server.reference.cpu()
         kept: dict[str, Any] = {"memory": self._memory} if attack.needs_memory else {}
-        touched = attack.corrupt(seen, rng=rng, round=round, previous=previous, **kept)
+        touched = attack.corrupt(
+            seen, rng=rng, round=round, previous=previous, reference=reference, **kept
+        )
         if seen is not rows:
             rows.copy_(seen)
         if own is not None:

@@ -38,7 +38,7 @@ class Verdict:
     along: torch.Tensor | None
     """The vector; None if the rule aggregates the buffers, or if the row was rejected."""
     workers: tuple[int, ...]
-    """The workers whose rows it is about."""
+    """The workers whose rows are decided on."""
     rows: tuple[int, ...] = ()
     """The buffer of each worker, if the rule aggregates buffers."""
     accepted: bool = True

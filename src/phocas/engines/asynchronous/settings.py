@@ -35,7 +35,7 @@ class AsynchronousSettings(Settings):
         return parse_policy(said) if isinstance(said, str) else said
 
     def conflicts(self, task: TaskSettings, say: Spelling = str) -> Iterator[Conflict]:
-        """Yield the settings that are impossible together; nothing of the user's is imported."""
+        """Yield the settings that are impossible together; no module of the user is imported."""
         if self.asynchronous is None:
             if self.max_staleness != AsynchronousSettings.max_staleness:
                 text = f"{say('max_staleness')} has no effect without {say('asynchronous')}"

@@ -20,9 +20,11 @@ import torch
 from phocas.engines.asynchronous.buffers import SilenceError
 from phocas.engines.asynchronous.policy import Policy
 from phocas.engines.asynchronous.server import AsynchronousServer
-from phocas.engines.ray.hosts import Host, MissingRowsError
-from phocas.engines.ray.session import Session
-from phocas.engines.ray.shard import read_rows
+from phocas.engines.ray.desk import Desk, Event, Host
+from phocas.engines.ray.hosts import MissingRowsError
+from phocas.engines.ray.mailbox import Mailbox
+from phocas.engines.ray.placement import Demand, Domains
+from phocas.engines.ray.session import Session, node_address
 from phocas.engines.ray.shared import Offer
 from phocas.engines.ray.start import (
     LEAST_STORE,
@@ -33,8 +35,10 @@ from phocas.engines.ray.start import (
     start_hosts,
 )
 from phocas.engines.ray.values import array_of, tensor_of
-from phocas.engines.ray.worker import WorkerJob, WorkerProcess, cut
+from phocas.engines.ray.wire import Kind
+from phocas.engines.ray.worker import WorkerJob, WorkerProcess
 from phocas.machine import available_cores
+from phocas.sharding import shard_bounds
 from phocas.training.cluster import Gathered, Wanted
 from phocas.training.server import Aggregate
 
@@ -55,8 +59,6 @@ class RowRequest:
 
     host: Host
     worker: int
-    references: list[Any]
-    """References to the row and to its report."""
     slot: int | None
     """The slot of the parameters in shared memory; None if they were sent."""
 
@@ -77,10 +79,9 @@ class AsynchronousRayCluster:
         self.deadline = settings.deadline
         self.wait_seconds = settings.wait_seconds
         self.compute_seconds = 0.0
-        """The time that all received rows took their processes."""
+        """The seconds in which worker processes computed all rows received so far."""
         self.now = 0.0
         """The seconds of training so far, without evaluations."""
-        self._patience = settings.server_deadline / 4
         self._steps = np.zeros(task.num_workers, np.int64)  # rows requested of each worker
         self._parameters: Any = None  # a reference to the current ones, if they were put
         self._slot: int | None = None  # the slot of the current ones in shared memory
@@ -94,12 +95,13 @@ class AsynchronousRayCluster:
             store_bytes=max(LEAST_STORE, 2 * vectors + task.samples.nbytes),
         )
         try:
-            self._start(settings.processes or self.session.cores)
+            demand = Demand("worker", "worker_resources", settings.worker_resources)
+            self._start(settings.processes or self.session.cores, demand)
         except BaseException:
             self.session.close()
             raise
 
-    def _start(self, processes: int) -> None:
+    def _start(self, processes: int, demand: Demand) -> None:
         self._ray = self.session.ray
         m = self.task.num_workers
         slots = _REQUESTS * min(m, processes) + 1
@@ -108,20 +110,34 @@ class AsynchronousRayCluster:
         if self._offer is not None and not self._copies:
             # An attack reads the last rows of all workers. Without one, no row needs a copy.
             self.async_server.rows = tensor_of(self._offer.memory.rows)
+        d = self.server.parameters.size
+        self._rows = (  # where rows arrive
+            array_of(self.server.parameters.rows(m))
+            if self._offer is None
+            else self._offer.memory.rows
+        )
         self._near: set[Host] = set()  # processes that use the shared memory
         self.job = self._ray.put(  # keep the reference: a restarted worker reads it again
             WorkerJob(
                 self.task.for_worker(path_of(self.gradients)),
-                bounds=[slice(0, self.server.parameters.size)],
+                bounds=[slice(0, d)],
                 place=None if self._offer is None else self._offer.place,
             )
         )
-        self.hosts = start_hosts(m, processes, self.process_class)
-        await_start(self.hosts, self.job)
+        self._desk = Desk([], array_of(self.server.vector), rows=self._rows)
+        self.mailbox = Mailbox(node_address(), {}, self._desk)
+        bounds = shard_bounds(m, min(m, processes))
+        nodes = Domains("process").spread([1] * len(bounds), m, demand)
+        self.hosts = start_hosts(
+            bounds, nodes, self.process_class, self.mailbox, self._desk, demand
+        )
+        await_start(self.hosts, self._desk, self.job)
         self._forget_requests()
 
     def _forget_requests(self) -> None:
-        self.pending: dict[Any, RowRequest] = {}
+        self.pending: dict[int, RowRequest] = {}
+        self._events: deque[Event] = deque()
+        self._problems: dict[int, str] = {}  # why the row of a worker cannot be used
         self._idle = {host: deque(host.workers) for host in self.hosts}
         self._left = time.monotonic()
         self._came = self._left  # the time of the last usable row
@@ -139,9 +155,9 @@ class AsynchronousRayCluster:
         self._heard = {host: heard + pause for host, heard in self._heard.items()}
         decided = waits = False
         while not decided:
-            request = self._next(round, begun)
+            request, event = self._next(round, begun)
             clock.stop("gradients")
-            if self._read(request):
+            if self._read(request, event):
                 try:
                     decided = self.async_server.take(request.worker)
                 except SilenceError as error:
@@ -161,12 +177,12 @@ class AsynchronousRayCluster:
     def _failures(self) -> dict[str, str]:
         return {str(host): host.reason or "answers" for host in self.hosts}
 
-    def _next(self, round: int, begun: float) -> RowRequest:
+    def _next(self, round: int, begun: float) -> tuple[RowRequest, Event]:
         """Keep all processes busy, and return the request that is answered first."""
         while True:
             self._ask()
-            asked = list(self.pending)
-            ready, _ = self._ray.wait(asked, timeout=_LOOK) if asked else ([], None)
+            if not self._events:
+                self._events.extend(self._desk.wait(_LOOK))
             self._watch()
             waited = time.monotonic() - max(begun, self._came)
             if waited > self.wait_seconds:
@@ -174,15 +190,37 @@ class AsynchronousRayCluster:
                     f"round {round + 1} needs a row, and none came for {waited:.1f} s",
                     self._failures(),
                 )
-            if ready and ready[0] in self.pending:
-                return self.pending.pop(ready[0])
-            if not asked:
-                time.sleep(_PAUSE)
+            if self._events:
+                event = self._events.popleft()
+                request = self._answered(event)
+                if request is not None:
+                    return request, event
+
+    def _answered(self, event: Event) -> RowRequest | None:
+        """Return the request that an event answers; note the event if it answers none."""
+        host, news = event.host, self.async_server.news
+        if event.kind == Kind.ROW and event.header is not None:
+            self._problems[event.header.worker] = event.text
+        elif isinstance(event.kind, str):
+            host.note_event(event, news)
+            if event.kind != "rejected":
+                self._near.discard(host)
+                self._give_up(host)
+                self._rested[host] = time.monotonic() + _PAUSE
+        elif event.header is not None:
+            return self.pending.pop(event.header.worker, None)
+        return None
+
+    def _give_up(self, host: Host) -> None:
+        """Forget the unanswered requests at a process; late answers to them are ignored."""
+        given = [serial for serial, each in self.pending.items() if each.host is host]
+        for serial in given:
+            self._idle[host].append(self.pending.pop(serial).worker)
 
     def _ask(self) -> None:
         now = time.monotonic()
         for host, idle in self._idle.items():
-            if now < self._rested[host]:
+            if now < self._rested[host] or not host.connected:
                 continue
             while idle and len(host.workers) - len(idle) < _REQUESTS:
                 if len(host.workers) == len(idle):
@@ -191,22 +229,25 @@ class AsynchronousRayCluster:
 
     def _request(self, host: Host, worker: int) -> None:
         near = host.ready and host in self._near
-        references = host.actor.row.options(num_returns=2).remote(
+        host.requests += 1
+        serial = host.requests * len(self.hosts) + self.hosts.index(host)
+        host.actor.row.options(num_returns=0).remote(
             [] if host.ready else [self.job],
+            serial,
             worker,
             int(self._steps[worker]),
             self._serial,
             self._shared() if near else self._sent(),
         )
         self._steps[worker] += 1
+        self._problems.pop(worker, None)
         self.async_server.give(worker)
-        slot = self._slot if near else None
-        self.pending[references[-1]] = RowRequest(host, worker, references, slot)
+        self.pending[serial] = RowRequest(host, worker, self._slot if near else None)
 
     def _sent(self) -> Any:
         """Return a Ray reference to the current parameters, stored once for all requests."""
         if self._parameters is None:
-            self._parameters = self._ray.put(cut(array_of(self.server.vector)))
+            self._parameters = self._ray.put(array_of(self.server.vector))
         return self._parameters
 
     def _shared(self) -> int:
@@ -224,33 +265,29 @@ class AsynchronousRayCluster:
         self._parameters = self._slot = None
         self._serial += 1
 
-    def _read(self, request: RowRequest) -> bool:
+    def _read(self, request: RowRequest, event: Event) -> bool:
         """Read an answer; return False if it has no usable row."""
         host, worker, news = request.host, request.worker, self.async_server.news
         self._idle[host].append(worker)
         self._heard[host] = time.monotonic()
-        try:
-            report = self._ray.get(request.references[-1])
-        except self._ray.exceptions.RayError as error:
+        if event.reply is None or event.header is None:
             self._near.discard(host)
-            if host.note_error(error, news):
+            host.note_event(event, news)
+            if event.kind != Kind.NO_JOB:
                 self._rested[host] = self._heard[host] + _PAUSE
             return False
         host.note_answer(news)
-        row = array_of(self.async_server.rows[worker])
-        if report.in_place and self._offer is not None:
+        if event.header.server:
             self._near.add(host)
-            if self._copies:
-                np.copyto(row, self._offer.memory.rows[worker])
         else:
             self._near.discard(host)
-            found, problems = read_rows([(0, 1, request.references[0])], row, 1, self._patience)
-            if found[0] is None:
-                news.append(f"worker {worker} {problems[0]}")
-                return False
-            np.copyto(row, found[0])
-        self.async_server.losses[worker] = report.losses[0]
-        self.compute_seconds += report.seconds
+        if worker in self._problems:
+            news.append(f"worker {worker} {self._problems.pop(worker)}")
+            return False
+        if self._copies:
+            np.copyto(array_of(self.async_server.rows[worker]), self._rows[worker])
+        self.async_server.losses[worker] = event.reply.losses[0]
+        self.compute_seconds += event.reply.seconds
         self._came = self._heard[host]
         return True
 
@@ -266,11 +303,8 @@ class AsynchronousRayCluster:
                 continue
             news.append(f"{host} did not answer for three deadlines: started again")
             self._ray.kill(host.actor, no_restart=False)
-            host.ready = False
-            idle.extend(each.worker for each in self.pending.values() if each.host is host)
-            self.pending = {
-                reference: each for reference, each in self.pending.items() if each.host is not host
-            }
+            host.ready = host.connected = False
+            self._give_up(host)
 
     def update(self, aggregate: Aggregate, factor: float) -> Action:
         """Step along the aggregate; later requests are for the new parameters."""
@@ -292,7 +326,7 @@ class AsynchronousRayCluster:
         }
         if self.task.worker_momentum:
             like = self.async_server.rows
-            kept["velocity"] = get_momentum(self.hosts, self.job, like, self.deadline)
+            kept["velocity"] = get_momentum(self.hosts, self._desk, self.job, like, self.deadline)
         return kept | self.async_server.state()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -303,7 +337,7 @@ class AsynchronousRayCluster:
         self._parameters_change()
         self._forget_requests()
         if "velocity" in state:
-            set_momentum(self.hosts, self.job, state["velocity"])
+            set_momentum(self.hosts, self._desk, self.job, state["velocity"])
 
     def close(self) -> None:
         """Kill the actors, and shut Ray down if this cluster started it."""
@@ -311,12 +345,23 @@ class AsynchronousRayCluster:
             for host in self.hosts:
                 self._ray.kill(host.actor)
         self.session.close()
+        self.mailbox.close()
         self.async_server.close()
         if self._offer is not None:
             self._offer.close()
 
 
 def _check(settings: RaySettings) -> None:
+    if settings.failure_domain != "process":
+        raise ValueError(
+            "with asynchronous training the trainer's process is the server, which is lost with its"
+            f" node: got failure_domain={settings.failure_domain}; leave it out"
+        )
+    if settings.server_resources:
+        raise ValueError(
+            "with asynchronous training the trainer's process is the server, for which Ray reserves"
+            " nothing: leave server_resources out"
+        )
     if settings.missing is not None or settings.on_missing != "wait":
         raise ValueError(
             "missing and on_missing are for synchronous rounds: asynchronous training has no rounds"

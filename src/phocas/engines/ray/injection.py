@@ -9,27 +9,26 @@ their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from phocas.engines.faults import Fault, FaultScript, RowFault, strike
 from phocas.engines.ray.asynchronous import AsynchronousRayCluster
 from phocas.engines.ray.cluster import RayCluster
-from phocas.engines.ray.shard import Shard
+from phocas.engines.ray.serving import ServerProcess
 from phocas.engines.ray.values import Values, numbers, stored
-from phocas.engines.ray.worker import WorkerJob, WorkerProcess, WorkerReply, Workers, cut
+from phocas.engines.ray.worker import Request, WorkerJob, WorkerProcess, WorkerReply, Workers
 
 if TYPE_CHECKING:
     from phocas.engines.asynchronous.policy import Policy
-    from phocas.engines.ray.hosts import Host
+    from phocas.engines.ray.desk import Host
     from phocas.engines.ray.settings import RaySettings
     from phocas.training.cluster import Gathered, Wanted
     from phocas.training.task import Task
     from phocas.training.trainer import Clock
 
 
-class FaultyShard(Shard):
-    """A server in which faults strike when it aggregates."""
+class FaultyServerProcess(ServerProcess):
+    """A server process in which faults strike when it aggregates."""
 
     faults: Sequence[Fault] = ()
 
@@ -37,7 +36,7 @@ class FaultyShard(Shard):
         """Let faults strike with the next call of :meth:`aggregate`."""
         self.faults = faults
 
-    def aggregate(self, *arguments: Any) -> tuple[Values | None, Any]:
+    def aggregate(self, *arguments: Any) -> Any:
         """Apply the injected faults to this process, then aggregate."""
         faults, self.faults = self.faults, ()
         strike(faults)
@@ -53,17 +52,17 @@ class FaultyWorkers(Workers):
         """The faults of the current request."""
         self._sent: dict[int, list[Values]] = {}  # the last slices of each worker
 
-    def row(self, worker: int, *request: Any) -> tuple[list[list[Values]], WorkerReply]:
+    def row(self, worker: int, *request: Any) -> tuple[Values | None, WorkerReply]:
         """Compute a row as :meth:`Workers.row` does, changed by the faults of the worker.
 
-        Shared memory contains the unchanged row, so a changed row is returned as slices.
+        Shared memory contains the unchanged row, so a changed row is sent.
         """
-        rows, report = super().row(worker, *request)
-        if report.in_place:
+        row, report = super().row(worker, *request)
+        if row is None:
             sent = self._send(worker)
             if self._row_faults(worker):
-                return [cut(values) for values in sent], replace(report, in_place=False)
-        return rows, report
+                return sent[0], report
+        return row, report
 
     def _row_faults(self, worker: int) -> list[RowFault]:
         return [
@@ -100,15 +99,17 @@ class FaultyWorkerProcess(WorkerProcess):
         """Let faults strike with the next request for rows."""
         self.faults = faults
 
-    def gradients(self, job: Sequence[Any], *request: Any) -> tuple[Any, ...]:
+    def gradients(self, job: Sequence[Any], request: Request) -> None:
         """Apply the injected faults to this process, then compute the rows of a round."""
-        self._strike(job)
-        return super().gradients(job, *request)
+        with self._reporting(request.serial):
+            self._strike(job)
+            super().gradients(job, request)
 
-    def row(self, job: Sequence[Any], *request: Any) -> tuple[Any, WorkerReply]:
+    def row(self, job: Sequence[Any], serial: int, *question: Any) -> None:
         """Apply the injected faults to this process, then compute one row."""
-        self._strike(job)
-        return super().row(job, *request)
+        with self._reporting(serial):
+            self._strike(job)
+            super().row(job, serial, *question)
 
     def _strike(self, job: Sequence[Any]) -> None:
         workers = self._at_work(job)  # without a job, the faults wait for the next request
@@ -119,13 +120,13 @@ class FaultyWorkerProcess(WorkerProcess):
 
 def _inject(actor: Any, faults: Sequence[Fault]) -> None:
     if faults:
-        actor.inject.remote(faults)
+        actor.inject.options(num_returns=0).remote(faults)
 
 
 class FaultyRayCluster(RayCluster):
     """Synchronous rounds in which the faults of a script strike."""
 
-    shard_class = FaultyShard
+    server_class = FaultyServerProcess
     process_class = FaultyWorkerProcess
 
     def __init__(self, task: Task, settings: RaySettings, script: FaultScript) -> None:
@@ -135,13 +136,13 @@ class FaultyRayCluster(RayCluster):
 
     def gather(self, round: int, clock: Clock, wanted: Wanted) -> Gathered:
         """Send the servers their faults of the round, then run the round."""
-        for number, actor in enumerate(self.servers.actors):
-            _inject(actor, self.script.take(round + 1, server=number))
+        for number, owner in enumerate(self.servers.owners):
+            _inject(owner.actor, self.script.take(round + 1, server=number))
         return super().gather(round, clock, wanted)
 
-    def _ask(self, host: Host, round: int) -> list[Any]:
+    def _ask(self, host: Host, round: int) -> None:
         _inject(host.actor, self.script.take(round + 1, workers=host.workers))
-        return super()._ask(host, round)
+        super()._ask(host, round)
 
 
 class FaultyAsynchronousRayCluster(AsynchronousRayCluster):

@@ -1,135 +1,356 @@
-"""Calls of all server shards, with retries on restored servers."""
+"""All server processes of a cluster: calls, losses, and the copies that take over."""
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
 
+import phocas
 from phocas.engines import EngineError
-from phocas.engines.ray.session import the_ray
+from phocas.engines.ray.placement import NoRoomError
+from phocas.engines.ray.serving import COPY_SECONDS, Route
+from phocas.engines.ray.session import first_line, the_ray
+from phocas.engines.ray.shard import ShardJob, State
+from phocas.engines.ray.wire import BEAT_SECONDS, TOKEN_BYTES, Address
 
-_ATTEMPTS = 5  # restorations of one server in one call before the run fails
-_GRACE = 1.0  # seconds to read an answer that is ready after the deadline
+_POLL = 0.25  # seconds between looks for lost processes
+_START_SECONDS = 300.0
+_RESUME = "run the same command again, which resumes from the last checkpoint"
 
 
 class ServerLostError(EngineError):
-    """A server died or hung too many times in one call."""
+    """A server was lost together with its copy."""
 
 
-class Result(NamedTuple):
-    """The two results of a call to a server, as references and as values."""
+class ServersMovedError(Exception):
+    """Servers have moved to other processes, which lack the rows of the current round."""
 
-    references: list[Any]
-    values: list[Any]
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__(f"servers {numbers} have moved")
+        self.numbers = tuple(numbers)
+
+
+@dataclass(eq=False)
+class Process:
+    """A server process, as the trainer knows it."""
+
+    actor: Any
+    token: bytes
+    node: str
+    address: Address | None = None
+    starting: list[Any] = field(default_factory=list)
+    """A reference to its first answer, until it has started."""
 
 
 class Servers:
-    """All server shards. If a server dies or hangs, restore it and repeat its calls.
+    """The servers, each in a process of its own, and a copy of each in another process.
 
-    A phase is the sequence of calls since the last :meth:`begin`. The calls of the current phase
-    are kept. A restored server repeats these calls, and so gets to the same answer.
+    If a process is lost, the copies of its servers take over at once. A new process is started in
+    the background, and takes servers and copies when it is ready.
 
     Args:
-        actors: the actors of the servers.
-        restore: starts a server again from its last checkpoint, given its number.
-        deadline: seconds after which a server that does not answer is restored.
+        jobs: the job of each server.
+        start: starts an actor, given a node and the token of the process.
+        place: returns the node for one more process, given the nodes of all others, nodes to
+            avoid, and the number of all processes; raises NoRoomError if there is no room.
+        domain: returns the part of the cluster with which a node fails.
+        silent: returns how long a process has been silent, given its token; None if it is dead.
+        deadline: seconds after which a server that does not answer a call is lost.
+        silence: seconds without a sign of life after which a process is lost.
     """
 
     def __init__(
         self,
-        actors: list[Any],
-        restore: Callable[[int], Any],
+        jobs: Sequence[ShardJob],
+        start: Callable[[str, bytes], Any],
+        place: Callable[[Sequence[str], AbstractSet[str], int], str],
+        domain: Callable[[str], str],
+        silent: Callable[[bytes], float | None],
         *,
         deadline: float,
+        silence: float,
     ) -> None:
-        self.actors = actors
+        self.jobs = jobs
         self.news: list[str] = []
-        self._restore = restore
+        self._start_actor = start
+        self._place = place
+        self._domain = domain
+        self._silent = silent
         self._deadline = deadline
-        self._calls: list[tuple[str, Sequence[tuple[Any, ...]]]] = []
+        self._silence = silence
         self._ray = the_ray()
+        self.routes: list[Route] = []
+        self._coming: list[Process] = []
+        self.processes: list[Process] = []
+        # One server needs a second process too, for its copy.
+        self._number = max(2, len(jobs))
+        self._unfit: set[str] = set()  # nodes on which processes did not start
+        self._start_missing()
+        self.processes, self._coming = self._coming, []
+        self.owners: list[Process] = self.processes[: len(jobs)]
+        self.copies: list[Process | None] = [None] * len(jobs)
 
-    def begin(self) -> None:
-        """Begin a phase: drop the calls of the previous phase."""
-        self._calls = []
-
-    def call(
-        self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        again: Sequence[tuple[Any, ...]] | None = None,
-    ) -> list[Result]:
-        """Call a method of every server; return the two results of each, with their references.
+    def _start_missing(self, away: AbstractSet[str] = frozenset()) -> None:
+        """Start the processes that are missing; raise NoRoomError if nodes have no room.
 
         Args:
-            method: the method.
-            arguments: the arguments for each server.
-            again: the arguments for servers that were restored, if they differ.
+            away: nodes that may be lost.
         """
-        self._calls.append((method, again or arguments))
-        waiting = [
-            self._remote(number, method, arguments[number]) for number in range(len(self.actors))
-        ]
-        return [result or self._again(i) for i, result in enumerate(self._results(waiting))]
+        while len(self.processes) + len(self._coming) < self._number:
+            used = [process.node for process in (*self.processes, *self._coming)]
+            self._coming.append(self._start(self._place(used, away, self._number)))
 
-    def _results(self, waiting: list[list[Any]]) -> list[Result | None]:
-        """Wait for the answers of all servers until one deadline; None stands for a lost answer.
+    def _start(self, node: str) -> Process:
+        token = secrets.token_bytes(TOKEN_BYTES)
+        actor = self._start_actor(node, token)
+        return Process(actor, token, node, starting=[actor.where.remote(phocas.__version__)])
 
-        No server is restored before the deadline or the last answer: a restoration takes long, and
-        would use up the time of the servers that have not answered yet.
-        """
-        until = time.monotonic() + self._deadline
-        every = [reference for references in waiting for reference in references]
-        try:
-            values = iter(self._ray.get(every, timeout=self._deadline))
-            return [
-                Result(references, [next(values) for _ in references]) for references in waiting
-            ]
-        except self._ray.exceptions.RayError:  # from one server; wait for the others
-            left = max(0.0, until - time.monotonic())
-        self._ray.wait(every, num_returns=len(every), timeout=left)
-        return [self._result(i, references, until) for i, references in enumerate(waiting)]
-
-    def _remote(self, number: int, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        call = getattr(self.actors[number], method).options(num_returns=2)
-        references: list[Any] = call.remote(*arguments)
-        return references
-
-    def _result(self, number: int, references: list[Any], until: float) -> Result | None:
-        """Wait for the answer of one server; return None if the server died or hangs."""
-        try:
-            left = max(_GRACE, until - time.monotonic())
-            values = self._ray.get(references, timeout=left)
-        except self._ray.exceptions.GetTimeoutError:
-            self.news.append(
-                f"server {number} did not answer for {self._deadline:.0f} s: restored from its"
-                " checkpoint"
-            )
-            return None
-        except (
-            self._ray.exceptions.RayActorError,
-            self._ray.exceptions.ObjectLostError,
-        ):
-            self.news.append(f"server {number} died: restored from its checkpoint")
-            return None
-        return Result(references, values)
-
-    def _again(self, number: int) -> Result:
-        for _ in range(_ATTEMPTS):
-            self._ray.kill(self.actors[number])
-            self.actors[number] = self._restore(number)
-            until = time.monotonic() + self._deadline
-            result = None
-            for method, arguments in self._calls:
-                references = self._remote(number, method, arguments[number])
-                result = self._result(number, references, until)
-                if result is None:
-                    break
-            if result is not None:
-                return result
-        raise ServerLostError(
-            f"server {number} was lost {_ATTEMPTS + 1} times in one round: {self.news[-1]}",
-            {f"server {number}": self.news[-1]},
+    def serve(self, states: Sequence[State]) -> None:
+        """Wait for the processes, and give each server its state."""
+        answers = self._ray.get(
+            [process.starting[0] for process in self.processes], timeout=_START_SECONDS
         )
+        for process, (address, node) in zip(self.processes, answers, strict=True):
+            process.address, process.node, process.starting = address, node, []
+        self.routes = self._ray.get(
+            [
+                owner.actor.serve.remote(number, self.jobs[number], states[number])
+                for number, owner in enumerate(self.owners)
+            ]
+        )
+        self._copy_missing()
+
+    def starting(self) -> dict[str, Any]:
+        """Return references to the first answers of processes, by their names."""
+        return {f"server {i}": process.starting[0] for i, process in enumerate(self.processes)}
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of every server with its number and its arguments; return the results.
+
+        Raises:
+            ServersMovedError: some servers are in other processes now.
+        """
+        return self._collect(
+            [
+                (owner, getattr(owner.actor, method).remote(number, *arguments[number]))
+                for number, owner in enumerate(self.owners)
+            ]
+        )
+
+    def call_first(self, method: str, *arguments: Any) -> Any:
+        """Call a method of server 0; return the result, or None if servers move meanwhile."""
+        owner = self.owners[0]
+        try:
+            return self._collect([(owner, getattr(owner.actor, method).remote(0, *arguments))])[0]
+        except ServersMovedError:
+            return None
+
+    def step(self, round: int, factor: float | None) -> None:
+        """Let all servers and copies step; if a server is lost, its copy steps and takes over."""
+        while True:
+            tasks: dict[Process, list[int]] = {}
+            for number, owner in enumerate(self.owners):
+                tasks.setdefault(owner, []).append(number)
+                copy = self.copies[number]
+                if copy is not None:
+                    tasks.setdefault(copy, []).append(number)
+            try:
+                self._collect(
+                    [
+                        (process, process.actor.step.remote(numbers, round, factor))
+                        for process, numbers in tasks.items()
+                    ]
+                )
+            except ServersMovedError:
+                continue  # a step that was taken is not taken again
+            else:
+                return
+
+    def load(self, states: Sequence[State]) -> None:
+        """Restore all servers and copies."""
+        for _ in range(len(self.processes) + 1):
+            pairs = [*enumerate(self.owners), *enumerate(self.copies)]
+            try:
+                self._collect(
+                    [
+                        (process, process.actor.load.remote(number, states[number]))
+                        for number, process in pairs
+                        if process is not None
+                    ]
+                )
+            except ServersMovedError:
+                continue
+            else:
+                return
+
+    def copy_address(self, number: int) -> Address | None:
+        """Return the address of the process with the copy of a server."""
+        copy = self.copies[number]
+        return None if copy is None else copy.address
+
+    def drop_copies(self, numbers: Sequence[int]) -> None:
+        """Forget copies that did not get an aggregate; :meth:`tend` makes new ones."""
+        for number in numbers:
+            self.copies[number] = None
+
+    def _collect(self, asked: Sequence[tuple[Process, Any]]) -> list[Any]:
+        """Wait for all answers; raise ServersMovedError if a process is lost in the meantime."""
+        until = time.monotonic() + self._deadline
+        references = [reference for _, reference in asked]
+        while True:
+            ready, _ = self._ray.wait(references, num_returns=len(references), timeout=_POLL)
+            if len(ready) == len(references):
+                break
+            answered = set(ready)
+            late = time.monotonic() > until
+            self.check(
+                {process for process, reference in asked if late and reference not in answered}
+            )
+        results, dead, trouble = [], {}, None
+        for process, reference in asked:
+            try:
+                results.append(self._ray.get(reference, timeout=self._deadline))
+            except self._ray.exceptions.RayActorError:
+                dead[process] = "died"
+            except (
+                self._ray.exceptions.ObjectLostError,
+                self._ray.exceptions.GetTimeoutError,
+            ) as error:  # a server did not get the measurement of another one
+                trouble = error
+        if dead:
+            self._lose({each: why for each, why in dead.items() if each in self.processes})
+        until = time.monotonic() + 2 * self._silence
+        while trouble is not None:  # until the other server is found to be lost
+            self.check()
+            if time.monotonic() > until:
+                raise trouble
+            time.sleep(_POLL)
+        return results
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    def _is_lost(self, process: Process) -> str | None:
+        silent = self._silent(process.token)
+        if silent is None:
+            return "died"
+        if silent > self._silence:
+            return f"gave no sign of life for {silent:.1f} s"
+        return None
+
+    def check(self, hung: AbstractSet[Process] = frozenset()) -> None:
+        """Raise ServersMovedError if processes are lost, after their copies have taken over.
+
+        Args:
+            hung: processes that do not answer a call, and so are lost too.
+        """
+        lost = {process: reason for process in self.processes if (reason := self._is_lost(process))}
+        lost |= dict.fromkeys(hung - lost.keys(), f"did not answer for {self._deadline:.0f} s")
+        if lost:
+            self._lose(lost)
+
+    def _lose(self, lost: dict[Process, str]) -> None:
+        moved = []
+        for process in lost:
+            self._ray.kill(process.actor)
+            self.processes.remove(process)
+        for number, owner in enumerate(self.owners):
+            copy = self.copies[number]
+            if copy in lost:
+                self.copies[number] = copy = None
+            if owner not in lost:
+                continue
+            told = f"server {number} {lost[owner]}"
+            if copy is None:
+                raise ServerLostError(
+                    f"{told}, and it has no copy; {_RESUME}", {f"server {number}": told}
+                )
+            self.routes[number] = self._take_over(number, copy)
+            self.owners[number], self.copies[number] = copy, None
+            self.news.append(f"{told}: its copy takes over")
+            moved.append(number)
+        with contextlib.suppress(NoRoomError):  # until a node comes back
+            self._start_missing({process.node for process, why in lost.items() if why != "died"})
+        raise ServersMovedError(moved)
+
+    def tend(self) -> None:
+        """Use processes that have started, and make the copies that are missing.
+
+        If only one process is left, no other process can hold the copies, and its loss would end
+        the run. Then this method waits for a new process, at most for the deadline of a server.
+        """
+        if len(self.processes) < 2 and self._coming:
+            starting = [process.starting[0] for process in self._coming]
+            self._ray.wait(starting, timeout=self._deadline)
+        for process in list(self._coming):
+            ready, _ = self._ray.wait(process.starting, timeout=0)
+            if not ready:
+                continue
+            self._coming.remove(process)
+            try:
+                process.address, process.node = self._ray.get(process.starting[0])
+            except self._ray.exceptions.RayError as error:  # another one is started below
+                self._unfit.add(process.node)
+                self.news.append(f"a server process did not start: {first_line(error)}")
+                continue
+            self.processes.append(process)
+            self._move_to(process)
+        with contextlib.suppress(NoRoomError):
+            self._start_missing(self._unfit)
+        self._copy_missing()
+
+    def _move_to(self, process: Process) -> None:
+        """Move a server to a new process, if another process has several."""
+        for number, owner in enumerate(self.owners):
+            if self.owners.count(owner) > 1 and self._copy(number, process):
+                self.routes[number] = self._take_over(number, process)
+                if self.copies[number] is None:
+                    owner.actor.hand_over.remote(number)
+                    self.copies[number] = owner
+                self.owners[number] = process
+                self.news.append(f"server {number} has a process of its own again")
+                return
+
+    def _take_over(self, number: int, process: Process) -> Route:
+        """Make the copy in a process the server."""
+        try:
+            found: Route = self._ray.get(
+                process.actor.take_over.remote(number), timeout=self._deadline
+            )
+        except self._ray.exceptions.RayError as error:
+            told = f"server {number} and its copy were lost: {type(error).__name__}"
+            raise ServerLostError(f"{told}; {_RESUME}", {f"server {number}": told}) from error
+        return found
+
+    def _copy_missing(self) -> None:
+        for number, owner in enumerate(self.owners):
+            others = [
+                process
+                for process in self.processes
+                if process is not owner and (self._silent(process.token) or 0.0) < 3 * BEAT_SECONDS
+            ]
+            if self.copies[number] is None and others:
+                best = min(
+                    others,
+                    key=lambda each: (
+                        self._domain(each.node) == self._domain(owner.node),
+                        self.copies.count(each),
+                    ),
+                )
+                self.copies[number] = best if self._copy(number, best) else None
+
+    def _copy(self, number: int, process: Process) -> bool:
+        """Make a copy of a server in a process; return False if one of the two does not answer."""
+        job = self.jobs[number]
+        state = self.owners[number].actor.state.remote(number)
+        try:
+            self._ray.get(process.actor.copy.remote(number, job, [state]), timeout=COPY_SECONDS)
+        except self._ray.exceptions.RayError:
+            return False
+        return True

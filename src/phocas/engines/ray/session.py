@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import phocas
 from phocas.engines import EngineError
 
 CONNECT_SECONDS = 5.0
@@ -27,11 +28,6 @@ _QUIET = {
 # clusters are disabled. The setting has the names of other systems, but works on all of them
 # (checked with `ss -tlnp`, Ray 2.55.1).
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-
-
-# Ray frees unused objects once a second, or when this many of them wait. Otherwise the rows of a
-# round go to fresh memory: for 96 MB, page faults take 60 ms and the copy 20 ms.
-_PROMPT = {"RAY_free_objects_batch_size": "1"}
 
 
 class RayUnreachableError(EngineError, ConnectionError):
@@ -52,6 +48,31 @@ def the_ray() -> Any:
         ) from error
 
 
+def node_address() -> str:
+    """Return the address of this node, as other nodes reach it."""
+    return str(the_ray().util.get_node_ip_address())
+
+
+def node_id() -> str:
+    """Return the id of the node on which this process runs."""
+    return str(the_ray().get_runtime_context().get_node_id())
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error, or of its cause in another process."""
+    told = str(getattr(error, "cause", None) or error)
+    return (told.strip().splitlines() or [""])[0][:200]
+
+
+def check_version(version: str) -> None:
+    """Raise EngineError unless this process has the trainer's version of phocas."""
+    if version != phocas.__version__:
+        raise EngineError(
+            f"node {node_address()} has phocas {phocas.__version__}, and the trainer has {version}:"
+            " install the same version everywhere"
+        )
+
+
 class Session:
     """A connection to Ray. :meth:`close` shuts Ray down if this session started it."""
 
@@ -62,7 +83,7 @@ class Session:
         cores: int | None = None,
         store_bytes: int | None = None,
     ) -> None:
-        for name, value in (_QUIET if address else _QUIET | _LOOPBACK | _PROMPT).items():
+        for name, value in (_QUIET if address else _QUIET | _LOOPBACK).items():
             os.environ.setdefault(name, value)
         self.ray = the_ray()
         self.ours = not self.ray.is_initialized()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from phocas.engines.asynchronous.settings import AsynchronousSettings
 from phocas.engines.faults import FaultScript
@@ -12,6 +12,7 @@ from phocas.engines.ray.asynchronous import AsynchronousRayCluster
 from phocas.engines.ray.cluster import RayCluster
 from phocas.engines.ray.hosts import OnMissing
 from phocas.engines.ray.injection import FaultyAsynchronousRayCluster, FaultyRayCluster
+from phocas.engines.ray.placement import check_resources
 from phocas.settings import Conflict, at_least, setting, word
 from phocas.specs import positive
 
@@ -53,6 +54,24 @@ class RaySettings(AsynchronousSettings):
         at_least(1),
         place=True,
     )
+    failure_domain: str = setting(
+        "process",
+        "Largest part whose loss must be tolerated: process, node, or a label of nodes like rack.",
+        place=True,
+    )
+    worker_resources: Mapping[str, Any] = setting(
+        {},
+        "Resources that Ray reserves for each worker process: num_cpus, num_gpus, memory,"
+        " resources, label_selector.",
+        check_resources,
+        place=True,
+    )
+    server_resources: Mapping[str, Any] = setting(
+        {},
+        "Resources that Ray reserves for each server process, by the same names.",
+        check_resources,
+        place=True,
+    )
     deadline: float = setting(
         60.0, "Seconds after which a worker is late and its row becomes NaN.", positive, place=True
     )
@@ -77,10 +96,13 @@ class RaySettings(AsynchronousSettings):
     )
 
     def conflicts(self, task: TaskSettings, say: Spelling = str) -> Iterator[Conflict]:
-        """Yield the settings that are impossible together; nothing of the user's is imported."""
+        """Yield the settings that are impossible together; no module of the user is imported."""
         yield from super().conflicts(task, say)
         if task.device is not None and str(task.device) != "cpu":
             yield Conflict("device", _NO_DEVICE.format(say("device"), task.device))
+        if str(task.exclude) != "never":
+            text = f"{say('exclude')} is for the local engine: leave it out, or set engine = local"
+            yield Conflict("exclude", text)
         if self.on_missing == "stop" and self.wait_seconds != RaySettings.wait_seconds:
             text = f"{say('wait_seconds')} has no effect if {say('on_missing')} is stop"
             yield Conflict("wait_seconds", text)

@@ -1,11 +1,9 @@
-"""The server processes of a Ray cluster, each with a range of columns and their optimizer."""
+"""A server of a Ray cluster: a range of columns, their optimizer, and the rule."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,20 +13,18 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from phocas.detection.recent_direction import RecentDirection
 from phocas.detection.sampling import Sample
-from phocas.engines.ray.session import the_ray
+from phocas.engines.ray.inbox import Delivery
 from phocas.engines.ray.values import (
     Values,
     absent,
     array_of,
-    kind,
     numbers,
     readable,
     sent,
     tensor_of,
 )
-from phocas.engines.ray.worker import join
-from phocas.kernels import set_num_threads
 from phocas.rules import Mean
 from phocas.rules.measures import Partial
 from phocas.rules.sharded import ShardedAggregation
@@ -37,8 +33,7 @@ from phocas.training.task import ServerTask
 
 _MARKS = 16  # values of a slice by which a repeated row is recognised
 
-Part = tuple[int, int, Any]
-"""The first worker, the last worker + 1, and a reference to their slices for this server."""
+State = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,101 +51,173 @@ class ShardJob:
     threads: int
     """The number of its threads."""
     patience: float
-    """Seconds to wait for slices: less than the trainer waits for this server."""
+    """Seconds to wait for slices and measurements: less than the trainer waits for this server."""
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """The measurements of a round that the trainer wants from a server."""
+
+    round: int
+    """The number of the round, from 0."""
+    due: tuple[int, ...]
+    """The workers that have sent their rows."""
+    honest: bool
+    """Whether to measure the distance from the mean of the rows."""
+    compared: Sequence[Sample] = ()
+    """The columns in which rows are compared: of this round and, with momentum, of the next."""
+    shown: Sequence[Sample] = ()
+    """The columns whose values to return."""
+    reference: Values | None = None
+    """The server's columns of the trusted gradient, for a rule that needs one."""
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedPart:
+    """A server's part of the columns in which the rows of a round are compared."""
+
+    values: Values
+    """The values of all workers, (m, columns), after the attack."""
+    direction: Values
+    """The recent direction of the model."""
+    before: Values | None
+    """The values of the round before; None if they are not known."""
 
 
 @dataclass(eq=False)
 class Answer:
-    """The answer of a server in a round, besides the aggregate of its columns."""
+    """The answer of a server in a round; the aggregate of its columns stays with the server."""
 
-    partial: Partial | None = None
-    """A measurement that the rule needs from all servers before it can continue."""
+    partial: list[Any] | None = None
+    """A reference to a measurement that the rule needs from all servers to continue."""
     dropped: npt.NDArray[np.float64] | None = None
     """For each worker, the share of its values that the rule dropped."""
     expected: float = 0.0
     """The share of its values that an honest worker loses by chance."""
+    squares: float = 0.0
+    """The sum of the squares of the aggregate."""
+    finite: bool = True
+    """Whether all values of the aggregate are finite."""
     touched: int = 0
     """The number of cells that the attack changed."""
-    honest: Values | None = None
-    """The mean of the received rows, before the attack."""
+    distance: float | None = None
+    """The squared distance from the aggregate to the mean of the rows before the attack."""
     problems: dict[int, str] = field(default_factory=dict)
     """Workers whose slice could not be used, and why."""
+    late: set[int] = field(default_factory=set)
+    """Workers that sent a row of an earlier round."""
     repeated: set[int] = field(default_factory=set)
     """Workers that sent the same values as in an earlier round."""
-    sampled: list[Values] = field(default_factory=list)
-    """The values of each sample's columns, after the attack."""
+    compared: list[Any] = field(default_factory=list)
+    """A reference to the part of the columns in which rows are compared, if they are."""
+    shown: list[Values] = field(default_factory=list)
+    """The values of the columns to return, after the attack."""
+    news: list[str] = field(default_factory=list)
+    """Descriptions of anything else that a process sent and must not send."""
+    copied: bool = True
+    """Whether the process with the copy of the columns has the aggregate too."""
 
 
 class Shard:
-    """The actor of a server: a range of columns, their optimizer, and the rows of a round."""
+    """A range of columns with their optimizer, and the aggregation of their rows.
 
-    def __init__(
-        self, job: ShardJob, vector: Values, state: Mapping[str, npt.NDArray[Any]]
-    ) -> None:
-        set_num_threads(job.threads)
-        torch.set_num_threads(1)
+    Every server has a copy in another process. The copy gets the aggregate of each round before any
+    server steps, and steps along it too. So a lost server costs no parameter.
+
+    Args:
+        job: the job of the server.
+        state: its parameters and its state, as :meth:`state` returns it.
+    """
+
+    def __init__(self, job: ShardJob, state: Mapping[str, npt.NDArray[Any]]) -> None:
         self.job = job
         pieces, offset = [], 0
         for shape in job.shapes:
             size = int(np.prod(shape))
-            piece = tensor_of(np.array(vector[offset : offset + size])).view(shape)
+            piece = tensor_of(np.array(state["vector"][offset : offset + size])).view(shape)
             pieces.append(nn.Parameter(piece))
             offset += size
         # It applies every aggregate that it is asked to: only the trainer sees all columns.
         alone = replace(job.task, num_servers=1, on_nonfinite="apply")
         self.server = alone.serve(nn.ParameterList(pieces))
-        _load_optimizer(self.server, state)
+        self.value = np.empty_like(array_of(self.server.vector))
+        """The aggregate of the current round."""
+        self._direction = RecentDirection(self.server.vector)
+        self.load(state)
+
+    def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Restore a state."""
+        array_of(self.server.vector)[:] = state["vector"]
+        self.round = int(state["round"])
+        """The number of the round whose rows are aggregated next, from 0."""
+        self.valued = -1
+        """The round of the aggregate in ``value``."""
+        found = {key.partition(".")[2]: v for key, v in state.items() if key.startswith("state.")}
+        _load_optimizer(self.server, found)
+        if self.server.reference is not None and "reference" in state:
+            self.server.reference = tensor_of(np.array(state["reference"]))
+        vector = array_of(self.server.vector)
+        moved = {name: np.array(state.get(name, vector)) for name in ("older", "newer")}
+        self._direction.load_state({name: tensor_of(values) for name, values in moved.items()})
+        # Rows of the previous round, for attacks that need them. A copy has none.
+        self._previous = np.array(state["previous"]) if "previous" in state else None
+        self._next: Values | None = None
+        # Values of the previous round in the columns that are compared now. A copy has none.
+        before = state.get("before", np.empty(0))
+        self._before = np.array(before) if before.size else None
+        self._following: Values | None = None
+        self.compared: ComparedPart | None = None
+        """The part of the current round for the comparison of rows."""
         self._evaluation: ShardedAggregation | None = None
         self._rows: Any = None
-        self._value: Values | None = None
+        self._honest: Values | None = None
         self._answer = Answer()
         self._marks: dict[int, tuple[int, bytes]] = {}
 
-    def aggregate(
-        self,
-        round: int,
-        parts: Sequence[Part],
-        previous: Sequence[Part] | None,
-        honest: bool,
-        samples: Sequence[Sample],
-        reference: Values | None = None,
-    ) -> tuple[Values | None, Answer]:
-        """Read the slices of this server's columns, and aggregate them or return a measurement.
+    def state(self) -> State:
+        """Return the parameters and everything else that a copy needs."""
+        kept = {
+            "vector": array_of(self.server.vector),
+            "round": np.array(self.round),
+            **{name: array_of(tensor) for name, tensor in self._direction.state().items()},
+            **{f"state.{key}": v for key, v in _optimizer_state(self.server).items()},
+        }
+        if self.server.reference is not None:
+            kept["reference"] = array_of(self.server.reference)
+        if self._previous is not None:
+            kept["previous"] = self._previous
+        if self._before is not None:
+            kept["before"] = self._before
+        return kept
 
-        Args:
-            round: the number of the round.
-            parts: where the slices of the workers are.
-            previous: where those of the previous round are, for attacks that use them.
-            honest: whether to return the mean of the rows.
-            samples: the columns whose values to return.
-            reference: this server's columns of the reference vector, for a rule that needs one.
-        """
-        self._answer = Answer()
-        rows, self._answer.problems = self._gather(parts)
+    def aggregate(self, question: Question, delivery: Delivery) -> Partial | None:
+        """Aggregate the slices of a round, or return a measurement that other servers need."""
+        round, task = question.round, self.job.task
+        rows = delivery.rows
+        answer = self._answer = Answer(
+            problems=delivery.problems, late=delivery.late, news=delivery.news
+        )
         self._recognise(rows, round)
         present = [row for row in rows if row is not None]
-        if honest and present:
-            self._answer.honest = sent(Mean()(readable(present)))
+        self._honest = sent(Mean()(readable(present))) if question.honest and present else None
         like = array_of(self.server.vector)
         arrays: Any = fill(rows, like)
-        task = self.job.task
+        kept = self.server.reference
+        reference = question.reference if kept is None else array_of(kept)
         attack = task.attack_of(round)
         if attack is not None:
             arrays = np.stack(arrays)
-            past = None
-            if previous is not None:
-                past = readable(np.stack(fill(self._gather(previous)[0], like)))
-            self._answer.touched = attack.corrupt(
+            past, self._next = self._previous, arrays.copy() if attack.needs_previous else None
+            answer.touched = attack.corrupt(
                 readable(arrays),
                 rng=task.attack_rng(round),
                 round=round,
-                previous=past,
+                previous=None if past is None else readable(past.copy()),
                 start=self.job.start,
                 d=self.job.d,
+                reference=reference,
             ).count
-        for sample in samples:
-            columns = sample.columns(self.job.start, self.job.start + len(like))
-            self._answer.sampled.append(np.stack([numbers(row[columns]) for row in arrays]))
+        self._sample(question, arrays)
         rule, m = task.rule, task.num_workers
         if reference is not None:
             rule, m, arrays = rule.referenced(), m + 1, [*arrays, reference]
@@ -158,64 +225,79 @@ class Shard:
         self._evaluation = ShardedAggregation(rule, m, task.rule_rng(round))
         return self._advance()
 
-    def answer(self, partials: Sequence[Partial]) -> tuple[Values | None, Answer]:
+    def _sample(self, question: Question, rows: Sequence[Values]) -> None:
+        """Take the values of sampled columns."""
+        start, like = self.job.start, array_of(self.server.vector)
+
+        def take(sample: Sample) -> Values:
+            columns = sample.columns(start, start + len(like))
+            return np.stack([numbers(row[columns]) for row in rows])
+
+        self._answer.shown = [take(sample) for sample in question.shown]
+        self.compared = None
+        if question.compared:
+            now, *following = question.compared
+            columns = now.columns(start, start + len(like))
+            older = array_of(self._direction.state()["older"])
+            pair = (numbers(each[columns]).astype(np.float64) for each in (older, like))
+            self.compared = ComparedPart(take(now), next(pair) - next(pair), self._before)
+            self._following = take(following[0]) if following else None
+
+    def answer(self, partials: Sequence[Partial]) -> Partial | None:
         """Continue the aggregation with the measurements of all servers."""
-        if self._evaluation is None:
-            raise RuntimeError("aggregate must be called before answer")
+        assert self._evaluation is not None
         self._evaluation.answer(partials)
         return self._advance()
 
-    def _advance(self) -> tuple[Values | None, Answer]:
+    def _advance(self) -> Partial | None:
         evaluation = self._evaluation
-        if evaluation is None:
-            raise RuntimeError("aggregate must be called first")
-        answer = self._answer
+        assert evaluation is not None
         if evaluation.request is not None:
-            answer.partial = evaluation.partial(self._rows, self.job.start)
-            return None, answer
+            return evaluation.partial(self._rows, self.job.start)
         explained = evaluation.explain(self._rows, self.job.start)
-        self._evaluation = self._rows = None  # releases memory of the object store
-        answer.partial = None
+        self._evaluation = self._rows = None
+        answer = self._answer
         answer.dropped = explained.dropped[: self.job.task.num_workers]
         answer.expected = float(explained.expected)
-        self._value = sent(explained.value)
-        return self._value, answer
+        self.value[:] = sent(explained.value)
+        self.valued = self.round
+        values = numbers(self.value)
+        with np.errstate(over="ignore", invalid="ignore"):
+            answer.squares = float(np.square(values, dtype=np.float64).sum())
+            answer.finite = math.isfinite(answer.squares) or bool(np.isfinite(values).all())
+            if self._honest is not None:
+                apart = values - numbers(self._honest)
+                answer.distance = float(np.square(apart, dtype=np.float64).sum())
+        return None
 
-    def step(
-        self, value: Sequence[Any], factor: float
-    ) -> tuple[Values, dict[str, npt.NDArray[Any]]]:
-        """Take an optimizer step along the aggregate; return the parameters and the state.
+    @property
+    def result(self) -> Answer:
+        """The answer of the current round."""
+        return self._answer
+
+    def step(self, round: int, factor: float | None) -> None:
+        """Take an optimizer step along the aggregate of a round, unless it was taken already.
 
         Args:
-            value: a reference to the aggregate, for a restored server that has none; else empty.
-            factor: the factor of the learning rate.
+            round: the number of the round.
+            factor: the factor of the learning rate; None to drop the aggregate.
         """
-        known = np.array(the_ray().get(value[0])) if value else self._value
-        if known is None:
-            raise RuntimeError("aggregate must be called before step")
-        gradient = tensor_of(known)
-        nobody = np.zeros(self.job.task.num_workers)
-        self.server.update(Aggregate(gradient, nobody, 0.0, nobody[None]), factor)
-        return array_of(self.server.vector), _optimizer_state(self.server)
-
-    def pid(self) -> int:
-        """Return the process id."""
-        return os.getpid()
-
-    def restore(self, vector: Values, state: Mapping[str, npt.NDArray[Any]]) -> tuple[None, None]:
-        """Restore the parameters and the optimizer of a checkpoint."""
-        array_of(self.server.vector)[:] = vector
-        _load_optimizer(self.server, state)
-        self._value = None
-        self._marks.clear()
-        return None, None
-
-    def _gather(self, parts: Sequence[Part]) -> tuple[list[Values | None], dict[int, str]]:
-        like = array_of(self.server.vector)
-        return read_rows(parts, like, self.job.task.num_workers, self.job.patience)
+        if round < self.round:
+            return
+        if factor is not None:
+            if self.valued != round:
+                raise RuntimeError(f"round {round + 1} has no aggregate here")
+            dropped = np.zeros(self.job.task.num_workers)  # measured by the server, not needed here
+            value = tensor_of(self.value)
+            self.server.update(Aggregate(value, dropped, 0.0, dropped[None]), factor)
+        self.round = round + 1
+        self._direction.advance(self.round)
+        if self._next is not None:
+            self._previous, self._next = self._next, None
+        self._before, self._following = self._following, None
 
     def _recognise(self, rows: list[Values | None], round: int) -> None:
-        """Note workers that sent the same slice as in an earlier round, by a few of its values."""
+        """Note workers that sent the same slice as in an earlier round; compare a few values."""
         places = np.linspace(0, self.server.vector.numel() - 1, _MARKS).astype(np.int64)
         for worker, row in enumerate(rows):
             if row is not None:
@@ -226,72 +308,10 @@ class Shard:
                     self._answer.repeated.add(worker)
 
 
-def read_rows(
-    parts: Sequence[Part], like: Values, num_workers: int, patience: float
-) -> tuple[list[Values | None], dict[int, str]]:
-    """Read slices without a copy; return a row or None for each worker, and the errors."""
-    rows: list[Values | None] = [None] * num_workers
-    problems: dict[int, str] = {}
-    fetched = _fetch([at for *_, at in parts], patience)
-    for (first, last, _), part in zip(parts, fetched, strict=True):
-        if isinstance(part, Exception):
-            lost = f"lost its values on the way ({type(part).__name__})"
-            if isinstance(part, TimeoutError):
-                lost = f"did not deliver its values within {patience:g} s"
-            problems |= dict.fromkeys(range(first, last), lost)
-            continue
-        whole = isinstance(part, list) and len(part) == last - first
-        for worker in range(first, last):
-            found = _row(part[worker - first] if whole else part, like)
-            if isinstance(found, str):
-                problems[worker] = found
-            else:
-                rows[worker] = found
-    return rows, problems
-
-
 def fill(rows: Sequence[Values | None], like: Values) -> list[Values]:
     """Return the rows, with a row of NaN in place of each missing row."""
     nothing = absent(like)
     return [nothing if row is None else row for row in rows]
-
-
-def _row(pieces: Any, like: Values) -> Values | str:
-    """Return the slice of a worker, or a text that says what is wrong with the slice."""
-    if not isinstance(pieces, list) or not pieces:
-        return f"sent {type(pieces).__name__} where a list of arrays was due"
-    for piece in pieces:
-        if type(piece) is not np.ndarray or piece.ndim != 1:
-            return f"sent {type(piece).__name__} where an array of one dimension was due"
-        if piece.dtype != like.dtype:  # other bytes first is another dtype too
-            return f"sent {kind(piece)} where {kind(like)} was due"
-    length = sum(map(len, pieces))
-    if length != len(like):
-        return f"sent shape ({length},) where {like.shape} was due"
-    return join(pieces)
-
-
-def _fetch(references: Sequence[Any], patience: float) -> list[Any]:
-    """Get the values of references until a deadline; return an exception for each late value."""
-    ray = the_ray()
-    until = time.monotonic() + patience
-    try:
-        return list(ray.get(list(references), timeout=patience))
-    except ray.exceptions.RayError:  # one is lost, or the time is over
-        left = max(0.0, until - time.monotonic())
-    ready, _ = ray.wait(list(references), num_returns=len(references), timeout=left)
-    there = set(ready)
-    until = time.monotonic() + patience / 2  # ready values are local, unless they were lost since
-    found: list[Any] = []
-    for reference in references:
-        if reference not in there:
-            found.append(TimeoutError())
-            continue
-        try:
-            found.append(ray.get(reference, timeout=max(0.0, until - time.monotonic())))
-        except ray.exceptions.RayError as error:
-            found.append(error)
-    return found
 
 
 def _optimizer_state(server: ParameterServer) -> dict[str, npt.NDArray[Any]]:

@@ -36,7 +36,7 @@ def tensor_of(array: Values) -> torch.Tensor:
 
 
 def readable(rows: list[Values] | Values) -> Any:
-    """Return rows as rules and attacks accept them: words as one tensor, copied if necessary."""
+    """Return rows as rules and attacks accept them: bfloat16 words become one tensor."""
     if rows[0].dtype != _WORDS:
         return rows
     return tensor_of(np.stack(rows) if isinstance(rows, list) else rows)
