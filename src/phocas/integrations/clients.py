@@ -1,57 +1,42 @@
-"""One round of federated learning: select the usable replies, and aggregate them by a rule."""
+"""Rounds of federated learning: select the usable replies, and aggregate them by a rule."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Real
-from typing import Any, Generic, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phocas.deprecation import former_attributes
 from phocas.detection import Detector
+from phocas.detection.exclusion import EXCLUSIONS, Never
 from phocas.detection.own_past import check_worker_data
 from phocas.floats import from_bfloat16, to_bfloat16
+from phocas.integrations.client_history import ClientHistory
+from phocas.integrations.client_replies import Client, Name, Sent
 from phocas.integrations.merging.merge import Merge, Shares, rows_not_finite
 from phocas.integrations.merging.tensors import Tensor
+from phocas.integrations.server_state import UNREADABLE, damaged, read_state, write_state
 from phocas.rules import Relative, Rule
 from phocas.rules.weighting import check_cap
 from phocas.specs import check_on_nonfinite
 
 MOST = 0.5
 """A client with a smaller dropped share than this is not unusual, however small the others'."""
+ALL = 0.99
+"""A client with a larger dropped share than this is unusual where most clients lost few values."""
 POLICIES = ("skip", "stop")
-UNUSABLE = (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RuntimeError)
-"""Errors of reading a reply: the client loses its row, and no other client is affected."""
-
-Name = TypeVar("Name", int, str)
-Sent = TypeVar("Sent")
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Names of torch's buffers of batch and instance normalisation."""
 Made = TypeVar("Made")
 Update: TypeAlias = Mapping[str, Any]
-"""The change of a model by name of its tensors: arrays of their shapes."""
+"""The change of a model: for the name of each tensor, an array of the tensor's shape."""
 Reference: TypeAlias = Update | Callable[[dict[str, NDArray[Any]], int], Update]
-"""The server's own update, or a function of the model's arrays and the round that returns it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Client(Generic[Name, Sent]):
-    """A client with a usable reply.
-
-    Attributes:
-        name: the name or number of the client.
-        sent: the reply of the client, as the framework delivers it.
-        tensors: the tensors of the reply, by name.
-        weight: the weight of the client in the aggregate.
-    """
-
-    name: Name
-    sent: Sent
-    tensors: Mapping[str, Tensor]
-    weight: float
+"""The server's own update, or a function that returns it for the model's arrays and a round."""
 
 
 @former_attributes(suspects="unusual")
@@ -73,14 +58,18 @@ class Blame:
     """Indices of the clients that sent NaN or inf; empty if the aggregate is finite."""
 
     def unusual(self, names: Sequence[Name]) -> list[Name]:
-        """Return the clients of which most values were dropped, and far more than of others.
+        """Return the clients that lost most of their values, and far more than the others.
 
-        This is a warning without a false alarm probability, because each round has other clients,
-        whose data differ.
+        A client that lost all of them, such as one that sends NaN, is included whenever the median
+        client lost less than half. This is a warning without a false alarm probability, because
+        each round has other clients, whose data differ.
         """
         detector = Detector(len(names), b=0)
         detector.update(self.dropped)
-        return [names[client] for client in detector.unusual(at_least=MOST)]
+        found = np.isin(np.arange(len(names)), detector.unusual(at_least=MOST))
+        if np.median(self.dropped) < MOST:
+            found |= self.dropped > ALL
+        return [names[client] for client in np.flatnonzero(found).tolist()]
 
     def lost(self, rule: Rule, names: Sequence[Name]) -> str:
         """Describe in one line an aggregate that is not finite, and the clients that caused it."""
@@ -94,7 +83,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class Terms:
-    """The settings of robust aggregation over clients.
+    """The settings of robust aggregation over clients, and its memory between rounds.
 
     Args:
         rule: the rule.
@@ -105,6 +94,11 @@ class Terms:
         reference: the server's own update on trusted samples, for a rule that needs it.
         data: the data of honest clients. If they ``differ``, each client is compared with its own
             past; if they are ``alike``, no client is.
+        exclude: when clients are excluded because of their past: a text such as
+            ``evidence:rounds=20``, see :data:`phocas.detection.exclusion.EXCLUSIONS`.
+        state: the file that keeps the memory of the server for a restart.
+        normalize: whether updates are divided by the local steps of their client.
+        buffers: names of the arrays that are not trained, see :meth:`is_buffer`.
     """
 
     rule: Rule
@@ -114,6 +108,16 @@ class Terms:
     on_nonfinite: str = "skip"
     reference: Reference | None = None
     data: str = "differ"
+    exclude: str = "never"
+    state: str | Path | None = None
+    normalize: bool = False
+    buffers: frozenset[str] = frozenset(BUFFERS)
+    history: ClientHistory[Any] = field(init=False, repr=False, compare=False)
+    """The past of each client, and the clients that are excluded."""
+    _begun: list[dict[str, Any]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """The identity of the federation; empty before the first round."""
     _previous: dict[str, NDArray[Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -138,6 +142,105 @@ class Terms:
             )
         if self.reference is not None and not needs:
             raise ValueError(f"{self.rule} needs no update of the server: leave reference= out")
+        policy = EXCLUSIONS.of(self.exclude, "exclude")
+        if self.data == "alike" and not isinstance(policy, Never):
+            raise ValueError(
+                f"exclude={policy} needs data='differ', where each client is compared with its own"
+                " past: got data='alike', where no client is"
+            )
+        object.__setattr__(self, "history", ClientHistory(self.seed, policy))
+
+    def begin(self, model: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+        """Restore the memory of the server before the first round; do nothing in later ones.
+
+        Returns:
+            After a restart, the ``extra`` arrays of the last :meth:`end_round`; otherwise none.
+
+        Raises:
+            RuntimeError: if the state file is damaged or belongs to another federation.
+        """
+        if self._begun:
+            return {}
+        tensors = {name: [tensor.element, *tensor.shape] for name, tensor in model.items()}
+        identity = {"seed": self.seed, "data": self.data, "model": tensors}
+        extra: dict[str, NDArray[Any]] = {}
+        if self.state is not None:
+            path = Path(self.state)
+            try:
+                found = read_state(path, identity)
+                if found is not None:
+                    parts: dict[str, dict[str, NDArray[Any]]] = {}
+                    for key, array in found[1].items():
+                        part, _, name = key.partition("/")
+                        parts.setdefault(part, {})[name] = array
+                    try:
+                        self.history.load_state(model, found[0], parts.get("history", {}))
+                    except UNREADABLE as error:
+                        raise damaged(path, error) from None
+                    self._previous.update(parts.get("previous", {}))
+                    extra = parts.get("extra", {})
+            except ValueError as error:  # not of a client: no round must pass without the state
+                raise RuntimeError(str(error)) from None
+        self._begun.append(identity)
+        return extra
+
+    def end_round(self, extra: Mapping[str, NDArray[Any]] | None = None) -> list[str]:
+        """Readmit clients whose exclusion ends, write the state, and return lines for the log.
+
+        Args:
+            extra: further arrays to keep for a restart.
+        """
+        self.history.end_round()
+        if self.state is not None:
+            told, arrays = self.history.state()
+            parts = {"history": arrays, "previous": self._previous, "extra": extra or {}}
+            flat = {
+                f"{p}/{name}": array for p, part in parts.items() for name, array in part.items()
+            }
+            try:
+                write_state(Path(self.state), self._begun[0], told, flat)
+            except OSError as error:  # a full disk must not end a healthy job
+                self.history.news.append(f"the state cannot be written: {error}")
+        news, self.history.news = self.history.news, []
+        return news
+
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is not trained: it has integers, or is one of ``buffers``.
+
+        An entry of ``buffers`` is a whole name, or the part of a name after its last dot.
+        """
+        names = (tensor.name, tensor.name.rpartition(".")[2])
+        return tensor.is_integer or not self.buffers.isdisjoint(names)
+
+    def select(
+        self,
+        clients: Sequence[Client[Name, Sent]],
+        model: Mapping[str, Tensor],
+        *,
+        updates: bool = False,
+    ) -> list[Client[Name, Sent]]:
+        """Return the clients that are aggregated: without excluded ones, with normalised updates.
+
+        To normalise, the update of client i is multiplied by t / t_i, where t_i is its number of
+        local steps and t is the median over the clients. Then a client with more steps has no
+        longer update. FedNova takes the mean for t (Wang et al., "Tackling the objective
+        inconsistency problem", 2020), but one client with a false t_i could move the mean
+        anywhere. Buffers are not normalised.
+        """
+        kept = self.history.admitted(clients, self.rule)
+        if not self.normalize or not kept:
+            return kept
+        usual = float(np.median([client.steps for client in kept]))
+        found = []
+        for client in kept:
+            tensors = {
+                name: tensor
+                if self.is_buffer(tensor)
+                else _stretched(tensor, None if updates else model[name], usual / client.steps)
+                for name, tensor in client.tensors.items()
+            }
+            found.append(replace(client, tensors=tensors))
+        return found
 
     def aggregate(
         self,
@@ -216,7 +319,7 @@ class Terms:
         return row
 
     def _update(self, model: Mapping[str, Tensor], turn: int) -> Update:
-        """Return the previous update, or the server's own."""
+        """Return the reference: the update of the previous round, or the server's own."""
         if self.rule.needs_reference == "previous":
             return {
                 name: values.reshape(model[name].shape) for name, values in self._previous.items()
@@ -237,76 +340,24 @@ class Terms:
         return found
 
 
+def _stretched(tensor: Tensor, base: Tensor | None, factor: float) -> Tensor:
+    """Return a tensor whose difference to its base is multiplied when the values are read."""
+
+    def read() -> NDArray[Any]:
+        values = _numbers(tensor.open(), tensor)
+        with np.errstate(all="ignore"):
+            if base is None:
+                values *= values.dtype.type(factor)
+            else:
+                start = _numbers(base.open(), base)
+                values = start + values.dtype.type(factor) * (values - start)
+        return to_bfloat16(values) if tensor.element == "bfloat16" else values
+
+    return tensor if factor == 1 else replace(tensor, open=read)
+
+
 def _numbers(values: NDArray[Any], tensor: Tensor) -> NDArray[Any]:
     """Return stored values as numbers to compute with; bfloat16 becomes float32."""
     if tensor.element != "bfloat16":
         return values.copy()
     return from_bfloat16(values)
-
-
-def usable(
-    replies: Iterable[tuple[Name, Sent]],
-    opened: Callable[[Sent], tuple[Mapping[str, Tensor], float]],
-    warn: Callable[[str], None],
-) -> list[Client[Name, Sent]]:
-    """Return the clients with a usable reply, in the order of their names.
-
-    Args:
-        replies: the name and the reply of each client.
-        opened: returns the tensors and the weight of a reply, or raises one of ``UNUSABLE``.
-        warn: called with the reason for each client that is left out.
-    """
-    clients = []
-    for name, sent in sorted(replies, key=lambda reply: reply[0]):
-        try:
-            clients.append(Client(name, sent, *opened(sent)))
-        except UNUSABLE as error:
-            warn(f"{name} is left out: {error}")
-    return clients
-
-
-def check_like(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if keys, shapes or types differ from those of the model."""
-    missing = [name for name in wanted if name not in got]
-    extra = [name for name in got if name not in wanted]
-    if missing or extra:
-        what = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r} too"
-        raise ValueError(f"it must have the keys of the model: it {what}")
-    for name, tensor in wanted.items():
-        if got[name].shape != tensor.shape or got[name].element != tensor.element:
-            raise ValueError(
-                f"key {name!r} must be {tensor.element} of shape {tensor.shape}: it is"
-                f" {got[name].element} of shape {got[name].shape}"
-            )
-
-
-def claimed(value: Any, what: str) -> float:
-    """Return the number of examples that a client claims; raise ValueError if it is no number.
-
-    >>> claimed(600, "examples")
-    600.0
-    """
-    if not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        raise ValueError(f"{what!r} must be a number, more than 0 and finite: it is {value!r}")
-    return float(value)
-
-
-def middle(said: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the median over the clients of every metric, whatever examples they claim.
-
-    Values that are NaN or no single number are ignored, and so are metrics that fewer than half of
-    the clients send.
-
-    >>> middle([{"loss": 0.25}, {"loss": 0.5}, {"loss": 1e30, "mine": 1}])
-    {'loss': 0.5}
-    """
-    found: dict[str, list[float]] = {}
-    for each in said:
-        for key, value in each.items():
-            if isinstance(value, Real) and not math.isnan(value):
-                found.setdefault(key, []).append(float(value))
-    return {
-        key: float(np.sort(values)[(len(values) - 1) // 2])
-        for key, values in found.items()
-        if 2 * len(values) > len(said)
-    }

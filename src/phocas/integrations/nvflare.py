@@ -18,17 +18,16 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from phocas.detection.own_past import WorkerData
-from phocas.integrations.client_history import ClientHistory, describe
-from phocas.integrations.clients import (
+from phocas.integrations.client_history import describe
+from phocas.integrations.client_replies import (
     UNUSABLE,
-    Blame,
     Client,
-    Terms,
     check_like,
     claimed,
     middle,
     usable,
 )
+from phocas.integrations.clients import Blame, Terms
 from phocas.integrations.merging.tensors import Tensor, in_memory
 from phocas.rules import Rule
 from phocas.rules.inputs import is_tensor, like
@@ -51,8 +50,8 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
     share of the total weight. For each round, the log lists the clients that were left out and why,
     the share of each client's values that was dropped, and the clients that lost most of their
     values and far more than the others. If data differ, such a client may be honest, so each client
-    is compared with its own past, and the log lists those that no longer act as they used to.
-    Metrics are medians over the clients.
+    is compared with its own past, and the log lists those that no longer act as they used to. With
+    ``exclude``, such a client is not aggregated. Metrics are medians over the clients.
 
     Args:
         rule: the rule, or its name
@@ -67,6 +66,14 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
             server's own training on trusted samples, the new values minus the old, by name
         data: the data of honest clients: if they ``differ``, each client is compared with its own
             past; if they are ``alike``, no client is
+        exclude: when clients are excluded: ``never``; ``evidence``, for good once a client no
+            longer acts as in its own past; ``evidence:rounds=20``, for so many rounds;
+            ``evidence:false_alarm=1e-4`` states the probability that any honest client is excluded
+        state: a file of the server that keeps the past of the clients, the excluded ones and the
+            previous update, so that a restarted server continues with them
+        normalize: whether each update is divided by the number of steps that its client reports,
+            and multiplied by the median over the clients, so that clients with more local work are
+            not dropped for the length of their updates
     """
 
     def __init__(
@@ -78,12 +85,25 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         on_nonfinite: OnNonfinite = "skip",
         reference: str | None = None,
         data: WorkerData = "differ",
+        exclude: str = "never",
+        state: str | None = None,
+        normalize: bool = False,
     ) -> None:
         super().__init__()
         found = RULES.of(rule, "RobustAggregator")
         trusted = None if reference is None else imported_callable(reference)
-        self._terms = Terms(found, on_too_few, max_share, seed, on_nonfinite, trusted, data)
-        self._history: ClientHistory[str] = ClientHistory(seed)
+        self._terms = Terms(
+            found,
+            on_too_few,
+            max_share,
+            seed,
+            on_nonfinite,
+            trusted,
+            data,
+            exclude,
+            state,
+            normalize,
+        )
         # NVFlare writes these into the job, under the names of the arguments.
         self.rule = str(self._terms.rule)
         self.on_too_few = on_too_few
@@ -92,8 +112,11 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         self.on_nonfinite = on_nonfinite
         self.reference = reference
         self.data = data
+        self.exclude = exclude
+        self.state = state
+        self.normalize = normalize
         self._model: FLModel | None = None
-        self._results: dict[str, FLModel] = {}
+        self._results: list[tuple[str, FLModel]] = []
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Keep the model that is sent to the clients: their updates are relative to it."""
@@ -119,11 +142,11 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
 
     def accept_model(self, model: FLModel) -> None:
         """Keep a client's result until the round is aggregated."""
-        self._results[str(model.meta[_NAME])] = model
+        self._results.append((str(model.meta[_NAME]), model))
 
     def reset_stats(self) -> None:
         """Discard the results of the round."""
-        self._results = {}
+        self._results = []
 
     def aggregate_model(self) -> FLModel:
         """Aggregate the usable results, and report the others and the shares that were dropped."""
@@ -133,11 +156,28 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
             raise ValueError("the model must be sent to clients before results are aggregated")
         arrays = _arrays(model.params)
         wanted = _tensors_of(arrays)
-        kinds = [result.params_type for result in results.values()]
+        self._terms.begin(wanted)
+        found = self._aggregated(model, arrays, wanted, results)
+        for line in self._terms.end_round():
+            self.warning(line)
+        return found
+
+    def _aggregated(
+        self,
+        model: FLModel,
+        arrays: Mapping[str, Any],
+        wanted: Mapping[str, Tensor],
+        results: list[tuple[str, FLModel]],
+    ) -> FLModel:
+        """Return the aggregate of a round, or the model itself if the round is skipped."""
+        kinds = [result.params_type for _, result in results]
         kind = max(ParamsType, key=kinds.count)  # the majority
-        clients = usable(results.items(), partial(self._opened, wanted, kind), self.warning)
+        sent = usable(results, partial(self._opened, wanted, kind), self.warning)
+        clients = self._terms.select(sent, wanted, updates=kind is ParamsType.DIFF)
         turn = model.current_round or 0
-        said = f"round {turn}: {len(clients)} of {len(results)} results are usable"
+        said = f"round {turn}: {len(sent)} of {len(results)} results are usable"
+        if excluded := self._terms.history.excluded():
+            self.info(f"{said}; excluded by {self.exclude}: {', '.join(excluded)}")
         try:
             params, blame = self._terms.aggregate(
                 clients,
@@ -157,7 +197,7 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
             raise ValueError(f"{said}: {lost}")
         self._log_shares(said, clients, blame)
         if self.data == "differ":
-            self._history.observe(clients, wanted, updates=kind is ParamsType.DIFF)
+            self._terms.history.observe(clients, wanted, updates=kind is ParamsType.DIFF)
             self._log_history(said, [client.name for client in clients])
         if blame.not_finite:
             self.warning(f"{'skipped' if params is None else 'applied'} {said}: {lost}")
@@ -167,16 +207,17 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
 
     def _opened(
         self, wanted: Mapping[str, Tensor], kind: ParamsType, result: FLModel
-    ) -> tuple[Mapping[str, Tensor], float]:
-        """Return the tensors of a result and its weight; raise if it cannot be used."""
+    ) -> tuple[Mapping[str, Tensor], float, float]:
+        """Return the tensors of a result, its weight and its steps; raise if it is unusable."""
         if result.params_type is not kind:
             raise ValueError(f"it must send what most do, {kind.value}: it is {result.params_type}")
         tensors = _tensors_of(_arrays(result.params))
         check_like(tensors, wanted)
-        if self.max_share is None:
-            return tensors, 1.0
-        steps = FLMetaKey.NUM_STEPS_CURRENT_ROUND
-        return tensors, claimed(result.meta.get(steps), steps)
+        if self.max_share is None and not self.normalize:
+            return tensors, 1.0, 1.0
+        key = FLMetaKey.NUM_STEPS_CURRENT_ROUND
+        steps = claimed(result.meta.get(key), key)
+        return tensors, 1.0 if self.max_share is None else steps, steps
 
     def _log_shares(self, said: str, clients: list[Client[str, FLModel]], blame: Blame) -> None:
         """Log the share that was dropped of each client, and the clients that stand out."""
@@ -191,9 +232,9 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
 
     def _log_history(self, said: str, names: list[str]) -> None:
         """Log the clients that no longer act as they used to, and those without a verdict."""
-        if flagged := self._history.flagged():
+        if flagged := self._terms.history.flagged():
             self.warning(f"{said}; {describe(flagged)}")
-        if early := self._history.no_verdict(names):
+        if early := self._terms.history.no_verdict(names):
             self.info(f"{said}; no verdict yet, too few rounds: {', '.join(early)}")
 
 

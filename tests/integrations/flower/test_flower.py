@@ -16,7 +16,8 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,11 +25,14 @@ import pytest
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("Flower is not installed: make test-flower", allow_module_level=True)
 
-from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+import flwr.serverapp.strategy as flwr_strategies
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp.exception import AggregationError
+from flwr.supercore.privacy_accounting import SamplingMethod
+from flwr.supercore.task_identity import TaskIdentity
 
 import phocas
-from phocas.integrations.flower import Adam, Momentum, RobustStrategy
+from phocas.integrations.flower import Adam, Momentum, RobustStrategy, Yogi
 from phocas.integrations.flower.replies import tensors_of
 from phocas.rules.reference import reference
 
@@ -279,7 +283,7 @@ def test_metrics_are_medians_over_the_clients() -> None:
     assert (found or {})["loss"] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("optimizer", [Momentum(lr=0.5, momentum=0.9), Adam(lr=0.1)])
+@pytest.mark.parametrize("optimizer", [Momentum(lr=0.5, momentum=0.9), Adam(lr=0.1), Yogi(lr=0.1)])
 def test_server_optimizers_take_their_steps(optimizer: Any) -> None:
     model = {"w": np.zeros(4)}
     strategy = prepared("median", model, optimizer=optimizer)
@@ -293,7 +297,11 @@ def test_server_optimizers_take_their_steps(optimizer: Any) -> None:
             moving = 0.9 * moving + update
             place = place + 0.5 * moving
         else:
-            moving, square = 0.9 * moving + 0.1 * update, 0.99 * square + 0.01 * update**2
+            moving, new = 0.9 * moving + 0.1 * update, update**2
+            if isinstance(optimizer, Yogi):
+                square = square + 0.01 * np.where(square > new, -new, new)
+            else:
+                square = 0.99 * square + 0.01 * new
             step = moving / (1 - 0.9**turn) / (np.sqrt(square / (1 - 0.99**turn)) + 1e-3)
             place = place + 0.1 * step
         assert arrays is not None
@@ -377,6 +385,9 @@ def test_bad_options_are_rejected() -> None:
         RobustStrategy("monitor:rule=median", max_share=0.25)
     with pytest.raises(ValueError, match="0 <= momentum < 1"):
         Momentum(momentum=1.0)
+    for wrong, right in (("max_shar", "max_share"), ("fraction_trian", "fraction_train")):
+        with pytest.raises(TypeError, match=f"option '{wrong}'; did you mean '{right}'"):
+            RobustStrategy("median", **cast("Any", {wrong: 0.5}))
 
 
 class TorchLike:
@@ -403,6 +414,154 @@ def test_summary_says_once_how_claims_are_used(
         RobustStrategy("median", max_share=max_share, weighted_by_key="n").summary()
     assert [each.split("── ")[-1] for each in caplog.messages if "'n'" in each] == [line]
     assert any("Minimum nodes: train (2)" in each for each in caplog.messages)
+
+
+# -- exclusion, and a server that is restarted -----------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process make messages, as a server app may."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+class Nodes:
+    """A grid with connected nodes."""
+
+    def __init__(self, nodes: range) -> None:
+        self.nodes = nodes
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.nodes)
+
+
+def rounds_with_nan(strategy: RobustStrategy, turns: range, nodes: int = 8) -> list[Any]:
+    """Run rounds in which node 2 sends NaN, and return the sampled nodes and metrics of each."""
+    model = ArrayRecord({"w": Array(np.zeros(40))})
+    found = []
+    for turn in turns:
+        messages = strategy.configure_train(turn, model, ConfigRecord(), Nodes(range(nodes)))
+        sampled = sorted(message.metadata.dst_node_id for message in messages)
+        rng = np.random.default_rng(turn)
+        rows = {node: rng.normal(node, 1.0, size=40) for node in range(nodes)}
+        rows[2][:] = np.nan
+        replies = [Reply(node, {"w": rows[node]}) for node in sampled]
+        arrays, metrics = strategy.aggregate_train(turn, replies)
+        assert arrays is not None
+        assert metrics is not None
+        found.append((sampled, metrics))
+    return found
+
+
+def test_excluded_node_is_neither_sampled_nor_aggregated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    strategy = RobustStrategy("trimmed-mean:b=1", exclude="evidence:rounds=5")
+    found = rounds_with_nan(strategy, range(1, 25))
+    excluded = [list(metrics["phocas/excluded"]) for _, metrics in found]
+    first = excluded.index([2])
+    assert 5 < first < 20
+    assert excluded[first : first + 6] == [[2]] * 5 + [[]]
+    for (sampled, metrics), out in zip(found, excluded, strict=True):
+        assert sampled == [node for node in range(8) if node not in out]
+        assert metrics["phocas/suspects"] == metrics["phocas/flagged"]
+    assert "excluded for 5 rounds, false alarm probability 0.001: 2" in caplog.text
+    assert "readmitted after 5 rounds: 2" in caplog.text
+    assert found[first][1]["phocas/flagged"] == [2]
+
+
+def test_excluded_node_is_sampled_and_left_out_if_few_are_connected() -> None:
+    strategy = RobustStrategy("trimmed-mean:b=1", exclude="evidence", min_train_nodes=8)
+    sampled, metrics = rounds_with_nan(strategy, range(1, 25))[-1]
+    assert sampled == list(range(8))
+    assert metrics["phocas/excluded"] == [2]
+    assert metrics["phocas/nodes"] == [node for node in range(8) if node != 2]
+
+
+@pytest.mark.parametrize("optimizer", [None, Momentum(), Adam()])
+def test_restarted_server_has_exclusions_and_the_state_of_the_optimizer(
+    optimizer: Any, tmp_path: Path
+) -> None:
+    options: Any = {"exclude": "evidence", "optimizer": optimizer}
+    whole = RobustStrategy("trimmed-mean:b=1", **options)
+    rounds_with_nan(whole, range(1, 22))
+    options["state"] = tmp_path / "state.npz"
+    rounds_with_nan(RobustStrategy("trimmed-mean:b=1", **options), range(1, 20))
+    second = RobustStrategy("trimmed-mean:b=1", **options)
+    found = rounds_with_nan(second, range(20, 22))
+    assert [metrics["phocas/excluded"] for _, metrics in found] == [[2], [2]]
+    assert second._turn == whole._turn == 21
+    assert second._state.keys() == whole._state.keys()
+    for name, slots in whole._state.items():
+        for slot, values in slots.items():
+            assert second._state[name][slot].tobytes() == values.tobytes()
+    other = RobustStrategy("trimmed-mean:b=1", **options)
+    model = ArrayRecord({"w": Array(np.zeros(41))})
+    with pytest.raises(AggregationError, match="belongs to another federation"):
+        other.configure_train(1, model, ConfigRecord(), Nodes(range(8)))
+
+
+# -- composition with other parts of Flower --------------------------------------------------------
+
+
+def test_updates_are_normalized_by_the_steps_of_the_clients() -> None:
+    steps = [10, 30, 20, 40, 25]
+    replies = [
+        Reply(n, {"w": np.full(4, 1.0 + taken)}, work=taken) for n, taken in enumerate(steps)
+    ]
+    replies.append(Reply(9, {"w": np.full(4, 5.0)}, work=0))
+    replies.append(Reply(8, {"w": np.full(4, 5.0)}))
+    strategy = prepared("mean", {"w": np.ones(4)}, normalized_by_key="work")
+    arrays, metrics = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    np.testing.assert_allclose(arrays["w"].numpy(), 1.0 + 25.0)
+    assert (metrics or {})["phocas/failed"] == 2
+
+
+@pytest.mark.parametrize("wrapper", ["Fixed", "Adaptive"])
+def test_server_side_privacy_wrapper_around_the_strategy(wrapper: str) -> None:
+    """Updates are clipped before the rule, and the aggregate gets noise."""
+    inner = RobustStrategy("trimmed-mean:b=1")
+    name = f"DifferentialPrivacyServerSide{wrapper}Clipping"
+    norm = {"Fixed": "clipping_norm", "Adaptive": "initial_clipping_norm"}[wrapper]
+    options = {"noise_multiplier": 0.01, "num_sampled_clients": 7, norm: 1.0}
+    strategy = getattr(flwr_strategies, name)(inner, **options)
+    model = ArrayRecord({"w": Array(np.zeros(400, np.float32))})
+    strategy.configure_train(1, model, ConfigRecord(), Nodes(range(7)))
+    rows = np.random.default_rng(1).normal(1.0, 0.1, size=(7, 400)).astype(np.float32)
+    rows[3] *= -1000
+    replies = [Reply(node, {"w": row}) for node, row in enumerate(rows)]
+    arrays, metrics = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    assert metrics is not None
+    clipped = rows / np.linalg.norm(rows, axis=1)[:, None]
+    got = arrays["w"].numpy() - phocas.TrimmedMean(b=1)(clipped)
+    assert 0 < np.linalg.norm(got) < 0.5
+    assert metrics["phocas/nodes"] == list(range(7))
+
+
+def test_privacy_accounting_rejects_a_robust_rule() -> None:
+    """The noise is that of a mean: another rule may depend more on one client."""
+    config = SimpleNamespace(sampling_method=SamplingMethod.NO_AMPLIFICATION)
+    accountant: Any = SimpleNamespace(config=config)
+    with pytest.raises(ValueError, match=r"requires a strategy using FedAvg\.aggregate_train"):
+        flwr_strategies.DifferentialPrivacyServerSideFixedClipping(
+            RobustStrategy("median"), 1.0, 1.0, 7, accountant=accountant
+        )
+
+
+def test_proximal_term_reaches_the_clients() -> None:
+    model = ArrayRecord({"w": Array(np.zeros(4))})
+    config = ConfigRecord({"proximal-mu": 0.1})
+    messages = RobustStrategy("median").configure_train(1, model, config, Nodes(range(3)))
+    assert [message.content["config"]["proximal-mu"] for message in messages] == [0.1] * 3
+
+
+@pytest.mark.parametrize("name", ["FedAdam", "FedYogi", "FedAdagrad", "FedAvgM"])
+def test_strategy_with_an_optimizer_of_flower_is_rejected(name: str) -> None:
+    with pytest.raises(TypeError, match="pass optimizer="):
+        type("Both", (RobustStrategy, getattr(flwr_strategies, name)), {})
 
 
 # -- with real processes ---------------------------------------------------------------------------
@@ -455,7 +614,7 @@ def test_simulation_with_clients_of_every_bad_kind(tmp_path: Path) -> None:
     assert robust["dtypes"] == ["float32", "float32", "int64"]
     for metrics in robust["train"]:
         assert metrics["phocas/failed"] == len(LEFT_OUT)
-        assert len(metrics["phocas/suspects"]) == 2  # who sends NaN, and who sends -100
+        assert len(metrics["phocas/unusual"]) == 2  # who sends NaN, and who sends -100
     assert [each["distance"] for each in robust["evaluate"]] == pytest.approx(
         [1.5, 0.75, 0.375], abs=0.02
     )

@@ -19,9 +19,7 @@ def trained(given: dict[str, Any], how: str, rng: np.random.Generator) -> dict[s
     state["batches"] = given["batches"] + 1
     if how == "raises":
         raise RuntimeError("this client's disk is full")
-    if how == "nan":
-        state["layer.weight"][:] = np.nan
-    elif how == "keys":
+    if how == "keys":
         state["layer.extra"] = state.pop("layer.bias")
     elif how == "shape":
         state["layer.weight"] = state["layer.weight"][:-1]
@@ -29,6 +27,7 @@ def trained(given: dict[str, Any], how: str, rng: np.random.Generator) -> dict[s
         state["layer.weight"] = state["layer.weight"].astype(np.float64)
     elif how == "greedy":
         state["layer.weight"][:] = -100
+        state["layer.bias"][:] = np.nan
     return state
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of the server: momentum and Adam, applied to the aggregated update."""
+"""Optimizers of the server: momentum, Adam and Yogi, applied to the aggregated update."""
 
 from __future__ import annotations
 
@@ -96,21 +96,45 @@ class Adam:
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers out of range."""
-        _check_share("Adam", "beta1", self.beta1)
-        _check_share("Adam", "beta2", self.beta2)
-        positive("Adam", "lr", self.lr)
-        positive("Adam", "tau", self.tau)
+        owner = type(self).__name__
+        _check_share(owner, "beta1", self.beta1)
+        _check_share(owner, "beta2", self.beta2)
+        positive(owner, "lr", self.lr)
+        positive(owner, "tau", self.tau)
 
     def step(
         self, old: NDArray[Any], update: NDArray[Any], state: dict[str, NDArray[Any]], turn: int
     ) -> NDArray[Any]:
         """Return the new values of a tensor."""
-        for name, beta, value in (
-            ("mean", self.beta1, update),
-            ("square", self.beta2, np.square(update)),
-        ):
-            before = state.get(name, np.zeros_like(update))
-            state[name] = beta * before + (1 - beta) * value
+        zeros = np.zeros_like(update)
+        state["mean"] = self.beta1 * state.get("mean", zeros) + (1 - self.beta1) * update
+        state["square"] = self._square(state.get("square", zeros), np.square(update))
         mean = state["mean"] / (1 - self.beta1**turn)
         square = state["square"] / (1 - self.beta2**turn)
         return np.asarray(old + self.lr * mean / (np.sqrt(square) + self.tau))
+
+    def _square(self, before: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
+        """Return the mean square after a round."""
+        return np.asarray(self.beta2 * before + (1 - self.beta2) * new)
+
+
+@dataclass(frozen=True)
+class Yogi(Adam):
+    """FedYogi: Adam whose mean square changes by at most (1 - beta2) update^2 in a round.
+
+    Reference: Reddi et al., "Adaptive federated optimization" (2021).
+
+    Args:
+        lr: the learning rate.
+        beta1: the decay of the mean of updates.
+        beta2: the decay of the mean of their squares.
+        tau: added to the root of the mean square.
+
+    >>> state = {"square": np.array([4.0, 0.0])}
+    >>> _ = Yogi(beta2=0.9).step(np.zeros(2), np.ones(2), state, 1)
+    >>> state["square"]
+    array([3.9, 0.1])
+    """
+
+    def _square(self, before: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(before - (1 - self.beta2) * new * np.sign(before - new))

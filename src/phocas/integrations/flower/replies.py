@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from phocas.integrations.clients import check_like, claimed, middle
+from phocas.integrations.client_replies import check_like, claimed, middle
 from phocas.integrations.merging.tensors import Tensor, decode_array, in_memory
 
 
@@ -55,8 +55,8 @@ def open_reply(message: Message, model: Mapping[str, Tensor]) -> dict[str, Tenso
     return found
 
 
-def examples(content: RecordDict, key: str) -> float:
-    """Return the number of examples that a client claims; raise ValueError if it is no number."""
+def claim(content: RecordDict, key: str) -> float:
+    """Return a number that a client claims; raise ValueError if it is none."""
     values = [record[key] for record in content.metric_records.values() if key in record]
     if len(values) != 1:
         raise ValueError(f"it must send one number {key!r}: got {values}")

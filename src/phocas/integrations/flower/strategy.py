@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Mapping
 from logging import INFO, WARNING
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,11 +18,12 @@ from numpy.typing import NDArray
 
 from phocas.deprecation import former_parameters
 from phocas.detection.own_past import WorkerData
-from phocas.integrations.client_history import ClientHistory, describe
-from phocas.integrations.clients import Client, Reference, Terms, usable
+from phocas.integrations.client_history import describe
+from phocas.integrations.client_replies import Client, usable
+from phocas.integrations.clients import BUFFERS, Reference, Terms
 from phocas.integrations.flower.optimizers import UpdateOptimizer, check_optimizer
 from phocas.integrations.flower.replies import (
-    examples,
+    claim,
     middle_metrics,
     open_reply,
     serialised,
@@ -29,10 +32,21 @@ from phocas.integrations.flower.replies import (
 from phocas.integrations.merging.tensors import Tensor
 from phocas.rules import Rule
 from phocas.rules.table import RULES
-from phocas.specs import OnNonfinite
+from phocas.specs import OnNonfinite, unknown
 
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Names of torch's buffers of batch and instance normalisation."""
+
+class _OtherNodes:
+    """A grid without some of its nodes, from which nodes are sampled."""
+
+    def __init__(self, grid: Grid, without: Collection[int]) -> None:
+        self._grid, self._without = grid, frozenset(without)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def get_node_ids(self) -> list[int]:
+        """Return the connected nodes that may be sampled."""
+        return [node for node in self._grid.get_node_ids() if node not in self._without]
 
 
 @former_parameters(optimiser="optimizer")
@@ -44,17 +58,19 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
     claims is ignored, unless ``max_share`` is given: then it is the weight of the client, and no
     client has more than that share of the total weight. The metrics of a round are medians over the
     clients. Further metrics say whose values were dropped: ``phocas/nodes`` with the share
-    ``phocas/dropped`` of each node, and ``phocas/suspects``, the nodes that lost most of their
+    ``phocas/dropped`` of each node, and ``phocas/unusual``, the nodes that lost most of their
     values and far more than the others. If data differ, such a node may be honest. So each node is
     compared with its own past: ``phocas/flagged`` has the nodes that no longer act as they used to,
-    and ``phocas/no-verdict`` those that have taken part in too few rounds to say.
+    and ``phocas/no-verdict`` those that have taken part in too few rounds to say. With ``exclude``,
+    ``phocas/excluded`` has the excluded nodes: they are not aggregated, and they are sampled only
+    if too few others are connected.
 
     Args:
         rule: the rule, or its name
         on_too_few: what to do in a round with fewer usable replies than the rule needs: ``skip``
             the round and keep the model, or ``stop`` the run
         max_share: weight clients by their examples, each with at most this share of the total
-        optimizer: the server's optimizer: :class:`Momentum`, :class:`Adam`, or None
+        optimizer: the server's optimizer: :class:`Momentum`, :class:`Adam`, :class:`Yogi`, or None
         seed: a seed for rules that draw at random
         on_nonfinite: what to do with an aggregate that is not finite: ``skip`` the round and keep
             the model, ``stop`` the run, or ``apply`` it
@@ -66,8 +82,28 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
             on trusted samples, the new values minus the old, by name
         data: the data of honest clients: if they ``differ``, each client is compared with its own
             past; if they are ``alike``, no client is
+        exclude: when clients are excluded: ``never``; ``evidence``, for good once a client no
+            longer acts as in its own past; ``evidence:rounds=20``, for so many rounds;
+            ``evidence:false_alarm=1e-4`` states the probability that any honest client is excluded
+        state: a file that keeps the past of the clients, the excluded ones, the previous update and
+            the state of the optimizer, so that a restarted server continues with them
+        normalized_by_key: the metric with which clients report their number of local steps. Each
+            update is then divided by it, and multiplied by the median over the clients, so that
+            clients with more local work are not dropped for the length of their updates
         options: arguments of FedAvg, such as ``fraction_train``
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError for a class that inherits from another strategy that aggregates."""
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__:
+            other = base.__module__.startswith("flwr.") and base not in FedAvg.__mro__
+            if other and "aggregate_train" in vars(base):
+                raise TypeError(
+                    f"{cls.__name__} must not inherit from RobustStrategy and {base.__name__}:"
+                    " both aggregate; pass optimizer=Momentum(...), Adam(...) or Yogi(...) to"
+                    " RobustStrategy"
+                )
 
     def __init__(
         self,
@@ -81,8 +117,18 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         buffers: Collection[str] = BUFFERS,
         reference: Reference | None = None,
         data: WorkerData = "differ",
+        exclude: str = "never",
+        state: str | Path | None = None,
+        normalized_by_key: str | None = None,
         **options: Any,
     ) -> None:
+        others = inspect.signature(FedAvg).parameters
+        for name in options:
+            if name not in others:
+                own = [
+                    own for own in inspect.signature(RobustStrategy).parameters if own != "options"
+                ]
+                raise TypeError(unknown("option", name, [*own, *others]))
         super().__init__(**options)
         if optimizer is not None:
             check_optimizer(optimizer)
@@ -91,10 +137,21 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         self._own_metrics = options.get("train_metrics_aggr_fn")
         self._own_evaluation = options.get("evaluate_metrics_aggr_fn")
         found = RULES.of(rule, "RobustStrategy")
-        self.terms = Terms(found, on_too_few, max_share, seed, on_nonfinite, reference, data)
-        self._history: ClientHistory[int] = ClientHistory(seed)
+        self.terms = Terms(
+            found,
+            on_too_few,
+            max_share,
+            seed,
+            on_nonfinite,
+            reference,
+            data,
+            exclude,
+            state,
+            normalized_by_key is not None,
+            frozenset(buffers),
+        )
+        self.normalized_by_key = normalized_by_key
         self.optimizer = optimizer
-        self.buffers = frozenset(buffers)
         self._model: Mapping[str, Tensor] | None = None
         self._state: dict[str, dict[str, NDArray[Any]]] = {}
         self._turn = 0
@@ -103,13 +160,17 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         """Log the rule and the settings, in the format of FedAvg."""
         terms, share = self.terms, self.terms.max_share
         claims = "ignored" if share is None else f"weights, at most {share:g} of all each"
+        key = self.normalized_by_key
+        work = "expected to be equal" if key is None else f"updates divided by '{key}'"
         fractions = f"train ({self.fraction_train:.2f}) | evaluate ({self.fraction_evaluate:.2f})"
         least = f"train ({self.min_train_nodes}) | evaluate ({self.min_evaluate_nodes})"
         for line in (
             f"├──> Robust aggregation: {terms.rule}",
             f"│\t├── Claimed '{self.weighted_by_key}': {claims}",
+            f"│\t├── Local steps: {work}",
             f"│\t├── Too few replies: {terms.on_too_few}",
-            f"│\t└── Aggregate not finite: {terms.on_nonfinite}",
+            f"│\t├── Aggregate not finite: {terms.on_nonfinite}",
+            f"│\t└── Exclusion of clients: {terms.exclude}",
             "├──> Sampling:",
             f"│\t├── Fraction: {fractions}",
             f"│\t├── Minimum nodes: {least}",
@@ -124,9 +185,29 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Keep the model that is sent to the clients: their updates are relative to it."""
-        self._model = tensors_of(arrays)
+        self._begin(tensors_of(arrays))
+        excluded = self.terms.history.excluded()
+        if excluded:
+            nodes = list(grid.get_node_ids())
+            others = [node for node in nodes if node not in excluded]
+            if len(others) >= max(self.min_available_nodes, self.min_train_nodes):
+                grid = _OtherNodes(grid, excluded)
         messages: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
         return messages
+
+    def _begin(self, model: Mapping[str, Tensor]) -> None:
+        """Keep the model of a round; before the first round restore the state of the server."""
+        self._model = model
+        try:
+            kept = self.terms.begin(model)
+        except RuntimeError as error:
+            raise AggregationError(str(error)) from None
+        for key, values in kept.items():
+            slot, _, name = key.partition("/")
+            if slot == "turn":
+                self._turn = int(values)
+            else:
+                self._state.setdefault(name, {})[slot] = values
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -134,9 +215,26 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         """Aggregate the usable replies, and report the others and the shares that were dropped."""
         if self._model is None:
             raise AggregationError("configure_train must come before aggregate_train")
-        clients, failed = self._usable(list(replies), self._model)
+        self._begin(self._model)
+        arrays, metrics = self._aggregated(server_round, list(replies), self._model)
+        kept = {
+            f"{slot}/{name}": values
+            for name, slots in self._state.items()
+            for slot, values in slots.items()
+        }
+        for line in self.terms.end_round({"turn": np.array(self._turn), **kept}):
+            log(WARNING, "aggregate_train: %s", line)
+        return arrays, metrics
+
+    def _aggregated(
+        self, server_round: int, replies: list[Message], model: Mapping[str, Tensor]
+    ) -> tuple[ArrayRecord | None, MetricRecord]:
+        """Return the new model, or None for a round that is skipped, and the metrics."""
+        sent, failed = self._usable(replies, model)
+        history = self.terms.history
+        clients = self.terms.select(sent, model)
         try:
-            arrays, blame = self.terms.aggregate(clients, self._model, server_round, self._stepped)
+            arrays, blame = self.terms.aggregate(clients, model, server_round, self._stepped)
         except ValueError as error:
             reason = f"round {server_round}: {len(clients)} usable replies, {failed} not: {error}"
             if self.terms.on_too_few == "stop":
@@ -159,14 +257,15 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
             "phocas/nodes": nodes,
             "phocas/dropped": blame.dropped.tolist(),
             "phocas/expected": blame.expected,
-            "phocas/suspects": unusual,
+            "phocas/unusual": unusual,
             "phocas/not-finite": blame.not_finite,
         }
         if self.terms.data == "differ":
-            self._history.observe(clients, self._model)
-            flagged = self._history.flagged()
-            metrics["phocas/flagged"] = flagged
-            metrics["phocas/no-verdict"] = self._history.no_verdict(nodes)
+            metrics["phocas/excluded"] = history.excluded()
+            history.observe(clients, model)
+            flagged = history.flagged()
+            metrics["phocas/flagged"] = metrics["phocas/suspects"] = flagged
+            metrics["phocas/no-verdict"] = history.no_verdict(nodes)
             if flagged:
                 log(WARNING, "aggregate_train: %s", describe(flagged))
         if unusual:
@@ -198,11 +297,13 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
     ) -> tuple[list[Client[int, Message]], int]:
         """Return the clients with a usable reply, and the number of the others."""
 
-        def opened(reply: Message) -> tuple[Mapping[str, Tensor], float]:
-            tensors = open_reply(reply, model)
+        def opened(reply: Message) -> tuple[Mapping[str, Tensor], float, float]:
+            tensors, content, steps = open_reply(reply, model), reply.content, 1.0
+            if self.normalized_by_key is not None:
+                steps = claim(content, self.normalized_by_key)
             if self.terms.max_share is None:
-                return tensors, 1.0
-            return tensors, examples(reply.content, self.weighted_by_key)
+                return tensors, 1.0, steps
+            return tensors, claim(content, self.weighted_by_key), steps
 
         clients = usable(
             [(int(reply.metadata.src_node_id), reply) for reply in replies],
@@ -215,10 +316,7 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
 
     def _stepped(self, tensor: Tensor, parts: list[NDArray[Any]]) -> Array:
         """Return the new values of a tensor: a step of the optimizer if the tensor is trained."""
-        buffer = tensor.is_integer or not self.buffers.isdisjoint(
-            (tensor.name, tensor.name.rpartition(".")[2])
-        )
-        if self.optimizer is None or buffer:
+        if self.optimizer is None or self.terms.is_buffer(tensor):
             return serialised(tensor, parts)
         old = tensor.open()
         new = np.concatenate([np.empty(0, old.dtype), *parts])

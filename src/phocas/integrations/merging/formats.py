@@ -63,7 +63,7 @@ _LOCAL_HEADER = 30  # bytes before the name of a zip member
 
 
 @contextmanager
-def _reading(owner: str) -> Iterator[None]:
+def reading(owner: str) -> Iterator[None]:
     """Raise TensorError, in one line, for whatever a reader raises for damaged bytes."""
     try:
         yield
@@ -83,12 +83,22 @@ class TensorFile:
         format: ``safetensors``, ``npz``, ``npy`` or ``pt``.
         tensors: the tensors by name, in the order of the file.
         metadata: the texts that a .safetensors file has besides its tensors.
+        mapping: the mapped file, unless torch mapped it.
     """
 
     path: Path
     format: str
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
+    mapping: mmap.mmap | None = None
+
+    def release(self) -> None:
+        """Take the pages that were read out of this process; reading maps them again.
+
+        Pages of a mapped file count as memory of the process until then.
+        """
+        if self.mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def open_tensors(path: Path) -> TensorFile:
@@ -106,24 +116,30 @@ def open_tensors(path: Path) -> TensorFile:
     ('npy', [(2, 3)])
     >>> folder.cleanup()
     """
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):  # opening a pipe blocks until there is a writer
-        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-        raise TensorError(f"{path} must be a regular file: it is {kind}")
+    check_regular(path)
     with path.open("rb") as file:
         head = file.read(9)
     if head[:4] == b"PK\x03\x04":
         return _open_zip(path)
     if head[:6] == b"\x93NUMPY":
         owner = f"{path}, key {ARRAY!r}"
-        with _reading(owner):
-            tensor = in_memory(ARRAY, decode_array(_map(path)), owner)
-        return TensorFile(path, "npy", {ARRAY: tensor}, {})
+        with reading(owner):
+            mapping = _map(path)
+            tensor = in_memory(ARRAY, decode_array(mapping), owner)
+        return TensorFile(path, "npy", {ARRAY: tensor}, {}, mapping)
     if head[8:9] == b"{":
         return _open_safetensors(path)
     if head[:1] == b"\x80":
         return _open_torch(path, mapped=False)
     raise TensorError(f"{path} must be .safetensors, .npz, .npy or .pt by its content: it is none")
+
+
+def check_regular(path: Path) -> None:
+    """Raise TensorError unless a path is a regular file; OSError if it does not exist."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):  # opening a pipe blocks until there is a writer
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise TensorError(f"{path} must be a regular file: it is {kind}")
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -142,12 +158,12 @@ def _open_safetensors(path: Path) -> TensorFile:
     """
     from safetensors import safe_open  # noqa: PLC0415 - for this format alone
 
-    with _reading(str(path)):
+    with reading(str(path)):
         with safe_open(path, framework="numpy") as checked:
             metadata = checked.metadata() or {}
         mapping = _map(path)
         begin = 8 + int.from_bytes(mapping[:8], "little")
-        header = json.loads(mapping[8:begin], object_pairs_hook=_unique)
+        header = json.loads(mapping[8:begin], object_pairs_hook=unique)
         header.pop("__metadata__", None)
         tensors = {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -155,10 +171,11 @@ def _open_safetensors(path: Path) -> TensorFile:
             dtype = storage(element, f"{path}, key {name!r}")
             values = np.ndarray(entry["shape"], dtype, mapping, begin + entry["data_offsets"][0])
             tensors[name] = Tensor(name, element, values.shape, dtype, partial(values.reshape, -1))
-    return TensorFile(path, "safetensors", tensors, metadata)
+    return TensorFile(path, "safetensors", tensors, metadata, mapping)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object; raise ValueError if two of them have the same name."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("two of its tensors have the same name")
@@ -170,7 +187,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _open_zip(path: Path) -> TensorFile:
     """Open an archive of arrays of NumPy, or else one of torch."""
-    with _reading(str(path)):
+    with reading(str(path)):
         archive = zipfile.ZipFile(path)
     members = archive.infolist()
     names = [member.filename for member in members]
@@ -186,14 +203,14 @@ def _open_zip(path: Path) -> TensorFile:
         owner = f"{path}, key {name!r}"
         if name in tensors:
             raise TensorError(f"{path}: two of its arrays have the name {name!r}")
-        with _reading(owner):
+        with reading(owner):
             if member.compress_type == zipfile.ZIP_STORED:
                 begin = _data_offset(member, mapping)
                 array = decode_array(mapping, begin, begin + member.file_size)
                 tensors[name] = in_memory(name, array, owner)
             else:
                 tensors[name] = _compressed(name, archive, member, owner)
-    return TensorFile(path, "npz", tensors, {})
+    return TensorFile(path, "npz", tensors, {}, mapping)
 
 
 def _data_offset(member: zipfile.ZipInfo, mapping: mmap.mmap) -> int:
@@ -213,7 +230,7 @@ def _compressed(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, ow
         raise ValueError(f"it must have {header.end} bytes: it has {member.file_size}")
 
     def read() -> NDArray[Any]:
-        with _reading(owner):
+        with reading(owner):
             return in_memory(name, decode_array(archive.read(member)), owner).open()
 
     example = in_memory(name, np.empty(0, header.dtype), owner)

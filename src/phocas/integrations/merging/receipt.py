@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from phocas.files import write_atomically
-from phocas.integrations.merging.merge import Merged, file_digest
+from phocas.integrations.merging.formats import check_regular
+from phocas.integrations.merging.merged import (
+    Merged,
+    content_digest,
+    short_names,
+)
+from phocas.integrations.merging.sources import open_source
+from phocas.integrations.merging.tensors import TensorError
 from phocas.kernels import instructions
 
 _VERSIONS = ("phocas", "numpy", "llvmlite")
@@ -44,7 +51,7 @@ def receipt(merged: Merged, request: Request) -> dict[str, Any]:
 
     The same versions give the same bits on all processors with the same ``instructions``. The width
     of vectors does not matter; fused multiply-add does, because it rounds once where two
-    instructions round twice.
+    instructions round twice. The bits of merged LoRA adapters depend on NumPy's linear algebra too.
 
     Args:
         merged: the result of the merge, with its digest.
@@ -52,23 +59,27 @@ def receipt(merged: Merged, request: Request) -> dict[str, Any]:
     """
     if merged.digest is None:
         raise ValueError("a receipt needs the digest of the output: merge with digest=True")
-    paths = [*merged.files, *([] if request.base is None else [request.base])]
+    everyone = [*merged.files, *(path for path, _ in merged.left_out)]
+    names = short_names(everyone)
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(file_digest, paths))
-    names = [*merged.names, *([] if request.base is None else [request.base.name])]
-    described = [
-        {"name": name, "bytes": path.stat().st_size, "sha256": digest}
-        for name, path, digest in zip(names, paths, digests, strict=True)
-    ]
+        described = list(pool.map(_described, names, everyone))
+    m = len(merged.files)
+    reasons = [why for _, why in merged.left_out]
+    for name, path in sorted(zip(names, everyone, strict=True), key=lambda x: -len(str(x[1]))):
+        reasons = [why.replace(str(path), name) for why in reasons]
     return {
         "rule": request.rule,
-        "weights": None if request.weights is None else list(request.weights),
+        "weights": None if merged.weights is None else list(merged.weights),
         "max_share": request.max_share,
         "seed": request.seed,
-        "inputs": described[: len(merged.files)],
-        "base": None if request.base is None else described[-1],
+        "rank": merged.rank,
+        "inputs": described[:m],
+        "left_out": [
+            {**entry, "why": why} for entry, why in zip(described[m:], reasons, strict=True)
+        ],
+        "base": None if request.base is None else _described(request.base.name, request.base),
         "output": {
-            "bytes": merged.output.stat().st_size,
+            "bytes": sum(path.stat().st_size for path in merged.outputs),
             "sha256": merged.digest,
         },
         "values": merged.columns,
@@ -76,6 +87,93 @@ def receipt(merged: Merged, request: Request) -> dict[str, Any]:
         "versions": {name: metadata.version(name) for name in _VERSIONS},
         "instructions": instructions(),
     }
+
+
+def _described(name: str, path: Path) -> dict[str, Any]:
+    """Return the name, size and digest of an input; a bad one may have neither."""
+    files = parts_of(path)
+    found: dict[str, Any] = {"name": name, "bytes": None, "sha256": None}
+    if files:
+        found["bytes"] = sum(file.stat().st_size for file in files)
+        found["sha256"] = content_digest(files)
+    return found
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of an input: itself, its shards with their index, or an adapter's two.
+
+    Args:
+        path: a file or folder. Of a folder that cannot be merged, all files are returned.
+    """
+    try:
+        return open_source(path).paths
+    except (TensorError, OSError):
+        found = sorted(path.iterdir()) if path.is_dir() else [path]
+        return [file for file in found if file.is_file()]
+
+
+def read_receipt(path: Path) -> dict[str, Any]:
+    """Read a receipt; raise ValueError if it is none.
+
+    Args:
+        path: the file.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_receipt(Path(folder, "r.json"), {"inputs": [], "output": {"sha256": "12"}})
+    ...     read_receipt(Path(folder, "r.json"))
+    {'inputs': [], 'output': {'sha256': '12'}}
+    """
+    check_regular(path)
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} must be a receipt: it is no JSON ({error})") from None
+    lists = (
+        (content.get("inputs"), content.get("left_out", [])) if isinstance(content, dict) else ()
+    )
+    entries = [*lists, content.get("output")] if lists else [None]
+    flat = [each for part in entries for each in (part if isinstance(part, list) else [part])]
+    if not all(isinstance(each, dict) and "sha256" in each for each in flat):
+        raise ValueError(f"{path} must be a receipt of phocas aggregate: it lacks digests")
+    return dict(content)
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Return what differs between two receipts, a line each; names and versions may differ.
+
+    Args:
+        expected: the receipt to verify.
+        found: the receipt of the repeated merge.
+
+    >>> old = {"rule": "median", "inputs": [], "output": {"sha256": "12"}}
+    >>> differences(old, {**old, "rule": "mean"})
+    ["the receipt has rule 'median': got 'mean'"]
+    """
+    lines = [
+        f"the receipt has {key} {expected.get(key)!r}: got {found.get(key)!r}"
+        for key in ("rule", "weights", "max_share", "seed", "rank")
+        if expected.get(key) != found.get(key)
+    ]
+    for key, what in (("inputs", "merged"), ("left_out", "left out")):
+        old, new = expected.get(key) or [], found.get(key) or []
+        if len(old) != len(new):
+            lines.append(f"{len(old)} files are {what} in the receipt: got {len(new)}")
+            continue
+        lines += [
+            f"{b['name']} is {what}, and has another content than {a.get('name')} in the receipt"
+            for a, b in zip(old, new, strict=True)
+            if a["sha256"] != b["sha256"]
+        ]
+    base = [(each.get("base") or {}).get("sha256") for each in (expected, found)]
+    if base[0] != base[1]:
+        lines.append("the base has another content than in the receipt, or is missing")
+    if not lines and expected["output"]["sha256"] != found["output"]["sha256"]:
+        lines.append("the repeated merge has another content than the output of the receipt")
+        for key in ("versions", "instructions"):
+            if expected.get(key) != found.get(key):
+                lines[-1] += f"; {key} differ: {expected.get(key)}, here {found.get(key)}"
+    return lines
 
 
 def write_receipt(path: Path, content: dict[str, Any]) -> None:

@@ -58,6 +58,11 @@ class Tensor:
         """Return True for counters, indices and flags, and False for floating-point values."""
         return self.element in INTEGERS
 
+    def reader(self) -> Callable[[int, int], NDArray[Any]]:
+        """Open the values, and return a function that returns a range of them."""
+        values = self.open()
+        return lambda begin, end: values[begin:end]
+
 
 def storage(element: str, owner: str) -> np.dtype[Any]:
     """Return the NumPy type that stores an element; raise TensorError if it is not supported."""

@@ -10,7 +10,9 @@ import json
 import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -18,11 +20,60 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from phocas.files import written_atomically
+from phocas.integrations.merging.adapters import CONFIG, Split
 from phocas.integrations.merging.formats import SAFETENSORS, TensorFile
+from phocas.integrations.merging.sources import ADAPTER, Source, common
 from phocas.integrations.merging.tensors import Tensor
 
 Parts: TypeAlias = Callable[[Tensor], Iterable[NDArray[Any]]]
 """Return the values of a tensor, part by part."""
+
+
+def write_like(
+    sources: Sequence[Source],
+    output: Path,
+    split: Split | None,
+    taken: Parts,
+    written: ExitStack,
+) -> list[Path]:
+    """Write the files of a merge like its first source, and return their paths.
+
+    The files appear when ``written`` is closed, and not at all if it is closed by an error.
+    What is entered first appears last: the index and the configuration.
+    """
+    first = sources[0]
+    metadata = common([source.metadata for source in sources])
+    text: dict[str, Any] = {}
+    if split is not None:
+        parts: Parts = partial(split.parts, taken)
+        text = {CONFIG: split.config}
+        examples = {output / ADAPTER: split.example}
+    elif first.index is not None:
+        parts = taken
+        size = sum(tensor.nbytes for tensor in first.tensors.values())
+        places = {name: file.path.name for file in first.files for name in file.tensors}
+        text = {first.index.name: {"metadata": {"total_size": size}, "weight_map": places}}
+        examples = {output / file.path.name: file for file in first.files}
+    else:
+        parts = taken
+        examples = {output: first.files[0]}
+    if first.is_folder and not output.exists():
+        written.push(partial(_removed_after_error, output))
+    for name, content in text.items():
+        place = written.enter_context(written_atomically(output / name))
+        place.write((json.dumps(content, indent=2) + "\n").encode())
+    for path, example in examples.items():
+        place = written.enter_context(written_atomically(path))
+        write(place, example, metadata, parts, path.parent)
+    return [*examples, *(output / name for name in text)]
+
+
+def _removed_after_error(folder: Path, kind: object, *_: object) -> None:
+    """Remove a folder that stayed empty because of an error."""
+    if kind is not None:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def write(
