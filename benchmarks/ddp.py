@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from itertools import cycle
+from typing import Any
 
 import torch
 from steps import BATCHES, arguments, compare, start
@@ -17,15 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phocas.integrations.ddp import protect
 
-WAYS = {
+HERACLIUS = "heraclius:b=1"
+WAYS: dict[str, dict[str, Any] | None] = {
     "plain DDP": None,
-    "mean": ("mean", False),
-    "heraclius": ("heraclius:b=1", False),
-    "watch": ("monitor:rule=heraclius:b=1", False),
-    "phocas": ("phocas:b=1", False),
-    "phocas, verified": ("phocas:b=1", True),
-    "geometric-median": ("geometric-median", False),
-    "nnm|phocas": ("nnm:b=1|phocas:b=1", False),
+    "mean": {"rule": "mean"},
+    "heraclius": {"rule": HERACLIUS},
+    "no digests": {"rule": HERACLIUS, "digest_every": 0},
+    "digest each step": {"rule": HERACLIUS, "digest_every": 1},
+    "confirm": {"rule": HERACLIUS, "confirm": "replay"},
+    "watch": {"rule": "monitor:rule=heraclius:b=1"},
+    "phocas": {"rule": "phocas:b=1"},
+    "phocas, verified": {"rule": "phocas:b=1", "verify": True},
+    "geometric-median": {"rule": "geometric-median"},
+    "nnm|phocas": {"rule": "nnm:b=1|phocas:b=1"},
 }
 
 
@@ -76,7 +81,7 @@ def bench(chosen: argparse.Namespace) -> None:
         for way in dict.fromkeys(["plain DDP", *chosen.ways]):
             model = DistributedDataParallel(make())
             if (options := WAYS[way]) is not None:
-                protect(model, *options)
+                protect(model, **options)
             ways[way] = model
 
         def loss(

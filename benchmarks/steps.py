@@ -25,7 +25,7 @@ from phocas.detection import Detector
 from phocas.detection.observer import RankObserver
 
 STEPS = 8  # of one variant in one turn
-BATCHES = 16  # of each rank; with a single batch the same rank would be the farthest in every step
+BATCHES = 127  # of each rank; few batches that recur would make a rank the farthest again and again
 WARM = 64  # first steps, all of which are observed for evidence
 
 Loss = Callable[[nn.Module], torch.Tensor]

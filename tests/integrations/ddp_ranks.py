@@ -1,4 +1,4 @@
-"""What the ranks of test_ddp do: ``python ddp_ranks.py RANK FOLDER`` runs every scene in turn.
+"""What the ranks of test_ddp do: ``python ddp_ranks.py FOLDER`` runs every scene in turn.
 
 Results are as scenes.py says.
 """
@@ -30,6 +30,7 @@ from tests.integrations.scenes import (
     dense_network,
     outcome,
     refusal,
+    start_ranks,
     warned,
     with_patched,
 )
@@ -179,7 +180,7 @@ def drawing(rank: int) -> Any:
 @scene
 def resumed(rank: int) -> Any:
     """Save what the guard knows after three steps, and go on from there twice."""
-    path = Path(sys.argv[2]) / f"guard.{rank}.saved"
+    path = Path(sys.argv[1]) / f"guard.{rank}.saved"
     found = []
     for again in (False, True):
         recorded = record(network(), "bucketing:size=3|mean", bucket_cap_mb=0.004)
@@ -494,7 +495,7 @@ def lying_aggregator(rank: int) -> Any:
     """Let the liar add a little to the shard that it aggregates."""
 
     def gather(wire: Wire, parts: Any, sizes: Any = None) -> Any:
-        if rank == LIAR and sizes is not None:
+        if rank == LIAR and sizes is not None and len(parts) > 1:  # not the sizes of batches
             parts[-2][0] ^= 1
         return honest(wire, parts, sizes)
 
@@ -615,4 +616,4 @@ def dead(rank: int) -> Any:
 
 
 if __name__ == "__main__":
-    act(SCENES, int(sys.argv[1]), Path(sys.argv[2]))
+    act(SCENES, start_ranks(), Path(sys.argv[1]))

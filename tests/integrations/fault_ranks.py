@@ -1,4 +1,4 @@
-"""What the ranks of test_faults do: ``python fault_ranks.py RANK FOLDER SCENE...``.
+"""What the ranks of test_faults do: ``python fault_ranks.py FOLDER SCENE...``.
 
 One rank's gradients are wrong in one place, or from a late step on. Results are as scenes.py says.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from tests.integrations.scenes import LIAR, Play, act, refusal
+from tests.integrations.scenes import LIAR, Play, act, refusal, start_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -116,10 +116,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(layer, nn.Tanh()) for layer in layers])
 
 
-def batch(teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw 32 samples with noisy labels, so that no model learns them by heart."""
-    inputs = torch.randn(32, 32)
-    noisy = inputs @ teacher + 2 * torch.randn(32, 16)
+def batch(teacher: torch.Tensor, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw samples with noisy labels, so that no model learns them by heart."""
+    inputs = torch.randn(size, 32)
+    noisy = inputs @ teacher + 2 * torch.randn(size, 16)
     return inputs, noisy.argmax(dim=1)
 
 
@@ -132,6 +132,7 @@ class Run:
     options: dict[str, Any]
     rule: str | None = None
     steps: int = 0
+    samples: int = 32
 
     def __post_init__(self) -> None:
         self.module = network()
@@ -158,7 +159,7 @@ class Run:
             if fault is not None:
                 fault.step = self.steps
             self.optimizer.zero_grad()
-            inputs, labels = batch(self.teacher)
+            inputs, labels = batch(self.teacher, self.samples)
             loss: Any = functional.cross_entropy(self.model(inputs), labels)
             loss.backward()
             self.optimizer.step()
@@ -238,6 +239,63 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return whole.detach()
 
 
+def small_batch(rank: int, engine: str, known: bool, fault: Change | None = None) -> Any:
+    """Train with a quarter of the batch on rank 1, and perhaps a fault of rank 2."""
+    run = Run(engine, rank, {}, "heraclius:b=1", samples=8 if rank == 1 else 32)
+    if known:
+        run.guard.samples(run.samples)
+    wrong = None if fault is None else Fault(fault, begin=6)
+    run.train(60, wrong, until_flagged=True)
+    return {"report": run.guard.report(), "steps": run.steps}
+
+
+def bad_samples(rank: int, engine: str) -> Any:
+    """Give sizes of batches that are wrong, late or missing on rank 1."""
+    found = {}
+    wrong: dict[str, Any] = {"zero": 0, "negative": -4, "nan": float("nan"), "text": "many"}
+    for name, number in wrong.items():
+        run = Run(engine, rank, {}, "heraclius:b=1")
+        run.guard.samples(number if rank == 1 else 32)
+        found[name] = _raised(run)
+    run = Run(engine, rank, {}, "heraclius:b=1")
+    if rank != 1:
+        run.guard.samples(32)
+    found["missing"] = _raised(run)
+    run = Run(engine, rank, {}, "heraclius:b=1")
+    run.train(1)
+    found["late"] = refusal(partial(run.guard.samples, 32))
+    run = Run(engine, rank, {"threat": "adversaries"}, "heraclius:b=1")
+    found["adversaries"] = refusal(partial(run.guard.samples, 32))
+    return found
+
+
+def _raised(run: Run) -> str:
+    """Return the error of a step; under DDP it passes through C++, which makes it another one."""
+    try:
+        run.train(1)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "accepted"
+
+
+def unobserved(rank: int, change: Change) -> Any:
+    """Watch with a fault in a step that is not observed, and compare the steps before with DDP."""
+    run = Run("ddp", rank, {}, None)
+    run.train(70)
+    plain = Run("ddp", rank, {}, None)
+    plain.guard.close()
+    plain.train(70)
+    pairs = zip(run.model.parameters(), plain.model.parameters(), strict=True)
+    apart = max(float((own - other).abs().max()) for own, other in pairs)
+    while run.guard._observer.awake:  # the same on every rank
+        run.train(1)
+    fault = Fault(change, where=(1,), begin=run.steps)
+    begin = run.steps
+    run.train(3, fault, until_flagged=True)
+    steps = run.guard.steps, run.steps
+    return {**result(run, fault), "apart": apart, "begin": begin, "counted": steps}
+
+
 def refused(rank: int) -> Any:
     """Give an unknown threat, threats that differ, and the state of another guard."""
     model = DistributedDataParallel(network())
@@ -269,6 +327,12 @@ LOCAL: dict[str, dict[str, Any]] = {
     "flipped_layer": {"change": flipped, "where": (1,)},
     "noisy_layer": {"change": noise, "where": (1,)},
 }
+SIZES: dict[str, dict[str, Any]] = {
+    "unknown_sizes": {"known": False},
+    "known_sizes": {"known": True},
+    "known_sizes_flipped": {"known": True, "fault": flipped},
+    "known_sizes_nan": {"known": True, "fault": nan},
+}
 SCENES: dict[str, Play] = {
     f"{engine}_{name}": partial(local, engine=engine, **changes)
     for engine in ("ddp", "fsdp")
@@ -281,9 +345,21 @@ SCENES |= {
 }
 SCENES |= {f"{engine}_late": partial(late, engine=engine) for engine in ("ddp", "fsdp")}
 SCENES |= {f"{engine}_excluded": partial(excluded, engine=engine) for engine in ("ddp", "fsdp")}
+SCENES |= {
+    f"{engine}_{name}": partial(small_batch, engine=engine, **options)
+    for engine in ("ddp", "fsdp")
+    for name, options in SIZES.items()
+}
+SCENES |= {
+    f"{engine}_bad_samples": partial(bad_samples, engine=engine) for engine in ("ddp", "fsdp")
+}
+SCENES |= {
+    "unobserved_nan_row": partial(unobserved, change=nan_row),
+    "unobserved_bit_30": partial(unobserved, change=bit_30),
+}
 SCENES["refused"] = refused
 
 
 if __name__ == "__main__":
-    chosen = {name: SCENES[name] for name in sys.argv[3:]}
-    act(chosen, int(sys.argv[1]), Path(sys.argv[2]))
+    chosen = {name: SCENES[name] for name in sys.argv[2:]}
+    act(chosen, start_ranks(), Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""What the ranks of test_fsdp do: ``python fsdp_ranks.py RANK FOLDER`` runs every scene in turn.
+"""What the ranks of test_fsdp do: ``python fsdp_ranks.py FOLDER`` runs every scene in turn.
 
 Results are as scenes.py says.
 """
@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.fake_device import THERE, FakeDevice
+from tests.integrations.mesh_models import Model, experts_on, trial
+from tests.integrations.mesh_models import corrupting as corrupting_model
+from tests.integrations.mesh_models import sharded as sharded_model
+from tests.integrations.mesh_models import train as train_model
 from tests.integrations.scenes import (
     HANG_TIMEOUT,
     LIAR,
@@ -29,6 +33,7 @@ from tests.integrations.scenes import (
     dense_network,
     outcome,
     refusal,
+    start_ranks,
     warned,
     with_patched,
 )
@@ -37,23 +42,24 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import phocas
 from phocas.detection.observer import RankObserver, Segment
 from phocas.integrations.detection_state import DetectionState
 from phocas.integrations.fsdp import FlaggedRank, Guard, protect, watch
-from phocas.integrations.fsdp.exchange import Sharded
-from phocas.integrations.fsdp.protect import RobustReduceScatter
-from phocas.integrations.fsdp.step import FSDPAggregator, Unit
+from phocas.integrations.fsdp.exchange import Sharded, Unit
+from phocas.integrations.fsdp.reduce_scatter import RobustReduceScatter
+from phocas.integrations.fsdp.step import FSDPAggregator
 from phocas.integrations.reactions import Reactions
 from phocas.integrations.wire import Wire
 
 NAN = float("nan")
 SCENES: dict[str, Play] = {}
 DEVICE_RULES = ("phocas:b=1", "heraclius:b=1", "median")
+COMBINED = ("frozen", "compiled", "offloaded", "all")
+COMBINED_ALONE = ("tied", "recomputed", "accumulated", "mixed", "experts")  # parts of "all"
 scene = add_to(SCENES)
 
 
@@ -249,7 +255,6 @@ def plain(rank: int) -> Any:
         for wrap in (
             lambda _: None,
             lambda model: protect(model, "mean"),
-            lambda model: protect(model, "mean"),
             lambda model: watch(model, b=1),
         ):
             model = network(**options)
@@ -319,7 +324,7 @@ def accumulated(rank: int) -> Any:
 @scene
 def resumed(rank: int) -> Any:
     """Save after three steps by torch.distributed.checkpoint, and go on from there twice."""
-    folder = Path(sys.argv[2]) / "checkpoint"
+    folder = Path(sys.argv[1]) / "checkpoint"
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     guard = protect(model, "heraclius:b=1")
@@ -430,7 +435,7 @@ def corrupting(rank: int, seeds: range) -> Any:
 
 @scene
 def corrupted(rank: int) -> Any:
-    return corrupting(rank, range(3))
+    return corrupting(rank, range(2))
 
 
 def corrupted_long(rank: int) -> Any:
@@ -442,7 +447,7 @@ def honest(rank: int) -> Any:
     """Name nobody where nobody is wrong."""
     model = network()
     guard = watch(model, b=1)
-    train(model, rank, 40)
+    train(model, rank, 24)
     return {"report": guard.report(), "text": guard.report_text()}
 
 
@@ -485,6 +490,77 @@ def compiled(rank: int) -> Any:
     return set(guard.flagged()[0].layers) <= set(dict(model.named_parameters()))
 
 
+def partly_frozen() -> Model:
+    model = Model()
+    for part in (model.tokens, model.blocks[0], model.blocks[1].up):
+        part.requires_grad_(False)
+    return model
+
+
+def compiled_blocks() -> Model:
+    model = Model()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+def combining(rank: int, names: Sequence[str]) -> Any:
+    """Try what is often combined with FSDP2, each with a rank that sends wrong gradients."""
+    flat = init_device_mesh("cpu", (WORLD,))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=False)
+    place = experts_on(flat)
+    models: dict[str, Callable[[], Any]] = {
+        "frozen": lambda: sharded_model(partly_frozen()),
+        "tied": lambda: sharded_model(Model(tied=True)),
+        "recomputed": lambda: sharded_model(Model(recompute=True)),
+        "accumulated": lambda: sharded_model(Model()),
+        "mixed": lambda: sharded_model(Model(), mp_policy=half),
+        "compiled": lambda: sharded_model(compiled_blocks()),
+        "offloaded": lambda: sharded_model(Model(), offload_policy=offload),
+        "experts": lambda: sharded_model(
+            Model(experts=True), mesh=hybrid, shard_placement_fn=place
+        ),
+        "all": lambda: sharded_model(
+            Model(experts=True, tied=True, recompute=True),
+            mesh=hybrid,
+            shard_placement_fn=place,
+            mp_policy=half,
+        ),
+    }
+    return {
+        name: trial(
+            rank,
+            LIAR,
+            models[name],
+            partial(train_model, micro=2) if name in ("accumulated", "all") else train_model,
+            steps=5,
+        )
+        for name in names
+    }
+
+
+@scene
+def combined(rank: int) -> Any:
+    return combining(rank, COMBINED)
+
+
+def combined_alone(rank: int) -> Any:
+    return combining(rank, COMBINED_ALONE)
+
+
+@scene
+def small(rank: int) -> Any:
+    """Average the experts, which are on meshes of two ranks, and protect the rest."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = sharded_model(Model(experts=True), shard_placement_fn=experts_on(pairs["b"]))
+    guards: list[Guard] = []
+    told = warned(lambda: guards.append(protect(model, "heraclius:b=1", small_groups="average")))
+    told += warned(lambda: corrupting_model(rank, LIAR, lambda: train_model(model, rank, 5)))
+    return {"told": told, "flagged": [one.rank for one in guards[0].flagged()]}
+
+
 @scene
 def framing(rank: int) -> Any:
     """Let one rank find absurd values of rank 0 in every step, which nobody else sees."""
@@ -507,7 +583,7 @@ def framing(rank: int) -> Any:
 @scene
 def reactions(rank: int) -> Any:
     """Write down who is named, once, and go back to the mean when the guard is closed."""
-    log = Path(sys.argv[2]) / "suspects.jsonl"
+    log = Path(sys.argv[1]) / "suspects.jsonl"
     model = network()
     told: list[Any] = []
     with protect(model, "phocas:b=1", on_flagged=told.append, log=log) as guard:
@@ -530,6 +606,10 @@ def refused(rank: int) -> Any:
     on_pairs: Any = fully_shard(nn.Linear(4, 4), mesh=pairs["b"])
     partly: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(partly[0])
+    replicas = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    unsharded: Any = fully_shard(nn.Linear(4, 4), mesh=replicas)
+    flat = init_device_mesh("cpu", (WORLD,))
+    odd: Any = fully_shard(nn.Linear(4, 4), mesh=pairs if rank == LIAR else flat)
     said = {
         "too many": refusal(lambda: protect(model, phocas.Phocas(b=2))),
         "krum": refusal(lambda: protect(model, "krum:b=0")),
@@ -539,7 +619,12 @@ def refused(rank: int) -> Any:
             lambda: protect(nn.parallel.DistributedDataParallel(nn.Linear(3, 3)), "mean")
         ),
         "partly": refusal(lambda: protect(partly, "phocas:b=1")),
-        "two meshes": refusal(lambda: protect(two, "mean")),
+        "two meshes": refusal(lambda: protect(two, "phocas:b=1")),
+        "small": refusal(lambda: protect(two, "phocas:b=1", small_groups="averaged")),  # type: ignore[arg-type]
+        "one shard": refusal(lambda: protect(unsharded, "phocas:b=1")),
+        "unlike b": refusal(lambda: protect(model, phocas.Phocas(b=2 if rank == LIAR else 1))),
+        "unlike meshes": refusal(lambda: protect(odd, "phocas:b=1")),
+        "unlike numbers": refusal(lambda: protect(two if rank == LIAR else model, "mean")),
         "unlike": refusal(lambda: protect(model, "median" if rank == LIAR else "mean")),
         "option": refusal(lambda: protect(model, "mean", per_units=True)),  # type: ignore[call-arg]
         "nobody": refusal(lambda: watch(model, b=0)),
@@ -547,16 +632,15 @@ def refused(rank: int) -> Any:
         "exit code": refusal(lambda: protect(model, "median", exit_code=256)),
         "callback": refusal(lambda: protect(model, "median", on_flagged=3)),  # type: ignore[arg-type]
     }
+    other = "0" if rank == LIAR else phocas.__version__
+    said["version"] = with_patched(
+        phocas, "__version__", other, lambda: refusal(lambda: protect(model, "mean"))
+    )
     protect(model, phocas.Phocas(b=1))
     said["twice"] = refusal(lambda: watch(model, b=1))
 
-    def on_two(parameter: nn.Parameter) -> ShardPlacementResult:
-        mesh = pairs["b"] if parameter.ndim == 1 else init_device_mesh("cpu", (WORLD,))
-        return ShardPlacementResult(Shard(0), infos.setdefault(mesh, FSDPMeshInfo(mesh, 0)))
-
-    infos: dict[DeviceMesh, FSDPMeshInfo] = {}
-    several: Any = fully_shard(nn.Linear(4, 4), shard_placement_fn=on_two)
-    said["groups"] = refusal(lambda: protect(several, "mean"))
+    several: Any = sharded_model(Model(experts=True), shard_placement_fn=experts_on(pairs["b"]))
+    said["groups"] = refusal(lambda: protect(several, "phocas:b=1"))
     together: Any = nn.Sequential(nn.Linear(30, 4), nn.Linear(4, 4))
     fully_shard(list(together))
     fully_shard(together)
@@ -595,7 +679,9 @@ def on_a_device(rank: int) -> Any:
                 phocas.parse_rule(text), names, ["here"] * WORLD, rank, Reactions()
             )
             aggregator = FSDPAggregator(wire, ledger, shards=WORLD, seed=0)
-            aggregator.said_partial = True  # there is no model of which this could be a part
+            aggregator.together.said_partial = (
+                True  # there is no model of which this could be a part
+            )
             nothing_twice = SimpleNamespace(fsdp_params=[])
             comm = RobustReduceScatter(unit, nothing_twice, aggregator, Sharded(wire))
             generator = torch.Generator().manual_seed(rank)
@@ -649,6 +735,6 @@ def dead(rank: int) -> Any:
 
 
 if __name__ == "__main__":
-    long: dict[str, Play] = {"corrupted_long": corrupted_long}
-    scenes = long if "long" in sys.argv[3:] else SCENES
-    act(scenes, int(sys.argv[1]), Path(sys.argv[2]))
+    long: dict[str, Play] = {"corrupted_long": corrupted_long, "combined_alone": combined_alone}
+    scenes = long if "long" in sys.argv[2:] else SCENES
+    act(scenes, start_ranks(), Path(sys.argv[1]))

@@ -6,12 +6,13 @@ one process. Ranks meet in a file and talk over loopback.
 
 import os
 import re
+import signal
 import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -43,6 +44,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": path,
         "PYTHONWARNINGS": "error::FutureWarning",
         "GLOO_SOCKET_IFNAME": "lo",
+        "OPENBLAS_NUM_THREADS": "1",  # a process without threads can be forked
         # For bfloat16 oneDNN takes AMX, which some virtual machines announce and do not have.
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
     }
@@ -56,27 +58,23 @@ def play(
     world: int = WORLD,
     code: int = 0,
 ) -> Scene:
-    """Run a script of scenes as so many processes; return what looks up the results of a scene.
+    """Run a script of scenes on so many ranks; return what looks up the results of a scene.
 
-    Every process must end with the code.
+    Every rank must end with the code.
     """
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder), *which],
-            env=environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + seconds
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            assert process.returncode == code, errors
-    finally:
-        for process in running:
-            process.kill()
+    with subprocess.Popen(
+        [sys.executable, str(script), str(folder), *which],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=seconds)
+        finally:
+            with suppress(ProcessLookupError):  # where all ranks have ended
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, errors
 
     def results(name: str) -> list[Any]:
         found = [
@@ -90,6 +88,26 @@ def play(
         return found
 
     return results
+
+
+def start_ranks(world: int = WORLD) -> int:
+    """Fork a process for each rank, and return the rank of this one.
+
+    Ranks share what the script has imported, which takes seconds. The first process ends with them,
+    with their code if it is the same for all.
+    """
+    import torch._dynamo.backends.debugging  # noqa: F401 - for any optimizer, and torch.compile
+
+    processes = []
+    for rank in range(world):
+        process = os.fork()
+        if process == 0:
+            return rank
+        processes.append(process)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    if len(set(codes)) > 1 or codes[0] < 0:
+        sys.exit(f"ranks ended with {codes}")
+    sys.exit(codes[0])
 
 
 def act(scenes: dict[str, Play], rank: int, folder: Path, world: int = WORLD) -> None:

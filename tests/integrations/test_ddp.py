@@ -290,7 +290,8 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
         assert "did you mean 'phocas'?" in said["unknown"]
         assert "use a column rule" in said["dtypes"]
         options = (
-            "options: verify, threat, seed, timeout, on_flagged, log, exit_code, act_on, job_group"
+            "options: verify, threat, seed, timeout, on_flagged, log, exit_code, act_on,"
+            " verdict_file, job_group, digest_every, optimizer, confirm"
         )
         unknown = "TypeError: unknown option 'exitcode'; did you mean 'exit_code'? "
         assert said["option"] == unknown + options
@@ -301,11 +302,11 @@ def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
 
 
 def test_a_rank_that_hangs_raises_on_the_others_within_the_timeout(ranks: Scene) -> None:
-    check_hung(ranks("hung"))
+    check_hung(ranks("hung"), "step 3: waited for all 4 ranks")
 
 
 def test_a_rank_that_dies_raises_on_the_others(ranks: Scene) -> None:
-    check_dead(ranks("dead"))
+    check_dead(ranks("dead"), "step 3: waited for all 4 ranks")
 
 
 @pytest.mark.parametrize("verify", [False, True])

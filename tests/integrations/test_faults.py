@@ -31,6 +31,9 @@ KINDS = {
     "noisy_layer": {"wrong", "differs"},
 }
 
+WATCHED = ("nan_row", "bit_30")
+KNOWN_SIZES = {"known_sizes_flipped": "wrong", "known_sizes_nan": "nonfinite"}
+
 
 def flagged(results: list[Any], begin: int, steps: int) -> dict[str, Any]:
     """Return the flag of rank 2, which all ranks must have, so many steps after its onset."""
@@ -66,7 +69,10 @@ def check_local(ranks: Scene, engine: str, name: str) -> None:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     names = ["ddp_nan_row", "ddp_bit_30", "ddp_flipped_layer", "fsdp_nan_layer", "refused"]
-    names += ["ddp_excluded", "fsdp_excluded"]
+    names += ["ddp_excluded", "fsdp_excluded", "ddp_unknown_sizes"]
+    names += [f"unobserved_{name}" for name in WATCHED]
+    for engine in ("ddp", "fsdp"):
+        names += [f"{engine}_{name}" for name in ("known_sizes", *KNOWN_SIZES, "bad_samples")]
     return play(SCRIPT, tmp_path_factory.mktemp("quick"), 900, *names)
 
 
@@ -85,6 +91,49 @@ def test_flagged_rank_is_excluded_from_the_next_step(quick: Scene, engine: str) 
     for result in results:
         assert result["flagged"] == LIAR
         assert np.linalg.norm(result["moved"] - honest) < 0.05 * np.linalg.norm(honest)
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_watch_flags_a_fault_in_a_step_that_is_not_observed(quick: Scene, name: str) -> None:
+    results = quick(f"unobserved_{name}")
+    for result in results:
+        assert result["apart"] < 1e-5
+        guard, run = result["counted"]
+        assert guard == run
+    begin = results[0]["begin"]
+    one = flagged(results, begin, 3)
+    assert one["since"] == begin + 1
+    assert one["grounds"] == ["values"]
+
+
+def test_rank_with_a_small_batch_differs_unless_sizes_are_given(quick: Scene) -> None:
+    for result in quick("ddp_unknown_sizes"):
+        (one,) = result["report"]["suspects"]
+        assert (one["rank"], one["kind"]) == (1, "differs")
+    for engine in ("ddp", "fsdp"):
+        for result in quick(f"{engine}_known_sizes"):
+            assert result["report"]["suspects"] == []
+            assert result["steps"] == 60
+
+
+@pytest.mark.parametrize("name", KNOWN_SIZES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_fault_among_ranks_with_known_sizes_is_flagged(
+    quick: Scene, engine: str, name: str
+) -> None:
+    for result in quick(f"{engine}_{name}"):
+        (one,) = result["report"]["suspects"]
+        assert (one["rank"], one["kind"]) == (LIAR, KNOWN_SIZES[name])
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_bad_sizes_are_rejected_on_every_rank(quick: Scene, engine: str) -> None:
+    for said in quick(f"{engine}_bad_samples"):
+        for name in ("zero", "negative", "nan", "text"):
+            assert "samples must be finite numbers > 0: rank 1 gave another" in said[name]
+        assert "samples must be given on every rank or on none: rank 1 gave none" in said["missing"]
+        assert "samples must be given from the first step on" in said["late"]
+        assert "samples are for threat='faults'" in said["adversaries"]
 
 
 def test_threats_and_states_that_do_not_fit_are_rejected_on_every_rank(quick: Scene) -> None:
@@ -109,9 +158,6 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     names += [f"{engine}_watched_{name}" for engine in ("ddp", "fsdp") for name in WATCHED]
     names += ["ddp_late", "fsdp_late"]
     return play(SCRIPT, tmp_path_factory.mktemp("every"), 1800, *names)
-
-
-WATCHED = ("nan_row", "bit_30")
 
 
 @pytest.mark.slow

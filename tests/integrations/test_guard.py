@@ -268,7 +268,7 @@ def test_reactions_come_once_and_in_order(tmp_path: Path) -> None:
         Reactions.of(None, tmp_path / "nowhere" / "log", None)
     with pytest.raises(ValueError, match="1 to 255: got 0"):
         Reactions.of(None, None, 0)
-    with pytest.raises(ValueError, match="nonfinite, hardware, wrong, differs: got 'wrong'"):
+    with pytest.raises(ValueError, match="differs, drifted: got 'wrong'"):
         Reactions.of(None, None, 1, "wrong")  # type: ignore[arg-type]
 
 

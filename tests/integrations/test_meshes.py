@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from tests.integrations.mesh_models import check_trial
 from tests.integrations.mesh_ranks import EXIT_CODE, FAULTY, GROUP, RANKS
 from tests.integrations.scenes import Scene, play
+
+from phocas.integrations.fsdp.guard import Part, join_flags
+from phocas.integrations.reports import FlaggedRank
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,95 @@ def check(results: list[Any], group: list[int]) -> None:
 )
 def test_all_groups_name_one_global_rank(ranks: Scene, name: str, group: list[int]) -> None:
     check(ranks(name), group)
+
+
+def test_replicas_that_drift_are_named_by_global_rank_and_tensor(ranks: Scene) -> None:
+    for result in ranks("drifting"):
+        assert result["told"] == [2, FAULTY]
+        assert [(one["rank"], one["kind"], one["since"]) for one in result["suspects"]] == [
+            (2, "drifted", 8),
+            (FAULTY, "drifted", 8),
+        ]
+        assert [one["tensors"] for one in result["suspects"]] == [
+            ["2.bias (optimizer)"],
+            ["0.weight"],
+        ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experts_by_placement",
+        "experts_as_units",
+        "tensor_parallel",
+        "replicas_and_tensor_parallel",
+        "pipeline",
+    ],
+)
+def test_mesh_keeps_the_weights_of_plain_fsdp_and_has_its_faulty_rank_flagged(
+    ranks: Scene, name: str
+) -> None:
+    check_trial(ranks(name), FAULTY)
+
+
+def test_wrong_samples_of_a_rank_do_not_flag_the_ranks_with_its_experts(ranks: Scene) -> None:
+    results = ranks("experts_with_wrong_samples")
+    for result in results:
+        assert result["told"] == result["named"] == [FAULTY]
+        assert result["suspects"] == result["again"] == results[0]["suspects"]
+        assert {name.split(".")[2] for name in result["layers"] if "blocks" in name} >= {"experts"}
+        assert result["members"] == list(range(RANKS))
+        assert result["dropped"].argmax() in (FAULTY - 1, FAULTY)
+        assert result["finite"]
+        assert set(result["state"]) == {"mesh0", "mesh1"}
+        flagged = [json.loads(line) for line in result["log"].splitlines()]
+        assert [one["rank"] for one in flagged if one["event"] == "suspect"] == [FAULTY]
+
+
+PAIRS = {rank: [rank - rank % 2, rank - rank % 2 + 1] for rank in range(4)}
+ALONE = {rank: [rank] for rank in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("dense", "experts", "joined"),
+    [
+        ([1], [0, 1], [1]),  # rank 0 has the tokens of rank 1
+        ([], [0], [0]),
+        ([0, 1], [0, 1], [0, 1]),
+        ([3], [0], [0, 3]),  # rank 3 has no tokens of rank 0
+        ([2], [], [2]),
+        ([0], [1, 2, 3], [0, 2, 3]),
+    ],
+)
+def test_flag_of_experts_is_dropped_if_a_rank_with_its_tokens_is_flagged_by_itself(
+    dense: list[int], experts: list[int], joined: list[int]
+) -> None:
+    def part(ranks: list[int], mates: dict[int, list[int]]) -> Part:
+        flagged = [FlaggedRank(rank=rank, onset=3, dropped=0.5, expected=0.1) for rank in ranks]
+        return Part(cast("Any", SimpleNamespace(flagged=lambda: flagged)), cast("Any", None), mates)
+
+    parts = [part(dense, ALONE), part(experts, PAIRS)]
+    assert [one.rank for one in join_flags(parts)] == joined
+    assert [one.rank for one in join_flags(parts[::-1])] == joined
+
+
+def test_evidence_of_two_meshes_is_joined() -> None:
+    early = FlaggedRank(1, 3, 0.1, 0.1, 0.9, ("distances",), "host", {}, "differs", flagged=9)
+    late = FlaggedRank(1, 5, 0.4, 0.1, 1.0, ("values",), "host", {}, "nonfinite", flagged=7)
+    parts = [
+        Part(cast("Any", SimpleNamespace(flagged=lambda one=one: [one])), cast("Any", None), ALONE)
+        for one in (early, late)
+    ]
+    (one,) = join_flags(parts)
+    assert (one.kind, one.onset, one.flagged, one.dropped) == ("nonfinite", 3, 7, 0.4)
+    assert (one.sure, one.grounds) == (1.0, ("values", "distances"))
+
+
+def test_ranks_with_other_settings_raise_on_every_rank_of_every_group(ranks: Scene) -> None:
+    for rank, (rule, large) in enumerate(ranks("unlike")):
+        assert "all ranks must be protected alike" in rule
+        assert ("rank 5 cannot be protected" in large) == (rank != FAULTY)
+        assert "2b < m: got b=2 with m=4 workers" in large
 
 
 def test_one_rank_of_the_job_writes_the_log(ranks: Scene) -> None:

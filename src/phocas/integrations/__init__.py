@@ -1,8 +1,9 @@
 """Integrations with other software: torch's DDP and FSDP2, Flower, NVFlare, files of tensors.
 
 ``protect`` and ``watch`` take a model that DDP or FSDP2 has wrapped. ``ddp`` and ``fsdp`` have the
-functions that are special to each. ``lightning`` and ``transformers`` have a callback, ``flower`` a
-strategy, and ``nvflare`` an aggregator. ``merging`` merges files of tensors.
+functions that are special to each. ``outer`` has the outer step of DiLoCo. ``lightning`` and
+``transformers`` have callbacks, ``flower`` a strategy, and ``nvflare`` an aggregator. ``merging``
+merges files of tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("ddp", "flower", "fsdp", "lightning", "merging", "nvflare", "transformers")
+_MODULES = ("ddp", "flower", "fsdp", "lightning", "merging", "nvflare", "outer", "transformers")
 _VERBS = ("protect", "watch")
 
 

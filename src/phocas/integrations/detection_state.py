@@ -21,14 +21,19 @@ from phocas.detection.flags import Threat, location_kind
 from phocas.detection.locations import Location
 from phocas.detection.observer import RankObserver, as_arrays, as_tensors
 from phocas.detection.rare_features import RareFeatures, by_coordinates
+from phocas.integrations.batch_sizes import BatchSizes
 from phocas.integrations.job import Job
 from phocas.integrations.reactions import Reactions
+from phocas.integrations.replay import Recorder
+from phocas.integrations.replicas import Replicas, warn_of_split
 from phocas.integrations.reports import (
     SCHEMA,
+    ConfirmationReport,
     FlaggedRank,
     NonfiniteReport,
     PlacesReport,
     Report,
+    SplitReport,
     SuspectReport,
 )
 from phocas.integrations.tail_scale import TailScale
@@ -73,14 +78,20 @@ class DetectionState:
         self.detector = Detector(m, rule.max_byzantine(m) or None, threat=threat)
         self.tolerated = rule.tolerates(m).rows
         self.scale = TailScale(m, self.detector.b)
+        self.sizes = BatchSizes(trusted=threat == "faults")
         self.left_out: list[int] = []
-        """The rows that are excluded, first excluded first; a later kind does not readmit them."""
+        """The excluded rows, in the order of exclusion; a change of kind does not readmit them."""
         self.reactions = reactions
         self.public: dict[int, FlaggedRank] = {}
         """The flagged ranks that all groups of the job know of."""
         self.firsts: list[NonfiniteReport] = []
-        """The first values that are not finite that all groups of the job know of."""
+        """The reports of first non-finite values that all groups of the job know of."""
         self.announced: set[str] = set()
+        self.replicas: Replicas | None = None
+        """The comparison of weights between ranks, if there is one."""
+        self.confirmations: dict[int, ConfirmationReport] = {}
+        """The result of the replay of each global rank that had one."""
+        self._warned_of_split = False
         self.changed = False
         self.failure: Exception | None = None
         self._receiving = threading.RLock()
@@ -119,7 +130,8 @@ class DetectionState:
     def exclude(self, rows: torch.Tensor, excluded: Sequence[int]) -> None:
         """Replace excluded rows by the mean of the other rows, which biases no rule.
 
-        If another row is wrong, the replaced rows are too: with it they are at most b, as before.
+        If one of the other rows is wrong, so are the replaced ones. Together these are still at
+        most b rows, if at most b ranks are faulty.
         """
         if excluded:
             others = [row for row in range(self.m) if row not in excluded]
@@ -127,13 +139,16 @@ class DetectionState:
             rows[list(excluded)] = wide[others].mean(dim=0).to(rows.dtype)
 
     def excluded(self) -> list[int]:
-        """Return the rows that aggregation drops: ranks that distances have flagged.
+        """Return the rows that aggregation drops: ranks that are flagged by distances.
 
-        At most as many rows as the rule tolerates, first flagged first. A rank that only differs
-        keeps its row, and so does a rank that only addresses or values have flagged: the rule drops
-        its wrong values.
+        These are at most as many rows as the rule tolerates, those flagged first. A rank of kind
+        ``differs`` keeps its row. So does a rank that is flagged only by addresses or values: the
+        rule drops its wrong values.
         """
         step = self.detector.flagged_in
+        if not step.any():
+            self.left_out = []
+            return []
         found = sorted(np.flatnonzero(step).tolist(), key=lambda row: (step[row], row))
         self.left_out = [row for row in self.left_out if row in found]
         for row in found:
@@ -148,18 +163,25 @@ class DetectionState:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the group for a checkpoint."""
+        drifted = {
+            f"suspect {one.rank} drifted": one.rank
+            for one in self.flagged()
+            if one.kind == "drifted"
+        }
         told = {
             "hosts": list(self.hosts),
             "names": list(self.names),
             "threat": self.detector.threat,
             **self.detector.findings_state(),
-            "public": [one.report() for one in self.public.values()],
+            # Weights come from the checkpoint too, so that a drift before it is over.
+            "public": [one.report() for one in self.public.values() if one.kind != "drifted"],
             "firsts": self.firsts,
+            "confirmations": list(self.confirmations.items()),
             "left_out": self.left_out,
             "squares": self.scale.known,
             "steps": 0 if self.job is None else self.job.steps,
-            "logged": sorted(self.reactions.logged),
-            "acted": sorted(self.reactions.acted),
+            "logged": sorted(self.reactions.logged - drifted.keys()),
+            "acted": sorted(self.reactions.acted - set(drifted.values())),
         }
         return {**as_tensors(self.detector.state()), "told": json.dumps(told)}
 
@@ -186,6 +208,7 @@ class DetectionState:
         self.detector.load_state(as_arrays(state, self.detector.state()))
         self.detector.load_findings_state(told)
         self.firsts, self.left_out = told["firsts"], told["left_out"]
+        self.confirmations = dict(told.get("confirmations", ()))
         self.scale.known = told.get("squares", 0.0)
         self.reactions.logged, self.reactions.acted = set(told["logged"]), set(told["acted"])
         self.announced = set()
@@ -204,10 +227,25 @@ class DetectionState:
 
     def _forget(self, rank: int) -> None:
         self.public.pop(rank, None)
+        self.confirmations.pop(rank, None)
         self.reactions.forget(rank)
 
     def flagged_row(self, row: int) -> FlaggedRank:
         """Return a flagged rank of the group, by its row."""
+        since, tensors = self._drifted().get(row, (0, ()))
+        if row not in self.detector.flagged():
+            return FlaggedRank(
+                rank=self.members[row],
+                kind="drifted",
+                onset=since,
+                flagged=since,
+                dropped=float(self.detector.shares()[row]),
+                expected=self.rule.expected(self.m),
+                sure=1.0,
+                grounds=("replicas",),
+                host=self.hosts[row],
+                tensors=tensors,
+            )
         flag = self.detector.flag(row)
         return FlaggedRank(
             rank=self.members[row],
@@ -224,12 +262,45 @@ class DetectionState:
                 for parameter, location in flag.locations
                 if 0 <= parameter < len(self.names)
             },
+            tensors=tensors,
+            confirmation=self.confirmations.get(self.members[row]),
         )
+
+    def confirm(self, replay: Recorder) -> None:
+        """Replay the micro-batch of each rank that this step has flagged; release the step."""
+        flagged = self.detector.flagged() if self.changed else ()
+        for row in flagged:
+            if (rank := self.members[row]) not in self.confirmations:
+                self.confirmations[rank] = replay.confirm(row, flagged)
+        replay.end()
+
+    def _drifted(self) -> Mapping[int, tuple[int, tuple[str, ...]]]:
+        """Return the rows whose weights differ from the majority: the step and the tensors."""
+        return {} if self.replicas is None else self.replicas.drift.rows
+
+    def _own_flagged(self) -> list[FlaggedRank]:
+        rows = {*self.detector.flagged(), *self._drifted()}
+        return [self.flagged_row(row) for row in sorted(rows)]
+
+    def compare_replicas(self) -> None:
+        """Begin a step: compare the weights of the ranks if it is due, see :class:`Replicas`."""
+        if self.replicas is not None and self.replicas.step():
+            self._note_drift()
+
+    def _note_drift(self) -> None:
+        self.changed = True
+        split = self._split()
+        if split is not None and self.own == self._writer() and not self._warned_of_split:
+            self._warned_of_split = True
+            warn_of_split(split)
+
+    def _split(self) -> SplitReport | None:
+        return None if self.replicas is None else self.replicas.drift.split
 
     def flagged(self) -> list[FlaggedRank]:
         """Return the flagged ranks of the job; the same on every rank."""
         if self.job is None:
-            return [self.flagged_row(row) for row in self.detector.flagged()]
+            return self._own_flagged()
         return [self.public[rank] for rank in sorted(self.public)]
 
     def report(self) -> Report:
@@ -247,6 +318,7 @@ class DetectionState:
             suspects=[one.report() for one in self.flagged()],
             unusual=self.unusual(),
             failure=None if self.failure is None else str(self.failure),
+            split=self._split(),
         )
 
     def first_nonfinite(self) -> list[NonfiniteReport]:
@@ -278,8 +350,8 @@ class DetectionState:
         self.job.send(list(news.values()), due=due)
 
     def _news(self) -> dict[str, dict[str, Any]]:
-        """Return the reports that the other groups have not been sent, each under a unique name."""
-        flagged = [self.flagged_row(row) for row in self.detector.flagged()]
+        """Return the reports that are new to the other groups, each under a unique name."""
+        flagged = self._own_flagged()
         found: dict[str, dict[str, Any]] = {
             f"{one.rank} {one.kind} {one.grounds}": {"event": "suspect", **one.report()}
             for one in flagged
@@ -293,11 +365,14 @@ class DetectionState:
         """Receive the reports that the process groups of the job have sent about their ranks.
 
         A report is of a flagged rank, or of a rank's first value that is not finite. The call
-        blocks until the reports of all ranks have arrived. Without a job, it does nothing.
+        blocks until the reports of all ranks have arrived. Without a job, there are none. A
+        comparison of weights that is under way is completed, too.
         """
-        if self.job is None:
-            return
         with self._receiving:
+            if self.replicas is not None and self.replicas.receive():
+                self._note_drift()
+            if self.job is None:
+                return
             for entry in self.job.agreed(self.job.receive()):
                 self.changed = True
                 self._publish(entry)
@@ -338,7 +413,7 @@ class DetectionState:
 
 
 def _earliest(known: Sequence[NonfiniteReport], b: int) -> list[NonfiniteReport]:
-    """Return the reports of the earliest step, and of the earliest step that more than b saw."""
+    """Return the reports of the first step, and of the first step with more than b witnesses."""
     seen = [one for one in known if one["seen_by"] > b]
     steps = {each[0]["step"] for each in (known, seen) if each}
     return [one for one in known if one["step"] in steps]

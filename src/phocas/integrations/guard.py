@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from phocas.deprecation import former_attributes, former_names, warn_renamed
 from phocas.detection.flags import Kind, Threat, check_threat
 from phocas.detection.observer import RankObserver
+from phocas.integrations.confirmation import check_confirm
 from phocas.integrations.detection_state import DetectionState
+from phocas.integrations.metrics import metrics
 from phocas.integrations.reactions import FAULTY, Reactions
+from phocas.integrations.replicas import check_optimizer
 from phocas.integrations.reports import FlaggedRank, NonfiniteReport, Report, as_text
 from phocas.rules import Heraclius, Monitor, Rule
 from phocas.specs import count, unknown
@@ -28,7 +33,7 @@ class Options(TypedDict, total=False):
 
     threat: Threat
     """What ranks may do: ``faults`` (default) or ``adversaries``. Against adversaries ranks are not
-    trusted in their reports, and faults in single parameters take longer to find or are not."""
+    trusted in their reports, and faults in single parameters are found later or not at all."""
     seed: int
     """For rules that draw at random (bucketing); the same on all ranks."""
     timeout: timedelta | None
@@ -39,14 +44,52 @@ class Options(TypedDict, total=False):
     """Deprecated name of ``on_flagged``."""
     log: str | Path | None
     """A file to which one rank appends a line of JSON for each new flagged rank."""
-    exit_code: int | None
-    """End the processes of all ranks with it when a rank is flagged."""
+    exit_code: int | Mapping[str, int] | None
+    """The code with which all ranks exit when a rank is flagged. A mapping has a code for each
+    verdict of a replay, or kind, that ends the job: ``{"persistent": 77, "drifted": 78}``."""
     act_on: Sequence[Kind]
-    """The kinds that ``on_flagged`` and ``exit_code`` are for; all but ``differs`` by default."""
+    """The kinds to which ``on_flagged``, ``verdict_file`` and ``exit_code`` apply; all but
+    ``differs`` by default."""
+    verdict_file: str | Path | None
+    """A file that every rank overwrites with the verdict as JSON when a rank is flagged."""
     job_group: dist.ProcessGroup | None
-    """The ranks that have one answer and one exit code: each must protect its model and take as
-    many steps. If not given, all ranks of the mesh that the model's mesh is a part of; for DDP
-    without a mesh, the ranks of its process group."""
+    """The ranks that share flags and the exit code. Each must protect its model and take the same
+    number of steps. If not given: all ranks of the mesh that the model's mesh is a part of; for
+    DDP without a mesh, the ranks of its process group."""
+    digest_every: int
+    """Compare the weights of replicas every so many steps, 100 by default; 0 compares nothing. A
+    rank whose weights are not those of the majority is flagged as ``drifted``. Under DDP all ranks
+    are replicas; under FSDP2 those ranks of a mesh of two dimensions (HSDP) that keep the same
+    shard. A mesh of one dimension has none, and a number other than 0 is rejected."""
+    optimizer: torch.optim.Optimizer | None
+    """The optimizer whose state is compared between ranks too; none by default."""
+    confirm: Literal["replay"] | None
+    """With ``"replay"``, a rank that is flagged by its gradients and one other rank compute the
+    last micro-batch of the flagged rank again. This tells a broken device from unusual data."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settings:
+    """The options that a user has chosen, checked; the fields are those of :class:`Options`."""
+
+    threat: Threat
+    seed: int
+    timeout: timedelta | None
+    job_group: dist.ProcessGroup | None
+    digest_every: int | None
+    optimizer: torch.optim.Optimizer | None
+    confirm: str | None
+    reactions: Reactions
+
+    def shared(self) -> dict[str, Any]:
+        """Return the options that must be the same on all ranks."""
+        return {
+            "threat": self.threat,
+            "seed": self.seed,
+            "digest_every": self.digest_every,
+            "optimizer": self.optimizer is not None,
+            "confirm": self.confirm,
+        }
 
 
 def watching(b: int) -> Monitor:
@@ -64,14 +107,18 @@ def options_of(
     on_flagged: Callable[[FlaggedRank], None] | None = None,
     on_suspect: Callable[[FlaggedRank], None] | None = None,
     log: str | Path | None = None,
-    exit_code: int | None = None,
+    exit_code: int | Mapping[str, int] | None = None,
     act_on: Sequence[Kind] = FAULTY,
+    verdict_file: str | Path | None = None,
     job_group: dist.ProcessGroup | None = None,
+    digest_every: int | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    confirm: str | None = None,
     **mistyped: object,
-) -> tuple[Threat, int, timedelta | None, dist.ProcessGroup | None, Reactions]:
-    """Check the options before training starts; return the reactions and the other options.
+) -> Settings:
+    """Check the options before training starts, and return them.
 
-    ``own`` are the options that the caller has besides those of :class:`Options`.
+    ``own`` are the names of the caller's options that are not in :class:`Options`.
     """
     for name in mistyped:
         known = [name for name in Options.__annotations__ if name != "on_suspect"]
@@ -81,9 +128,22 @@ def options_of(
             raise TypeError("give on_flagged or its former name on_suspect: got both")
         warn_renamed("on_suspect", "on_flagged")
         on_flagged = on_suspect
-    reactions = Reactions.of(on_flagged, log, exit_code, act_on)
+    reactions = Reactions.of(on_flagged, log, exit_code, act_on, verdict_file)
+    if digest_every is not None:
+        count("protect", "digest_every", digest_every)
     check_threat(threat)
-    return threat, count("protect", "seed", seed), timeout, job_group, reactions
+    check_optimizer(optimizer)
+    check_confirm(confirm, threat)
+    return Settings(
+        threat=threat,
+        seed=count("protect", "seed", seed),
+        timeout=timeout,
+        job_group=job_group,
+        digest_every=digest_every,
+        optimizer=optimizer,
+        confirm=confirm,
+        reactions=reactions,
+    )
 
 
 @former_attributes(suspects="flagged")
@@ -126,6 +186,20 @@ class Guard:
         """Return the exception that ended aggregation, or None."""
         return self._detection.failure
 
+    def samples(self, number: float) -> None:
+        """Set the number of samples or tokens over which this rank's gradients are averaged.
+
+        Call this on every rank before the first backward pass, if ranks have batches of different
+        sizes, and again whenever the size changes. Gradients of smaller batches are noisier, and
+        without this number such a rank is flagged as one that ``differs``. A number that is not
+        positive, or that only some ranks give, raises an error on every rank, in one of the next
+        four steps.
+
+        Args:
+            number: the size of the batch, on the same scale on all ranks.
+        """
+        self._detection.sizes.give(number)
+
     def dropped(self) -> NDArray[np.float64]:
         """Return the share of each rank's values that was dropped, over all steps."""
         self._catch_up()
@@ -140,7 +214,8 @@ class Guard:
         in reports about others, then with probability at least 0.999 no honest rank is flagged
         in 100,000 observed steps; see :class:`phocas.detection.detector.Detector`. By *addresses*:
         more than b ranks have seen absurd values of the rank at the same addresses, three times;
-        see :class:`phocas.detection.locations.Locations`.
+        see :class:`phocas.detection.locations.Locations`. By *replicas*: the weights of the rank
+        are not those of the majority.
         """
         self._catch_up()
         return tuple(self._detection.flagged())
@@ -170,6 +245,10 @@ class Guard:
     def report_text(self) -> str:
         """Return the report as text, for people."""
         return as_text(self.report())
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for any tracker, by name: ``wandb.log(guard.metrics())``."""
+        return metrics(self.report())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; call it on all ranks, between two steps.

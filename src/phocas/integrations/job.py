@@ -48,7 +48,7 @@ class Job:
         return self.steps < _EARLY or self.steps % _EVERY == 0 or any(self.sizes)
 
     def send(self, news: Sequence[dict[str, Any]], *, due: bool) -> None:
-        """End a step: if an exchange is due, send the pending entries and the next length."""
+        """End a step; if an exchange is due, send pending entries and the next message's length."""
         self.steps += 1
         if not due:
             return
@@ -90,10 +90,7 @@ class Job:
 
 def join_job(wire: Wire, ranks: Sequence[int], b: int, timeout: timedelta | None) -> Job | None:
     """Join the groups of a job; return None if the wire's group is the only one."""
-    if not set(wire.ranks) <= set(ranks):
-        raise ValueError(
-            f"job_group must have all ranks of the model's group, {wire.ranks}: got {list(ranks)}"
-        )
+    check_job(wire.ranks, ranks)
     if set(wire.ranks) == set(ranks):
         return None
     # Messages are small, so they go through host memory (gloo).
@@ -120,6 +117,15 @@ def join_job(wire: Wire, ranks: Sequence[int], b: int, timeout: timedelta | None
     hosts = zip(whole.ranks, said, strict=True)
     job.hosts = {rank: str(theirs["host"]) for rank, theirs in hosts}
     return job
+
+
+def check_job(members: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise ValueError unless the ranks of a job contain the members of a group."""
+    if not set(members) <= set(ranks):
+        raise ValueError(
+            f"job_group must have all ranks of the model's group, {list(members)}: got"
+            f" {list(ranks)}"
+        )
 
 
 def ranks_of_job(mesh: Any, group: dist.ProcessGroup | None) -> list[int]:

@@ -18,7 +18,7 @@ def protect(model: Any, rule: Rule | str, **options: Unpack[Options]) -> Guard:
     Args:
         model: a model wrapped by DDP, or sharded by ``fully_shard``.
         rule: the rule, or its text.
-        **options: as for ``ddp.protect`` and ``fsdp.protect``.
+        **options: as for ``ddp.protect`` or ``fsdp.protect``.
     """
     if isinstance(uncompiled(model), DistributedDataParallel):
         return ddp.protect(model, rule, **options)

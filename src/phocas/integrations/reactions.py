@@ -14,7 +14,14 @@ from typing import Any, Self
 
 from phocas.detection.flags import KINDS, Kind
 from phocas.integrations.reports import FlaggedRank, NonfiniteReport, Report
-from phocas.specs import count
+from phocas.integrations.verdicts import (
+    checked_codes,
+    code_of,
+    job_verdict,
+    verdict_of,
+    write_error_file,
+    write_verdict,
+)
 
 FAULTY: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "differs")
 """The kinds of flagged ranks that reactions are for by default."""
@@ -22,19 +29,23 @@ FAULTY: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "differs")
 
 @dataclass(slots=True)
 class Reactions:
-    """The reactions to a flagged rank, and which of them are done; no reaction by default.
+    """The reactions to a flagged rank, none by default, and a record of those that are done.
 
     Args:
         on_flagged: Called with each new :class:`FlaggedRank`, on every rank, once.
         log: A file to which the lowest rank that is not flagged appends a line of JSON.
-        exit_code: Exit code, 1 to 255, with which every rank exits after the other reactions.
-        act_on: The kinds of flagged ranks that ``on_flagged`` and ``exit_code`` are for.
+        exit_code: Exit code, 1 to 255, with which every rank exits after the other reactions; or
+            one for each verdict of a replay and each kind that ends the job.
+        act_on: The kinds of flagged ranks that ``on_flagged``, ``verdict_file`` and ``exit_code``
+            are for.
+        verdict_file: A file that every rank overwrites with the verdict as JSON.
     """
 
     on_flagged: Callable[[FlaggedRank], None] | None = None
     log: Path | None = None
-    exit_code: int | None = None
+    exit_code: int | Mapping[str, int] | None = None
     act_on: tuple[Kind, ...] = FAULTY
+    verdict_file: Path | None = None
     logged: set[str] = field(default_factory=set)
     """The entries that the log has."""
     acted: set[int] = field(default_factory=set)
@@ -45,20 +56,22 @@ class Reactions:
         cls,
         on_flagged: Callable[[FlaggedRank], None] | None,
         log: str | Path | None,
-        exit_code: int | None,
+        exit_code: int | Mapping[str, int] | None,
         act_on: Sequence[Kind] = FAULTY,
+        verdict_file: str | Path | None = None,
     ) -> Self:
-        """Check the options."""
+        """Return the reactions that the options request; raise an error for a wrong option."""
         if on_flagged is not None and not callable(on_flagged):
             raise TypeError(f"on_flagged must be a function of a flagged rank: got {on_flagged!r}")
-        if exit_code is not None and not 1 <= count("protect", "exit_code", exit_code) <= 255:
-            raise ValueError(f"exit_code must be 1 to 255: got {exit_code}")
-        path = None if log is None else Path(log)
-        if path is not None and not path.parent.is_dir():
-            raise FileNotFoundError(f"log must be in a folder that exists: got {path}")
+        codes = checked_codes(exit_code)
+        paths = {"log": log, "verdict_file": verdict_file}
+        for name, path in paths.items():
+            if path is not None and not Path(path).parent.is_dir():
+                raise FileNotFoundError(f"{name} must be in a folder that exists: got {path}")
         if isinstance(act_on, str) or not set(act_on) <= set(KINDS):
             raise ValueError(f"act_on must be some of {', '.join(KINDS)}: got {act_on!r}")
-        return cls(on_flagged, path, exit_code, tuple(act_on))
+        to_log, to_verdict = (None if path is None else Path(path) for path in paths.values())
+        return cls(on_flagged, to_log, codes, tuple(act_on), to_verdict)
 
     def react(
         self,
@@ -87,19 +100,29 @@ class Reactions:
         writer = min(set(everyone) - {one.rank for one in flagged}, default=0)
         if unwritten and self.log is not None and rank == writer:
             write_log(self.log, unwritten, rank, report())
-        if act and self.exit_code is not None:
-            sys.stdout.flush()
-            ranks = ", ".join(str(one.rank) for one in act)
-            kinds = ", ".join(dict.fromkeys(one.kind for one in act))
-            print(
-                f"phocas: exiting rank {rank} with code {self.exit_code}: rank {ranks} was flagged"
-                f" ({kinds})",
-                file=sys.stderr,
-            )
-            sys.stderr.flush()
-            leave()
-            # Backward may be in another thread, or inside of C++: only this ends the process.
-            os._exit(self.exit_code)
+        if act:
+            self._conclude(rank, act, leave)
+
+    def _conclude(self, rank: int, act: Sequence[FlaggedRank], leave: Callable[[], None]) -> None:
+        """Write the verdict, and exit if there is a code for it."""
+        code = code_of(act, self.exit_code)
+        verdict = job_verdict(act, code)
+        if self.verdict_file is not None:
+            write_verdict(self.verdict_file, verdict)
+        if code is None:
+            return
+        sys.stdout.flush()
+        ranks = ", ".join(str(one.rank) for one in act)
+        kinds = ", ".join(dict.fromkeys(verdict_of(one) or one.kind for one in act))
+        message = (
+            f"phocas: exiting rank {rank} with code {code}: rank {ranks} was flagged ({kinds})"
+        )
+        print(message, file=sys.stderr)
+        sys.stderr.flush()
+        write_error_file(f"{message}; {json.dumps(verdict)}", verdict)
+        leave()
+        # Backward may be in another thread, or inside of C++: only this ends the process.
+        os._exit(code)
 
     def _call(self, rank: int, flagged: FlaggedRank) -> None:
         if self.on_flagged is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TypedDict
 
@@ -10,7 +11,7 @@ from phocas.deprecation import former_attributes
 from phocas.detection.flags import Ground, Kind, LocationKind
 
 SCHEMA = 2
-"""Raised when a field changes its meaning or goes; new fields do not raise it."""
+"""The version of the fields: it rises when a field changes its meaning or is removed."""
 
 _LAYERS_SHOWN = 3
 
@@ -23,7 +24,7 @@ class PlacesReport(TypedDict):
     share: float
     """The share of its values here that are wrong, where they were inspected."""
     others: float
-    """The same for the b-th worst of the other ranks, in the mean over steps."""
+    """The same share of the b-th worst of the other ranks, averaged over steps."""
     addresses: list[int]
     """The first few wrong values, as flat indices of the parameter."""
     stride: int | None
@@ -39,7 +40,8 @@ class PlacesReport(TypedDict):
 class NonfiniteReport(TypedDict):
     """The first values of a rank that were not finite.
 
-    The source is reports of other ranks. If at most b ranks report the values, this is no proof.
+    Other ranks report these values. Up to b ranks may be faulty and report anything, so that b
+    reports are no proof.
     """
 
     rank: int
@@ -52,7 +54,31 @@ class NonfiniteReport(TypedDict):
     """How many ranks other than itself have seen them, each in its own columns."""
 
 
-class SuspectReport(TypedDict):
+class ConfirmationReport(TypedDict):
+    """The result of a replay of a flagged rank's last micro-batch."""
+
+    verdict: str
+    """What the replay says: see :data:`phocas.integrations.verdicts.VERDICTS`."""
+    by: int | None
+    """The global rank of the other rank that replayed the micro-batch; None if there was none."""
+    parameters: dict[str, float]
+    """For each parameter that differs, the largest difference relative to the largest value; the
+    parameter that differs most comes first."""
+    reason: str
+    """Why there is no answer, if there is none."""
+
+
+class LaterSuspectFields(TypedDict, total=False):
+    """The fields of a flagged rank that reports of version 0.2 do not have."""
+
+    tensors: list[str]
+    """The parameters in which its weights are not those of the majority; ``(optimizer)`` after the
+    name: the state of the optimizer."""
+    confirmation: ConfirmationReport | None
+    """The result of a replay; None without ``confirm="replay"``."""
+
+
+class SuspectReport(LaterSuspectFields):
     """A flagged rank, and the evidence against it."""
 
     rank: int
@@ -80,7 +106,25 @@ class SuspectReport(TypedDict):
     """By parameter name, where the wrong values lie; the same keys in the same order."""
 
 
-class Report(TypedDict):
+class SplitReport(TypedDict):
+    """Weights that differ between ranks, of which no value has a majority."""
+
+    step: int
+    """The step of the comparison that first showed it."""
+    tensors: list[str]
+    """The parameters that differ; ``(optimizer)`` after the name: the state of the optimizer."""
+    ranks: list[list[int]]
+    """The global ranks, in groups that have the same bits in the first of these parameters."""
+
+
+class LaterFields(TypedDict, total=False):
+    """The fields of a report that reports of version 0.2 do not have."""
+
+    split: SplitReport | None
+    """Weights that differ between ranks without a majority, or None."""
+
+
+class Report(LaterFields):
     """The report of :meth:`phocas.integrations.guard.Guard.report`, ready for ``json``."""
 
     schema: int
@@ -95,7 +139,7 @@ class Report(TypedDict):
     nonfinite: list[NonfiniteReport]
     """Where the first values that are not finite came from; empty if there were none."""
     lost: int | None
-    """The step since which every rank has values that are not finite: evidence is void since."""
+    """The step since which every rank has non-finite values; later evidence is void."""
     suspects: list[SuspectReport]
     unusual: list[int]
     """Ranks that are lately dropped far more than most: a warning, not a proof."""
@@ -121,6 +165,8 @@ class FlaggedRank:
         places: where wrong values lie, by parameter.
         kind: what seems to be wrong: :data:`phocas.detection.flags.KINDS`.
         flagged: the step in which there was enough evidence to flag the rank.
+        tensors: the parameters in which the weights of the rank are not those of the majority.
+        confirmation: the result of a replay, with ``confirm="replay"``.
 
     >>> flagged = FlaggedRank(rank=3, onset=15, dropped=0.98, expected=0.001)
     >>> flagged.rank, round(flagged.excess, 3)
@@ -137,6 +183,8 @@ class FlaggedRank:
     places: Mapping[str, PlacesReport] = field(default_factory=dict)
     kind: Kind = "wrong"
     flagged: int = 0
+    tensors: tuple[str, ...] = ()
+    confirmation: ConfirmationReport | None = None
 
     @property
     def excess(self) -> float:
@@ -162,20 +210,27 @@ class FlaggedRank:
             expected=self.expected,
             layers=self.layers,
             places=dict(self.places),
+            tensors=list(self.tensors),
+            confirmation=self.confirmation,
         )
 
     @classmethod
     def read(cls, report: Mapping[str, Any]) -> Self:
         """Return the flagged rank that :meth:`report` has written."""
-        known = {name: report[name] for name in SuspectReport.__annotations__ if name != "layers"}
+        known = {name: report[name] for name in SuspectReport.__required_keys__ - {"layers"}}
         onset, grounds = known.pop("since"), tuple(known.pop("grounds"))
-        return cls(onset=onset, grounds=grounds, **known)
+        tensors, confirmation = tuple(report.get("tensors", ())), report.get("confirmation")
+        return cls(
+            onset=onset, grounds=grounds, tensors=tensors, confirmation=confirmation, **known
+        )
 
     def __str__(self) -> str:
         text = f"rank {self.rank}: since step {self.onset}"
         for name, places in self.places.items():
             shares = f"{places['share']:.1%} of its values against {places['others']:.1%}"
             return f"{text}, {name}, {shares} ({self.kind})"
+        if self.kind == "drifted":
+            return f"{text}, weights of {', '.join(self.tensors)} ({self.kind})"
         shares = f"{self.dropped:.0%} of its values against {self.expected:.1%}"
         return f"{text}, {shares} ({self.kind})"
 
@@ -199,6 +254,8 @@ def _lines(report: Report) -> Iterator[str]:
             yield f"  parameter {name}" + (f" and {more} more" if more else "")
     if report["lost"] is not None:
         yield f"no rank is finite since step {report['lost']}: evidence is void since"
+    if (split := report.get("split")) is not None:
+        yield from _split(split)
     if not report["suspects"]:
         yield "no rank is flagged"
     for flagged in report["suspects"]:
@@ -213,8 +270,13 @@ def _lines(report: Report) -> Iterator[str]:
         for name in list(flagged["places"])[:_LAYERS_SHOWN]:
             yield f"  {name}"
             yield f"    {_places(flagged['places'][name])}"
-        if more := len(flagged["places"]) - _LAYERS_SHOWN:
-            yield from [f"  and {more} more"] if more > 0 else []
+        yield from _more(flagged["places"])
+        if tensors := flagged.get("tensors"):
+            yield "  weights that are not those of the majority:"
+            yield from (f"    {name}" for name in tensors[:_LAYERS_SHOWN])
+            yield from _more(tensors)
+        if (confirmation := flagged.get("confirmation")) is not None:
+            yield from _confirmation(confirmation)
     if report["unusual"]:
         yield f"unusual, which is not a proof: {', '.join(map(str, report['unusual']))}"
 
@@ -224,7 +286,44 @@ _SAID: dict[str, str] = {
     "hardware": "wrong at the same addresses, as broken hardware is,",
     "wrong": "wrong",
     "differs": "differs from the others, and need not be faulty,",
+    "drifted": "has other weights than the majority",
 }
+
+
+def _more(shown: Collection[str]) -> Iterator[str]:
+    more = len(shown) - _LAYERS_SHOWN
+    if more > 0:
+        yield f"  and {more} more"
+
+
+_VERDICTS: dict[str, str] = {
+    "persistent": "a persistent fault of its device",
+    "transient": "a transient fault of its device",
+    "data": "the same gradient: its data or settings are unusual",
+    "weights": "no replay, because its weights are different",
+    "not reproduced": "not reproduced",
+}
+
+
+def _confirmation(found: ConfirmationReport) -> Iterator[str]:
+    where = "replay" if found["by"] is None else f"replay there and on rank {found['by']}"
+    yield f"  {where}:"
+    yield f"    {_VERDICTS.get(found['verdict'], found['verdict'])}"
+    if found["reason"]:
+        yield from textwrap.wrap(
+            found["reason"], 80, initial_indent="    ", subsequent_indent="    "
+        )
+    for name in list(found["parameters"])[:_LAYERS_SHOWN]:
+        yield f"    {name} differs by {found['parameters'][name]:.2g} of its largest value"
+    yield from _more(found["parameters"])
+
+
+def _split(split: SplitReport) -> Iterator[str]:
+    sides = " against ".join(", ".join(map(str, ranks)) for ranks in split["ranks"])
+    yield f"weights differ since step {split['step']}: ranks {sides}"
+    yield "  no majority: it cannot be told which are wrong"
+    yield from (f"  {name}" for name in split["tensors"][:_LAYERS_SHOWN])
+    yield from _more(split["tensors"])
 
 
 def _grounds(flagged: SuspectReport) -> str:

@@ -18,7 +18,7 @@ class TailScale:
 
     Heraclius adds outliers up to a limit that is proportional to the root of this sum. A shard with
     nothing but rare features has radii of zero, and would keep none of them. So every rank measures
-    its columns in one step of 16, and tells the sum to the others. Up to b ranks may tell anything:
+    its columns in one step of 16, and sends the sum to the others. Up to b ranks may send anything:
     the result is m times the (b+1)-th largest sum, which is at most that of some honest rank.
 
     Args:
@@ -38,18 +38,18 @@ class TailScale:
         return self._own.nbytes
 
     def measure(self, step: int, aggregation: ShardedAggregation, columns: torch.Tensor) -> None:
-        """Add the squared radii of some columns of this rank, if it is the turn of this step."""
+        """Add the squared radii of some columns of this rank, in one step of 16."""
         aggregation.squares = self.known
         if step % STEPS == 0 and aggregation.keeps_tail:
             self._own[0] = np.nansum(self._own) + aggregation.squared_radii(columns)
 
     def report(self) -> torch.Tensor:
-        """Return the bytes of this rank's sum, NaN if it was not measured; begin anew."""
+        """Return this rank's sum as bytes, NaN if it was not measured; reset the sum."""
         own, self._own = self._own, np.full(1, np.nan)
         return as_bytes(torch.from_numpy(own))
 
     def hear(self, sums: NDArray[np.float64]) -> None:
-        """Take the sums of all ranks."""
+        """Set the result from the sums of all ranks; values that are not finite count as 0."""
         told = np.where(np.isfinite(sums), np.maximum(sums, 0), 0)
         if told.any():
             self.known = float(self.m * np.sort(told)[::-1][min(self.b, self.m - 1)])

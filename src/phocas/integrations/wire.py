@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 
 from phocas.rules.measures import Partial
 from phocas.sharding import shard_bounds
@@ -172,6 +173,10 @@ class Wire:
         all_gather(buffers.everyone, buffers.own, group=self.group)
         return buffers.messages
 
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by the sum of those of all ranks, with the same bits on every rank."""
+        dist.all_reduce(tensor, group=self.group)
+
     def gather_later(self, arrived: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Start to gather messages of the same length into memory of the caller."""
         work: dist.Work = all_gather(arrived, own, group=self.group, async_op=True)
@@ -191,6 +196,11 @@ class Wire:
         tensor = tensor.clone()
         dist.broadcast(tensor, dist.get_global_rank(self.group, rank), group=self.group)
         return tensor
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor that this rank holds, all of them unless it is sharded."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the ranks of test_adapters do: ``python adapter_ranks.py RANK FOLDER``.
+"""What the ranks of test_adapters do: ``python adapter_ranks.py FOLDER``.
 
 Results are as scenes.py says.
 """
@@ -7,10 +7,10 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from tests.integrations.scenes import LIAR, WORLD, Play, act
+from tests.integrations.scenes import LIAR, WORLD, Play, act, start_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -118,10 +118,11 @@ def accelerate_fsdp(rank: int) -> Any:
 @scene
 def lightning(rank: int) -> Any:
     import lightning.pytorch as pl
+    from lightning.pytorch.loggers import Logger
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
-    from phocas.integrations.lightning import Protect
+    from phocas.integrations.lightning import Protect, Watch
 
     class Regression(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -134,24 +135,51 @@ def lightning(rank: int) -> Any:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.01)
 
+    class Numbers(Logger):  # type: ignore[misc]
+        name, version = "numbers", 0
+        seen: ClassVar[list[Any]] = []
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            self.seen.append((step, metrics))
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None:
+            pass
+
+    def fit(protect: Any, steps: int, checkpoint: str | None = None) -> Any:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=WORLD,
+            strategy=DDPStrategy(
+                process_group_backend="gloo", cluster_environment=TorchElasticEnvironment()
+            ),
+            max_steps=steps,
+            callbacks=[protect],
+            logger=Numbers(),
+            log_every_n_steps=4,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        module = Regression()
+        trainer.fit(module, batches(rank), ckpt_path=checkpoint)
+        return trainer, module
+
     protect = Protect("heraclius:b=1")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy=DDPStrategy(
-            process_group_backend="gloo", cluster_environment=TorchElasticEnvironment()
-        ),
-        max_steps=STEPS,
-        callbacks=[protect],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-    module = Regression()
-    trainer.fit(module, batches(rank))
-    return told(protect.guard, module)
+    trainer, module = fit(protect, STEPS)
+    path = f"{sys.argv[1]}/lightning.ckpt"
+    trainer.save_checkpoint(path)
+    resumed = Protect("heraclius:b=1")
+    fit(resumed, STEPS + 2, path)
+    watch = Watch(b=1)
+    fit(watch, 2)
+    assert watch.guard is not None
+    return {
+        **told(protect.guard, module),
+        "resumed": told(resumed.guard, module),
+        "logged": Numbers.seen[:1],
+        "watched": str(watch.guard.rule),
+    }
 
 
 @scene
@@ -169,36 +197,47 @@ def trainer(rank: int) -> Any:
             out = self.net(x)
             return {"loss": (out - labels).square().mean(), "logits": out}
 
-    arguments = TrainingArguments(
-        output_dir=f"{sys.argv[2]}/trainer",
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=8,
-        learning_rate=0.01,
-        max_grad_norm=0.0,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-    )
-    module = Regression()
-    training = Trainer(module, arguments, train_dataset=Poisoned(rank))
-    protect = Protect(training, "heraclius:b=1")
-    training.add_callback(protect)
-    training.train()
-    return told(protect.guard, module)
+    def arguments(steps: int) -> Any:
+        return TrainingArguments(**{**common, "max_steps": steps})
+
+    common: dict[str, Any] = {
+        "output_dir": f"{sys.argv[1]}/trainer",
+        "use_cpu": True,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 0.01,
+        "max_grad_norm": 0.0,
+        "report_to": "none",
+        "save_strategy": "steps",
+        "save_steps": STEPS,
+        "logging_strategy": "steps",
+        "logging_steps": 4,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "remove_unused_columns": False,
+    }
+
+    def train(steps: int, resume: bool) -> Any:
+        training = Trainer(Regression(), arguments(steps), train_dataset=Poisoned(rank))
+        protect = Protect(training, "heraclius:b=1")
+        training.add_callback(protect)
+        training.train(resume_from_checkpoint=resume)
+        return told(protect.guard, training.model), training.state.log_history
+
+    first, logged = train(STEPS, resume=False)
+    resumed, _ = train(STEPS + 2, resume=True)
+    logged = [(each["step"], each) for each in logged if "phocas/steps" in each]
+    return {**first, "resumed": resumed, "logged": logged[:1]}
 
 
 if __name__ == "__main__":
     warnings.simplefilter("default")  # what others warn of is their own business
+    rank = start_ranks()
     os.environ |= {
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), sys.argv[1]),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(WORLD)),
         "MASTER_ADDR": "127.0.0.1",  # where nobody listens: ranks have met in a file
         "MASTER_PORT": "1",
         "TORCHELASTIC_RUN_ID": "adapters",
         "ACCELERATE_USE_CPU": "true",
     }
-    act(SCENES, int(sys.argv[1]), Path(sys.argv[2]))
+    act(SCENES, rank, Path(sys.argv[1]))

@@ -37,3 +37,20 @@ def test_accelerate_wraps_by_what_it_was_told(ranks: Scene) -> None:
         "accelerate_ddp": "DistributedDataParallel",
         "accelerate_fsdp": "FSDPSequential",
     }
+
+
+@pytest.mark.parametrize("name", ["lightning", "trainer"])
+def test_checkpoint_keeps_the_evidence_and_metrics_are_logged(ranks: Scene, name: str) -> None:
+    results = ranks(name)
+    for result in results:
+        resumed = result["resumed"]
+        assert resumed["steps"] == 10
+        assert resumed["suspects"][0]["rank"] == LIAR
+        assert resumed["suspects"][0]["flagged"] == result["suspects"][0]["flagged"]
+    step, metrics = results[0]["logged"][0]
+    assert step == metrics["phocas/steps"] == 4
+    assert metrics[f"phocas/dropped/rank{LIAR}"] == 1
+
+
+def test_monitoring_callback_averages(ranks: Scene) -> None:
+    assert ranks("lightning")[0]["watched"] == "monitor:rule=(heraclius:b=1)"

@@ -18,14 +18,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from phocas.detection.observer import Segment
+from phocas.integrations.ddp.replay import Replay, check_replay
 from phocas.integrations.ddp.step import DDPAggregator
 from phocas.integrations.detection_state import DetectionState
 from phocas.integrations.guard import Guard, Options, options_of, watching
 from phocas.integrations.job import join_job, ranks_of_job
 from phocas.integrations.joining import check_dtypes, check_rule, join, uncompiled
+from phocas.integrations.replicas import EVERY, Replicas
 from phocas.rules import Rule, parse_rule
 
 _Result: TypeAlias = torch.futures.Future[torch.Tensor]
+_COLLECTIVE = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+"""The types of the errors of a collective that fails."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,11 +78,19 @@ class _Worker:
                 torch.cuda.current_stream(job.flat.device).wait_event(job.ready)
             done: list[Any] = self.aggregator.take(job.flat, job.segments, last=job.last)
         except Exception as error:  # noqa: BLE001 - the future raises it in the backward pass
-            self.detection.failure = self.detection.failure or error
-            done = [error] * len(self.waiting)
+            said = self._located(error)
+            self.detection.failure = self.detection.failure or said
+            done = [said] * len(self.waiting)
         completed, self.waiting = self.waiting[: len(done)], self.waiting[len(done) :]
         for future, result in zip(completed, done, strict=True):
             future.set_result(result)
+
+    def _located(self, error: Exception) -> Exception:
+        """Return the error of a collective with the step in which it failed."""
+        if self.detection.failure is not None or type(error) not in _COLLECTIVE:
+            return error
+        step, m = self.detection.detector.rounds + 1, self.detection.m
+        return RuntimeError(f"step {step}: waited for all {m} ranks to exchange gradients: {error}")
 
     def stop(self) -> None:
         """End the thread; torch aborts if the thread is alive when the interpreter exits."""
@@ -98,8 +110,15 @@ class _State:
         numbers: dict[int, int],
     ) -> None:
         self.worker, self.group, self.numbers = worker, group, numbers
-        observer = worker.aggregator.observer
-        self.guard = Guard(detection, observer, catch_up=detection.receive, close=detection.finish)
+        aggregator = worker.aggregator
+        observer, replay = aggregator.observer, aggregator.replay
+
+        def close() -> None:
+            detection.finish()
+            if replay is not None:
+                replay.remove()
+
+        self.guard = Guard(detection, observer, catch_up=detection.receive, close=close)
         # The worker has no reference to the guard, so it ends when the guard is collected.
         weakref.finalize(self.guard, worker.stop)
 
@@ -137,15 +156,14 @@ def protect(
             f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first"
         )
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    threat, seed, timeout, job_group, reactions = options_of("verify", **options)
+    chosen = options_of("verify", **options)
+    if chosen.confirm:
+        check_replay(model)
     group = model.process_group
     check_rule(rule, dist.get_world_size(group))
     slot = _slot(model)
-    named = {
-        name: parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad
-    }
+    weights = dict(model.module.named_parameters())
+    named = {name: parameter for name, parameter in weights.items() if parameter.requires_grad}
     parameters = list(named.values())
     _check_gradients(model, rule, parameters)
     wire, hosts = join(
@@ -154,18 +172,29 @@ def protect(
         {
             "rule": str(rule),
             "verify": bool(verify),
-            "threat": threat,
-            "seed": seed,
+            **chosen.shared(),
             "parameters": sum(parameter.numel() for parameter in parameters),
         },
-        timeout,
+        chosen.timeout,
     )
     mesh = getattr(model, "device_mesh", None)
     # Without a mesh it is not known whether the other ranks of the world train.
-    ranks = ranks_of_job(mesh, group if job_group is None and mesh is None else job_group)
-    detection = DetectionState(rule, list(named), hosts, wire.rank, reactions, threat, wire)
-    detection.job = join_job(wire, ranks, detection.detector.b, timeout)
-    aggregator = DDPAggregator(wire, detection, verify=verify, seed=seed)
+    ranks = ranks_of_job(mesh, chosen.job_group or (group if mesh is None else None))
+    detection = DetectionState(
+        rule, list(named), hosts, wire.rank, chosen.reactions, chosen.threat, wire
+    )
+    detection.job = join_job(wire, ranks, detection.detector.b, chosen.timeout)
+    every = EVERY if chosen.digest_every is None else chosen.digest_every
+    detection.replicas = Replicas(
+        wire, list(weights), lambda: list(weights.values()), every, chosen.optimizer
+    )
+    if chosen.confirm and detection.job is not None:
+        raise ValueError(
+            "confirm replays a micro-batch on two ranks, and this job has several groups of ranks:"
+            " leave confirm out"
+        )
+    replay = Replay(wire, hosts, model, named) if chosen.confirm else None
+    aggregator = DDPAggregator(wire, detection, verify=verify, seed=chosen.seed, replay=replay)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     state = _State(detection, _Worker(aggregator, detection), group, numbers)
     if slot is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,11 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phocas.detection.observer import Segment, report_bytes, within
+from phocas.detection.observer import IMPLAUSIBLE, Segment, report_bytes, total_of, within
+from phocas.integrations.ddp.replay import Replay
 from phocas.integrations.ddp.verify import agree
 from phocas.integrations.detection_state import DetectionState
 from phocas.integrations.wire import Bucket, Wire, as_bytes, pack, read
-from phocas.rules import Explanation, ShardedAggregation
+from phocas.rules import Explanation, Monitor, ShardedAggregation
 from phocas.rules.measures import Partial
 from phocas.seeds import Stream, generator
 
@@ -28,15 +30,33 @@ class DDPAggregator:
     A column rule finishes each bucket when it arrives. A rule that measures whole rows measures
     each bucket when it arrives, and finishes all buckets after the last one. The gradient of a step
     is the concatenation of its buckets.
+
+    Under ``watch`` with ``threat="faults"``, each bucket of a step that is not observed is averaged
+    by one all-reduce, as without a guard. The all-reduce has one more value, by which a rank says
+    that its values are not finite or far too large. If any rank says so, the bucket is exchanged as
+    in an observed step.
     """
 
-    def __init__(self, wire: Wire, state: DetectionState, *, verify: bool, seed: int) -> None:
-        self.wire = wire
+    def __init__(
+        self,
+        wire: Wire,
+        state: DetectionState,
+        *,
+        verify: bool,
+        seed: int,
+        replay: Replay | None = None,
+    ) -> None:
+        self.wire, self.replay = wire, replay
         self.rule = state.rule
         self.state, self.detector = state, state.detector
         self.observer = state.observer(seed)
         self.shifts = (0, 1) if verify else (0,)
         self.seed = seed
+        watches = isinstance(self.rule, Monitor) and not verify
+        self.averages = watches and self.detector.threat == "faults"
+        """Whether steps that are not observed are averaged by an all-reduce."""
+        self.usual: dict[int, float] = {}
+        """For the first column of each bucket, the usual norm of this rank's values in it."""
         self.excluded: list[int] = []
         self.forms: dict[tuple[int, torch.dtype, int], _Form] = {}
         self.evaluation = self._evaluation()
@@ -52,6 +72,7 @@ class DDPAggregator:
         self.waiting: list[Bucket] = []
         self.measured: dict[int, list[Partial]] = {}
         self.columns = 0
+        self.exchanges = True
         self.lost = np.zeros((self.wire.m, self.wire.m))
 
     def take(
@@ -61,9 +82,25 @@ class DDPAggregator:
         if not self.columns:
             if self.state.job is not None:
                 self.state.receive()
+            self.state.compare_replicas()
             if self.state.changed:
                 self.state.react()
             self.excluded = self.state.excluded()
+            if self.observer.awake and self.state.sizes.used is not False:
+                self.observer.sizes = self.state.sizes.exchange(self.wire)
+            self.exchanges = self.observer.awake or not self.averages
+        if self.replay is not None:
+            self.replay.keep(flat, segments)
+        if not self.exchanges and self._average(flat):
+            self.columns += flat.numel()
+            if last:
+                self.detector.pass_over()
+                self._end()
+                self._begin()
+            return [flat]
+        self.exchanges = True  # the report of this step comes with the last bucket
+        if self.averages and self.observer.awake:
+            self._measure_usual(flat)
         if not self.columns and not self.rule.columnwise:  # column rules need no new state
             self.evaluation = self._evaluation()
         bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
@@ -147,14 +184,44 @@ class DDPAggregator:
         if last:
             self.state.scale.hear(numbers[:, before // 8 - 1])
             reports = numbers[:, : before // 8 - 1]
-            if self.detector.hear(reports, self.lost, self.columns):
-                self.state.note(reports)
-            self.observer.end()
-            self.observer.follow(self.detector)
-            if self.state.job is not None:
-                self.state.send()
-            if self.state.changed:
-                self.state.react()
+            self.state.hear(reports, self.lost, self.columns)
+            self._end()
+
+    def _end(self) -> None:
+        """End the step."""
+        self.observer.end()
+        self.observer.follow(self.detector)
+        if self.state.job is not None:
+            self.state.send()
+        if self.replay is not None:
+            self.state.confirm(self.replay)
+        if self.state.changed:
+            self.state.react()
+
+    def _average(self, flat: torch.Tensor) -> bool:
+        """Average a bucket over all ranks; return whether this was done.
+
+        If the values of any rank are not finite or far too large, the bucket is left as it is. All
+        ranks return the same.
+        """
+        size, total = flat.numel(), total_of(flat)
+        limit = IMPLAUSIBLE * self.usual.get(self.columns, 0.0) * math.sqrt(size)
+        absurd = not abs(total) <= (limit or math.inf) or math.isinf(total)
+        values = self.wire.memory("average", size + 1, flat.dtype)
+        torch.div(flat, self.wire.m, out=values[:size])
+        values[size] = float(absurd)
+        self.wire.add_up(values)
+        if values[size].item() != 0:
+            return False
+        flat.copy_(values[:size])
+        return True
+
+    def _measure_usual(self, flat: torch.Tensor) -> None:
+        """Raise the usual norm of a bucket to that of this step, at most tenfold."""
+        length = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        before = self.usual.get(self.columns, 0.0) or length
+        if math.isfinite(length):
+            self.usual[self.columns] = max(before, min(length, 10 * before))
 
     def _result(
         self, bucket: Bucket, form: _Form, shard: int, columns: Sequence[torch.Tensor]
@@ -183,10 +250,11 @@ def _within(segments: Callable[[], Sequence[Segment]], begin: int, end: int) -> 
 
 
 class _Form:
-    """The layout of the messages of all ranks: the numbers, then the values of the shard.
+    """The layout of the messages of all ranks: a head of numbers, then the values of the shard.
 
-    The layout is computed once for all buckets of one size, because their messages reuse the same
-    tensors.
+    The head counts the dropped values of each rank; with the last bucket, the report of the sender
+    comes before these counts. The layout is computed once for all buckets of one size, because
+    their messages reuse the same tensors.
     """
 
     def __init__(self, head: int, sizes: Sequence[int]) -> None:
@@ -194,6 +262,8 @@ class _Form:
         self.standing: dict[int, tuple[torch.Tensor, Callable[[], Explanation]]] = {}
         self.messages: Sequence[torch.Tensor] = ()
         self.heads: list[torch.Tensor] = []
+        self.arrays: list[NDArray[np.float64]] = []
+        """The heads in host memory, empty if they are on a device."""
         self.values: list[torch.Tensor] = []
 
     def explain(
@@ -209,8 +279,10 @@ class _Form:
             return
         self.messages = messages
         self.heads = [message[: self.head].view(torch.float64) for message in messages]
+        here = self.heads[0].device.type == "cpu"
+        self.arrays = [head.numpy() for head in self.heads] if here else []
         self.values = [message[self.head :].view(dtype) for message in messages]
 
     def numbers(self) -> NDArray[np.float64]:
-        """Return the numbers before the values, a row for each rank."""
-        return np.asarray(torch.stack(self.heads).cpu().numpy())
+        """Return the heads as a matrix, a row for each rank."""
+        return np.array(self.arrays or [head.cpu().numpy() for head in self.heads])

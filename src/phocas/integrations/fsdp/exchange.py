@@ -11,8 +11,19 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from phocas.detection.observer import Segment
 from phocas.integrations.wire import Wire, all_gather
 from phocas.sharding import shard_bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that FSDP2 reduces together, with their columns in the shard of this rank."""
+
+    name: str
+    number: int
+    segments: tuple[Segment, ...]
+    width: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

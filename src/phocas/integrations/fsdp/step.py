@@ -2,48 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from phocas.detection.observer import Segment, report_bytes, within
+from phocas.detection.observer import report_bytes, within
 from phocas.integrations.detection_state import DetectionState
-from phocas.integrations.fsdp.exchange import Arrived
+from phocas.integrations.fsdp.exchange import Arrived, Unit
+from phocas.integrations.fsdp.replay import ShardedReplay
 from phocas.integrations.wire import Wire, as_bytes, pack, read
 from phocas.rules import Explanation, ShardedAggregation
 from phocas.seeds import Stream, generator
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Parameters that FSDP2 reduces together, with their columns in the shard of this rank."""
+class Step:
+    """One training step of a model, over all of its meshes.
 
-    name: str
-    number: int
-    segments: tuple[Segment, ...]
-    width: int
+    A step begins when its first unit is reduced. It ends at the end of the backward pass: only the
+    autograd engine knows which unit is the last. Pipeline schedules reduce gradients after their
+    backward passes. Then a step ends when all units were reduced, or before one is reduced again.
+
+    Attributes:
+        aggregators: the aggregation on each mesh. All of them count every step, even if their mesh
+            has no gradients in it, so that the groups of a job have the same number of steps.
+        units: the numbers of all units with gradients.
+        react: reacts to the evidence of the step before.
+        averaged: torch's parameter groups that are averaged because of ``small_groups="average"``.
+        speaks: whether this rank warns for all ranks of the job.
+    """
+
+    def __init__(self, averaged: Sequence[Any] = (), *, speaks: bool = True) -> None:
+        self.aggregators: list[FSDPAggregator] = []
+        self.units: set[int] = set()
+        self.averaged, self.speaks = averaged, speaks
+        self.said_twice = self.said_partial = False
+        self.react: Callable[[], None] = lambda: None
+        self.reduced: set[int] = set()
+
+    def catch_up(self) -> None:
+        """Receive the reports of the last step."""
+        for each in self.aggregators:
+            each.catch_up()
+
+    def enter(self, unit: Unit) -> None:
+        """Begin the step if this unit is the first one."""
+        backward = in_backward()
+        if not backward and unit.number in self.reduced:
+            self.end()
+        if not self.reduced:
+            self.catch_up()
+            for each in self.aggregators:
+                each.state.compare_replicas()
+            self.react()
+            for each in self.aggregators:
+                each.begin()
+        self.reduced.add(unit.number)
+        if backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)  # noqa: SLF001
+
+    def leave(self) -> None:
+        """End the step if all units were reduced outside of a backward pass."""
+        if self.reduced >= self.units and not in_backward():
+            self.end()
+
+    def end(self) -> None:
+        """Send the reports of this rank, unless they have been sent."""
+        if self.reduced:
+            self.reduced.clear()
+            for each in self.aggregators:
+                each.end()
+                each.confirm()
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass, or what was queued for its end."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch's FSDP2 does
 
 
 class FSDPAggregator:
-    """Aggregation of the units of each step, and detection in the columns of this rank.
+    """Aggregation of the units of one mesh, and detection in the columns of this rank.
 
     Units are reduced one after the other in the backward pass, each when its gradients are ready.
     After the last unit, every rank sends its report to the others. This small exchange completes in
     the next step.
     """
 
-    def __init__(self, wire: Wire, state: DetectionState, *, shards: int, seed: int) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        state: DetectionState,
+        *,
+        shards: int,
+        seed: int,
+        together: Step | None = None,
+        replay: ShardedReplay | None = None,
+    ) -> None:
         self.wire, self.state, self.shards, self.seed = wire, state, shards, seed
-        self.rule = state.rule
+        self.together = together or Step()
+        self.together.aggregators.append(self)
+        self.rule, self.replay = state.rule, replay
         self.observer = state.observer(seed)
         self.aggregation = ShardedAggregation(self.rule, wire.m, whole_blocks=False)
         self.pending: _PendingReports | None = None
-        self.said_twice = self.said_partial = False
+        self.excluded: list[int] = []
         self._begin()
 
     @property
@@ -54,17 +119,16 @@ class FSDPAggregator:
     def _begin(self) -> None:
         self.dropped = np.zeros(self.wire.m)
         self.columns = 0
-        self.excluded: list[int] = []
+
+    def begin(self) -> None:
+        """Begin a step: exclude the ranks that are flagged by now, and exchange batch sizes."""
+        self.excluded = self.state.excluded()
+        if self.observer.awake and self.state.sizes.used is not False:
+            self.observer.sizes = self.state.sizes.exchange(self.wire)
 
     def reduce(self, unit: Unit, arrived: Arrived) -> Any:
         """Aggregate the rows of this rank's columns of a unit."""
-        if self.columns == 0:
-            self.catch_up()
-            self.state.react()
-            self.excluded = self.state.excluded()
-        # Only the autograd engine knows which unit is the last one.
-        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
-        engine.queue_callback(partial(self.end, self.step))
+        self.together.enter(unit)
         rows = arrived.rows
         whole = arrived.width == unit.width
         segments = within(unit.segments, *arrived.own) if whole else ()
@@ -91,17 +155,22 @@ class FSDPAggregator:
             aggregation.answer(read(rank, message) for rank, message in told)
         return aggregation.explain(host, arrived.start)
 
-    def end(self, step: int) -> None:
-        """Send this rank's report of the step, unless the report has been sent."""
-        if step != self.step:
-            return
-        self.observer.bet()
+    def end(self) -> None:
+        """Send this rank's report of the step."""
+        if self.columns:
+            self.observer.bet()
         dropped = as_bytes(torch.from_numpy(self.dropped))
         parts = [self.observer.report(), self.state.scale.report(), dropped]
         self.pending = _PendingReports.send(self.wire, parts, self.columns * self.shards)
         self.state.send()
         self.observer.end()
         self._begin()
+
+    def confirm(self) -> None:
+        """Replay the micro-batch of each rank that this step has flagged, if that is wanted."""
+        if self.replay is not None:
+            self.catch_up()
+            self.state.confirm(self.replay)
 
     def catch_up(self) -> None:
         """Receive the reports of the last step."""

@@ -1,0 +1,157 @@
+"""What launchers are told about flagged ranks: actions, exit codes and files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integrations.scenes import environment
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from phocas.detection.flags import Kind
+from phocas.integrations.reactions import Reactions
+from phocas.integrations.reports import ConfirmationReport, FlaggedRank
+from phocas.integrations.verdicts import (
+    ACTIONS,
+    VERDICTS,
+    action_of,
+    code_of,
+    job_verdict,
+    write_verdict,
+)
+
+
+def flagged(rank: int, kind: Kind = "wrong", verdict: str | None = None) -> FlaggedRank:
+    confirmation = None
+    if verdict is not None:
+        confirmation = ConfirmationReport(
+            verdict=verdict, by=0, parameters={"a.weight": 0.5}, reason=""
+        )
+    return FlaggedRank(
+        rank=rank,
+        onset=5,
+        dropped=0.5,
+        expected=0.1,
+        kind=kind,
+        host=f"node{rank}",
+        flagged=7,
+        confirmation=confirmation,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict", "action"),
+    [
+        ("wrong", "persistent", "cordon"),
+        ("differs", "persistent", "cordon"),
+        ("hardware", "transient", "restart"),
+        ("hardware", "data", "inspect"),
+        ("wrong", "weights", "restart"),
+        ("wrong", "not reproduced", "diagnose"),
+        ("differs", "not reproduced", "inspect"),
+        ("hardware", None, "diagnose"),
+        ("nonfinite", None, "diagnose"),
+        ("drifted", None, "restart"),
+        ("differs", None, "inspect"),
+    ],
+)
+def test_action_is_that_of_the_verdict_or_else_of_the_kind(
+    kind: Kind, verdict: str | None, action: str
+) -> None:
+    assert action_of(flagged(3, kind, verdict)) == action
+
+
+def test_verdict_has_the_most_urgent_rank_first() -> None:
+    found = job_verdict([flagged(1, "drifted"), flagged(3, "wrong", "persistent")], 77)
+    assert json.loads(json.dumps(found)) == found
+    assert (found["schema"], found["action"], found["exit_code"]) == (1, "cordon", 77)
+    assert [(one["rank"], one["host"]) for one in found["ranks"]] == [(3, "node3"), (1, "node1")]
+    assert found["ranks"][0]["parameters"] == ["a.weight"]
+    assert {one["action"] for one in found["ranks"]} <= set(ACTIONS)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        (77, 77),
+        (None, None),
+        ({"persistent": 78}, None),
+        ({"drifted": 79, "persistent": 78}, 79),
+        ({"transient": 80, "wrong": 81}, 80),  # the verdict counts first
+        ({"wrong": 81, "drifted": 79}, 81),
+    ],
+)
+def test_exit_code_is_that_of_a_verdict_or_kind(codes: Any, expected: int | None) -> None:
+    both = [flagged(3, "wrong", "transient"), flagged(4, "drifted")]
+    found = Reactions.of(None, None, codes).exit_code
+    assert code_of(both, found) == expected
+
+
+def test_codes_and_files_that_are_none_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"keys among persistent, transient, .*: got 'broken'"):
+        Reactions.of(None, None, {"broken": 77})
+    for code in (0, 256, {"persistent": 0}):
+        with pytest.raises(ValueError, match="exit_code must be 1 to 255: got"):
+            Reactions.of(None, None, code)
+    with pytest.raises(FileNotFoundError, match="verdict_file must be in a folder that exists"):
+        Reactions.of(None, None, None, verdict_file=tmp_path / "none" / "verdict.json")
+
+
+def test_verdict_fits_into_a_termination_message(tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    many = [flagged(rank, "wrong", VERDICTS[rank % 5]) for rank in range(200)]
+    write_verdict(path, job_verdict(many, None))
+    assert len(path.read_bytes()) <= 4096 + 1
+    found = json.loads(path.read_text())
+    assert found["action"] == "cordon"
+    assert found["ranks"][0]["rank"] == 0
+    assert len(found["ranks"]) >= 10
+
+
+def test_verdict_that_cannot_be_written_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_verdict(tmp_path, job_verdict([flagged(3)], None))
+    assert '"host": "node3"' in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys
+from tests.integrations.test_verdicts import flagged
+from phocas.integrations.reactions import Reactions
+
+codes = {"persistent": 77, "drifted": 78}
+reactions = Reactions.of(None, None, codes, verdict_file=sys.argv[1])
+act = lambda *ranks: reactions.react(0, range(8), ranks, [], dict, lambda: None)
+act(flagged(2, "wrong", "data"))
+print(open(sys.argv[1]).read())
+act(flagged(2, "wrong", "data"), flagged(3, "hardware", "persistent"))
+print("not reached")
+"""
+
+
+def test_torchrun_is_told_why_a_rank_exits(tmp_path: Path) -> None:
+    """A rank without a code does not end the job; torch's own classes read the error file."""
+    verdict, error = tmp_path / "verdict.json", tmp_path / "error.json"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(verdict)],
+        env={**environment(), "TORCHELASTIC_ERROR_FILE": str(error)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 77, done.stderr
+    assert json.loads(done.stdout)["exit_code"] is None
+    found = json.loads(verdict.read_text())
+    assert (found["action"], found["exit_code"]) == ("cordon", 77)
+    assert [one["host"] for one in found["ranks"]] == ["node3"]
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=77, error_file=str(error))
+    assert failure.timestamp > 0
+    shown = str(ChildFailedError("train.py", {0: failure}))
+    assert "rank 3 was flagged (persistent)" in shown
+    assert '"host": "node3"' in shown
+    assert json.loads(error.read_text())["message"]["extraInfo"]["phocas"] == found
