@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from phocas.experiments.results import Results, RunRecord
 from phocas.notebook import html_table
@@ -27,9 +28,13 @@ Frame = Literal["pandas", "polars", "rows"]
 _FRAMES: tuple[Frame, ...] = ("pandas", "polars")
 _SHOWN = ("run", "rule", "attack", "split", "seed", "status", "rounds_done", "final_accuracy")
 _MOST = 20  # runs that a notebook shows
-_EVALUATIONS = """
+_ROUNDS = """
+SELECT r.*, e.loss AS test_loss, e.top1 AS accuracy, e.top3, e.seconds AS evaluation_seconds
+FROM rounds r LEFT JOIN evaluations e USING (run, round)
+"""
+_BEFORE = """
 SELECT run, round, loss AS test_loss, top1 AS accuracy, top3, seconds AS evaluation_seconds
-FROM evaluations
+FROM evaluations WHERE round = 0
 """
 
 
@@ -96,19 +101,11 @@ class LoadedResults:
     def rounds(self) -> Any:
         """Return one row for each round of each run, with the evaluation after it, if any."""
         with self._reading() as results:
-            columns = _transposed(*results.query("SELECT * FROM rounds"))
-            names, evaluated = results.query(_EVALUATIONS)
-            numbers = zip(columns["run"], columns["round"], strict=True)
-            place = {at: i for i, at in enumerate(numbers)}
-            before = [row for row in evaluated if row[:2] not in place]  # the first round
-            place |= {row[:2]: len(place) + i for i, row in enumerate(before)}
-            for name, column in columns.items():
-                columns[name] = [*column, *[None] * len(before)]
-            for index, name in enumerate(names):
-                values = columns.setdefault(name, [None] * len(place))
-                for row in evaluated:
-                    values[place[row[:2]]] = row[index]
-            return as_frame(columns, self.frame)
+            names, rows = results.query(_ROUNDS)
+            known, before = results.query(_BEFORE)  # the first round
+            places = [known.index(name) if name in known else None for name in names]
+            rows += [tuple(None if at is None else row[at] for at in places) for row in before]
+            return as_frame(_transposed(names, rows), self.frame)
 
     @cached_property
     def workers(self) -> Any:
@@ -119,13 +116,20 @@ class LoadedResults:
         with self._reading() as results:
             names, rows = results.query("SELECT run, round, worker, share AS dropped FROM dropped")
             columns: dict[str, Sequence[Any]] = _transposed(names, rows)
-            pairs = list(zip(columns["run"], columns["worker"], strict=True))
-            flagged = {(each.id, worker) for each in self._records for worker in each.suspects}
-            known = {each.id: each.byzantine for each in self._records}
-            columns["byzantine"] = [
-                None if (who := known[run]) is None else worker in who for run, worker in pairs
-            ]
-            columns["flagged"] = [pair in flagged for pair in pairs]
+            run, worker = (np.array(columns[name], np.int64) for name in ("run", "worker"))
+            size = int(worker.max(initial=0)) + 1
+
+            def among(pairs: list[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+                return np.isin(run * size + worker, [each * size + who for each, who in pairs])
+
+            records = self._records
+            byzantine = among([(each.id, who) for each in records for who in each.byzantine or ()])
+            unknown = np.isin(run, [each.id for each in records if each.byzantine is None])
+            flags = byzantine.astype(object)
+            flags[unknown] = None
+            columns["byzantine"] = flags.tolist()
+            flagged = among([(each.id, who) for each in records for who in each.suspects])
+            columns["flagged"] = flagged.tolist()
             return as_frame(columns, self.frame)
 
     @cached_property
@@ -184,9 +188,7 @@ def as_frame(columns: Mapping[str, Sequence[Any]], frame: Frame) -> Any:
     """Return columns as a data frame of pandas or polars, or as a list of rows."""
     if frame == "rows":
         names = list(columns)
-        return [
-            dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)
-        ]
+        return [dict(zip(names, row)) for row in zip(*columns.values(), strict=True)]  # noqa: B905
     package = importlib.import_module(frame)
     arrays = {name: _array(column) for name, column in columns.items()}
     if frame == "pandas":

@@ -147,7 +147,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     rng = np.random.default_rng(11)
     killed = tmp_path / "killed.sqlite"
     # Lines come every fourth round, so the kill hits a round, a write or a checkpoint.
-    for round_ in sorted(4 * int(k) for k in rng.choice(np.arange(1, 10), 3, replace=False)):
+    for round_ in sorted(4 * int(k) for k in rng.choice(np.arange(1, 10), 2, replace=False)):
         child = start_and_await(
             round_, "train", "--config", toml, "--results", killed, cwd=tmp_path
         )

@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from phocas.cli import main
 from phocas.experiments.config import RunConfig, expand_grid
 from phocas.experiments.results import Results
 from phocas.experiments.sweep import Ended, Message, News, sweep
@@ -101,14 +104,18 @@ def test_stopped_sweep_continues_later(tmp_path: Path) -> None:
     assert records[1] is records[2] is None
 
 
-def test_killed_sweep_loses_no_results(tmp_path: Path) -> None:
+def test_killed_sweep_loses_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [f"{key} = {json.dumps(value)}" for key, value in COMMON.items() if key != "rounds"]
     lines += ["rounds = 100", "[grid]", *(f"{k} = {json.dumps(v)}" for k, v in GRID.items())]
     grid = tmp_path / "grid.toml"
     grid.write_text("\n".join(lines))
     code = "import sys; sys.argv[0] = 'phocas'; from phocas.cli import main; main()"
-    command = [sys.executable, "-c", code, "sweep", str(grid), "--processes", "2"]
-    child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    words = ["sweep", str(grid), "--processes", "2"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
     assert child.stderr is not None
     for line in child.stderr:
         if line.startswith("[2/8]"):
@@ -120,10 +127,13 @@ def test_killed_sweep_loses_no_results(tmp_path: Path) -> None:
         assert not any(record.status == "failed" for record in results.runs())
     assert len(done) >= 2
 
-    ended = subprocess.run(
-        [*command, "--json"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert [run["status"] for run in json.loads(ended.stdout)] == ["complete"] * 8
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["phocas", *words, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    assert [run["status"] for run in found] == ["complete"] * 8
     with Results(tmp_path / "phocas.sqlite") as results:
         after = {record.id: record for record in results.runs()}
     assert len(after) == 8  # interrupted runs continued under their own numbers

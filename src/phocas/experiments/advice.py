@@ -1,9 +1,9 @@
-"""Report what b and cutoff a recorded run would have needed; do not recommend a value.
+"""Report what b and cutoff a recorded run would have needed, and the measured rules for such runs.
 
 The counts are a lower bound on what was wrong. Attacks that stay within the honest distribution are
 not counted, and with a b that is too small nothing is guaranteed. A simulation knows how many
 workers its attack makes Byzantine, so no smaller b is reported as sufficient. The report shows what
-past rounds needed and what other choices cost. The choice is left to the reader.
+past rounds needed and what other choices cost. The choice of b is left to the reader.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 
 from phocas.attacks import ATTACKS, RowAttack
 from phocas.attacks.machine import OneWorker
+from phocas.data.splits import IID, Partition
 from phocas.detection.outlier_counts import GROSS, OutlierCount
+from phocas.detection.own_past import check_worker_data
 from phocas.experiments.locks import actual_status
+from phocas.experiments.recommendations import Recommendation, recommended
 from phocas.rules import RULES, Bounded, Heraclius, Monitor, Rule
 from phocas.specs import Foreign
 
@@ -31,6 +34,7 @@ class Seen:
     """Values beyond a cutoff, summarised over all rounds that were counted."""
 
     cutoff: float
+    """Number of deviations from the centre of the column beyond which values are counted."""
     most: int
     """Largest number of such values in one column."""
     rows: int
@@ -43,7 +47,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Cost:
-    """The bound Delta of a b and a cutoff against the observed values."""
+    """The error bound Delta of the rule with some b and cutoff, for the values of the run."""
 
     b: int
     cutoff: float | None
@@ -53,14 +57,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class Advice:
-    """How much of a rule's tolerance a run used."""
+    """The b that a run needed, compared with the tolerance of its rule."""
 
     record: RunRecord
+    """The run."""
     status: str
     """Status of the run, which may not have finished."""
     counted: int
     """Number of rounds in which values were counted."""
     seen: tuple[Seen, ...]
+    """Values beyond each of several cutoffs."""
     by_rows: bool
     """Whether the rule tolerates Byzantine rows only, so that workers are counted, not values.
     """
@@ -73,21 +79,24 @@ class Advice:
     byzantine: int | None
     """Number of workers that the simulated attack makes Byzantine; None if unknown."""
     unknown: str | None
-    """Why more than ``needed`` may have been used without being counted; None if it was not."""
+    """Why more values may have been wrong than ``needed`` says; None if there is no reason."""
     needed: int
     """Smallest b that would have sufficed for everything that is certain."""
     grounds: tuple[str, ...]
     """What requires ``needed``: distant values, flagged workers, or the simulated attack."""
     costs: tuple[Cost, ...]
+    """Error bounds of the rule with other values of b and of the cutoff."""
+    rules: tuple[Recommendation, ...]
+    """The rules that were measured for such data and momentum, with the b of this run."""
 
     @property
     def hopeless(self) -> bool:
-        """Return whether so much was wrong that no b of any rule suffices."""
+        """Return whether so much was wrong that no rule with any b suffices."""
         return 2 * self.needed >= int(self.record.config["workers"])
 
     @property
     def unused(self) -> range:
-        """Return the b beyond ``needed``; if ``unknown`` is set they may have been used."""
+        """Return the values of b above ``needed``; if ``unknown`` is set, the run may need them."""
         return range(self.needed + 1, (self.tolerated or 0) + 1)
 
 
@@ -113,24 +122,37 @@ def advise(results: Results, record: RunRecord) -> Advice:
     each = {
         f"{byzantine} Byzantine workers of the attack": byzantine or 0,
         f"the {what} beyond {GROSS:g} deviations": gross.rows if by_rows else gross.most,
-        "suspects": _proven(record),
+        "flagged workers": _proven(record),
     }
     needed = max(each.values())
+    tolerated = None if isinstance(rule, Foreign) else _most(rule.tolerates(m))
+    would = None if watched is None else _most(watched.tolerates(m))
     return Advice(
         record=record,
         status=actual_status(record, results.path),
         counted=len(counts) // len(seen),
         seen=seen,
         by_rows=by_rows,
-        tolerated=None if isinstance(rule, Foreign) else _most(rule.tolerates(m)),
+        tolerated=tolerated,
         watched=None if watched is None else str(watched),
-        would=None if watched is None else _most(watched.tolerates(m)),
+        would=would,
         byzantine=byzantine,
         unknown=_unknown(record, byzantine),
         needed=needed,
         grounds=tuple(name for name, most in each.items() if needed and most == needed),
         costs=() if isinstance(judged, Foreign) else _costs(judged, m, needed),
+        rules=_rules(record, max(1, needed, tolerated or 0, would or 0)),
     )
+
+
+def _rules(record: RunRecord, b: int) -> tuple[Recommendation, ...]:
+    """Return the recommended rules for the data and the momentum of a run, with this b."""
+    config = record.config
+    alike = config["split"] in (IID.name, Partition.name)
+    data = check_worker_data(config.get("worker_data") or ("alike" if alike else "differ"))
+    found = recommended(data, momentum=bool(config.get("worker_momentum")))
+    most = (int(config["workers"]) - 1) // 2
+    return tuple(replace(each, rule=each.rule_with(min(b, most))) for each in found)
 
 
 def _survives_rows_only(tolerance: Tolerance) -> bool:

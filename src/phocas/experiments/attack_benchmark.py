@@ -23,6 +23,7 @@ from phocas.experiments.config import ConfigError, RunConfig, key_of, make_confi
 from phocas.experiments.results import ENDED
 
 if TYPE_CHECKING:
+    from phocas.experiments.reproduction.outcomes import RunOutcome
     from phocas.experiments.results import RunRecord
 
 PLACEHOLDER = "{f}"
@@ -232,7 +233,7 @@ def _choices(
     return found
 
 
-def judge_cell(cell: Cell, records: Mapping[str, RunRecord]) -> CellResult | None:
+def judge_cell(cell: Cell, records: Mapping[str, RunRecord | RunOutcome]) -> CellResult | None:
     """Return the result of a cell, or None if one of its runs is not complete.
 
     Args:

@@ -296,7 +296,7 @@ def device_cases() -> list[BenchmarkCase]:
 
 
 def completed(function: Callable[[], object], device: str) -> Callable[[], object]:
-    """Return a function that also waits until the device has finished."""
+    """Return a function that calls ``function`` and waits until the device has finished."""
     import torch  # noqa: PLC0415
 
     if device == "cpu":
@@ -320,11 +320,13 @@ def in_turns(
     positive("bench", "seconds", seconds)
     baseline(), work()
     share = seconds / (2 * rounds)
-    turns = [(_best(baseline, share, clock), _best(work, share, clock)) for _ in range(rounds)]
+    turns = [
+        (best_time(baseline, share, clock), best_time(work, share, clock)) for _ in range(rounds)
+    ]
     return Turns(*zip(*turns, strict=True))
 
 
-def _best(function: Callable[[], object], seconds: float, clock: Clock) -> float:
+def best_time(function: Callable[[], object], seconds: float, clock: Clock) -> float:
     """Return the best time of a function that is called at least once, for ``seconds``."""
     best = float("inf")
     end = clock() + seconds
@@ -338,7 +340,7 @@ def _best(function: Callable[[], object], seconds: float, clock: Clock) -> float
 
 
 def read_bandwidth(megabytes: int = 512, device: str = "cpu") -> float:
-    """Return the bandwidth in GB/s at which ``torch.sum`` reads memory, best of several."""
+    """Return the bandwidth in GB/s at which ``torch.sum`` reads memory, the best of several."""
     import torch  # noqa: PLC0415
 
     block = torch.ones(megabytes << 18, dtype=torch.float32, device=device)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 
-TABLES = ("shares", "pictures", "evidence", "absurd", "layers")
-BY_ROUND = ("shares", "pictures")
+TABLES = ("shares", "pictures", "evidence", "absurd", "layers", "exclusions")
+BY_ROUND = ("shares", "pictures", "exclusions")
 MOST_ROUNDS = 2000
 """Largest number of rounds of a run with stored shares; a longer run stores every n-th round."""
 MOST_LINKS = 10_000
@@ -66,6 +66,12 @@ CREATE TABLE IF NOT EXISTS layers (       -- the parameters in the order of the 
     run INTEGER NOT NULL REFERENCES runs (id),
     place INTEGER NOT NULL, name TEXT NOT NULL, size INTEGER NOT NULL,
     PRIMARY KEY (run, place)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS exclusions (   -- rounds after which other clients are excluded
+    run INTEGER NOT NULL REFERENCES runs (id),
+    round INTEGER NOT NULL,
+    clients TEXT NOT NULL,                -- all that are excluded from then on
+    PRIMARY KEY (run, round)
 ) STRICT, WITHOUT ROWID
 """
 
@@ -75,11 +81,29 @@ class DroppedShares:
     """The dropped shares of the workers in the rounds that are stored."""
 
     rounds: npt.NDArray[np.int64]
+    """Numbers of the stored rounds."""
     workers: npt.NDArray[np.float16]
     """Dropped share of each worker, (rounds, m)."""
     server_round: int | None = None
     servers: Floats | None = None
-    """(s, m): the mean over the rounds in which it was computed, up to ``server_round``."""
+    """Mean share of each worker at each server, (s, m), over the rounds up to ``server_round``."""
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Rounds in which a client is excluded."""
+
+    client: int
+    """Number of the client."""
+    first: int
+    """The first of these rounds."""
+    last: int | None = None
+    """The last of these rounds; None if the client is still excluded."""
+
+    def __str__(self) -> str:
+        if self.last is None:
+            return f"{self.client} (from round {self.first})"
+        return f"{self.client} (rounds {self.first} to {self.last})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +111,13 @@ class RecordedPicture:
     """Some columns of the matrix of one round."""
 
     round: int
+    """Number of the round."""
     sample: Sample
+    """The sampled columns."""
     values: npt.NDArray[np.float32]
+    """The values, (m, columns)."""
     lost: npt.NDArray[np.uint8]
+    """The dropped share of each value, from 0 to 255."""
 
 
 def write(
@@ -128,6 +156,11 @@ def write(
             if done.picture is not None
         ],
     )
+    before = _rows(connection, "exclusions", "clients", run, "round")
+    last = before[-1][0] if before else "[]"
+    for done in rounds:
+        if last != (last := json.dumps(sorted(done.excluded))):
+            connection.execute("INSERT INTO exclusions VALUES (?, ?, ?)", (run, done.number, last))
     connection.executemany(
         "INSERT OR REPLACE INTO evidence VALUES (?, ?, ?, ?, ?, ?)",
         [
@@ -172,6 +205,18 @@ def read_evidence(connection: sqlite3.Connection, run: int) -> list[Evidence]:
     """Return the evidence against each worker of a run."""
     rows = _rows(connection, "evidence", "worker, odds, since, dropped, changed", run, "worker")
     return [Evidence(*row) for row in rows]
+
+
+def read_exclusions(connection: sqlite3.Connection, run: int) -> list[Exclusion]:
+    """Return the exclusions of clients in a run, in the order of their first rounds."""
+    found: list[Exclusion] = []
+    current: dict[int, int] = {}
+    for round_, text in _rows(connection, "exclusions", "round, clients", run, "round"):
+        now = set(json.loads(text))
+        found += [Exclusion(c, current.pop(c), round_) for c in sorted(current.keys() - now)]
+        current |= dict.fromkeys(sorted(now - current.keys()), round_ + 1)
+    found += [Exclusion(client, first) for client, first in current.items()]
+    return sorted(found, key=lambda each: (each.first, each.client))
 
 
 def read_absurd(connection: sqlite3.Connection, run: int) -> npt.NDArray[np.bool_] | None:

@@ -27,6 +27,7 @@ from pydantic import (
 
 from phocas.attacks import ATTACKS, parse_attack
 from phocas.data import DATASETS, SPLITS
+from phocas.detection.exclusion import EXCLUSIONS
 from phocas.engines.asynchronous.policies import read_policy
 from phocas.engines.asynchronous.policy import Policy
 from phocas.engines.asynchronous.speeds import SPEEDS
@@ -138,7 +139,7 @@ def _declared(key: str) -> Any:
 
 
 def _text_type(hint: Any) -> Any:
-    """Return what TOML writes for a value of this type: text, if the value has one."""
+    """Return the type of a setting in TOML: text for all values that can be given as text."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         parts = typing.get_args(hint)
         if str in parts:
@@ -163,6 +164,7 @@ _TEXTS: dict[str, Callable[[str], str]] = {
     "asynchronous": lambda text: str(read_policy(text)),
     "speeds": lambda text: str(SPEEDS.read(text)),
     "server_optimizer": lambda text: str(parse_server_optimizer(text)),
+    "exclude": lambda text: str(EXCLUSIONS.parse(text)),
 }
 
 
@@ -199,6 +201,8 @@ _LATER = {
     "worker_momentum_form",
     "trusted",
     "worker_data",
+    "augmentation",
+    "exclude",
 }
 
 
@@ -300,7 +304,7 @@ class RunConfig(_Declared):
 
     @model_validator(mode="after")
     def _possible(self, info: ValidationInfo) -> RunConfig:
-        """Check the settings together: those of the task and the engine are asked for conflicts."""
+        """Raise an error if the task or the engine finds settings that conflict."""
         say = _say(info)
         found: dict[str, str] = {}
         for key in sorted(self._foreign()):
@@ -396,7 +400,7 @@ def _say(info: ValidationInfo) -> Spelling:
 
 
 def check_setting(name: str) -> str:
-    """Return the key of a recorded setting, ``b`` or ``q``; raise and list the settings else."""
+    """Return the key of a recorded setting, ``b`` or ``q``; raise ValueError for other names."""
     key = key_of(name)
     if key not in (*RunConfig.model_fields, *RECORDED, "b", "q"):
         raise ValueError(unknown("setting", name, map(name_of, RunConfig.model_fields)))
@@ -434,7 +438,7 @@ def make_config(
 
 
 def _spell(written: Mapping[str, str], options: Collection[str] | None, name: str) -> str:
-    """Return a setting's name as the user wrote it, or as it would be written beside the others."""
+    """Return a setting's name as the user wrote or would write it: as an option, or as in TOML."""
     key = key_of(name)
     if options is None:
         return written.get(key, name_of(key))
@@ -460,10 +464,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 def expand_grid(values: Mapping[str, Any], source: str) -> list[RunConfig]:
     """Return the runs of a sweep: every combination of the lists in ``grid``.
 
-    Keys outside ``grid`` are common to all runs. Each of several ``[[grid]]`` tables counts alone.
-    ``{q}`` in a text is the value of the key ``q`` of the grid, which need not be a setting. A
-    value ``"q"``, ``"q+2"`` or ``"2*q"`` is computed from another key, so that both change
-    together.
+    Keys outside ``grid`` are common to all runs. Of several ``[[grid]]`` tables, each is expanded
+    on its own. ``{q}`` in a text is the value of the key ``q`` of the grid, which need not be a
+    setting. A value ``"q"``, ``"q+2"`` or ``"2*q"`` is computed from another key, so that both
+    change together.
 
     >>> grid = {"dataset": "synthetic", "grid": {"rule": ["mean", "phocas:b=3"], "seed": [0, 1, 2]}}
     >>> len(expand_grid(grid, "grid.toml"))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from phocas.experiments import blame
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from phocas.detection import Evidence
-    from phocas.experiments.config import RunConfig
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
 
@@ -157,6 +156,16 @@ _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 class ResultsError(ValueError):
     """A results file that cannot be read or written; the message names it."""
+
+
+class Described(Protocol):
+    """The settings of a run: a :class:`RunConfig`, or those of a user's own trainer."""
+
+    def identity(self) -> str:
+        """Return a digest of what the result depends on."""
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings for the file."""
 
 
 @dataclass(frozen=True)
@@ -339,7 +348,7 @@ class Results:
 
     def begin(
         self,
-        config: RunConfig,
+        config: Described,
         versions: Mapping[str, str],
         host: Mapping[str, Any],
         origin: str | None = None,
@@ -356,7 +365,8 @@ class Results:
             layers: names and sizes of its parameters.
             byzantine: the Byzantine workers, if known.
         """
-        now = _now()
+        now, settings = _now(), config.recorded()
+        columns = ("name", "dataset", "model", "rule", "attack", "seed", "rounds")
         with self.transaction():
             cursor = self._connection.execute(
                 "INSERT INTO runs (identity, name, dataset, model, rule, attack, seed, rounds,"
@@ -364,14 +374,8 @@ class Results:
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'running')",
                 (
                     config.identity(),
-                    config.name,
-                    config.dataset,
-                    config.model,
-                    config.rule,
-                    config.attack,
-                    config.seed,
-                    config.rounds,
-                    json.dumps(config.recorded()),
+                    *(settings[column] for column in columns),
+                    json.dumps(settings),
                     json.dumps(versions),
                     json.dumps(host),
                     now,
@@ -399,8 +403,24 @@ class Results:
                 (max(0, rounds_done), _now(), run),
             )
 
+    def extend(self, run: int, config: Described, rounds_done: int) -> None:
+        """Give a run other settings, such as more rounds, after which it continues."""
+        settings = config.recorded()
+        with self.transaction():
+            self._connection.execute(
+                "UPDATE runs SET identity = ?, name = ?, rounds = ?, config = ? WHERE id = ?",
+                (
+                    config.identity(),
+                    settings["name"],
+                    settings["rounds"],
+                    json.dumps(settings),
+                    run,
+                ),
+            )
+        self.rewind(run, rounds_done or -1)
+
     def copy(self, origin: int, run: int, rounds_done: int, evaluate_every: int) -> None:
-        """Copy the first rounds of another run, without what only its last round added."""
+        """Copy the first rounds of another run, without values that are stored at its end only."""
         regular = "round <= ?3 AND round % ?4 = 0"
         copied = ", ".join(
             f"iif(round % ?4 = 0, {column}, NULL)" if column == "honest_distance" else column
@@ -570,11 +590,14 @@ class Results:
                 (status, message, _now(), run),
             )
 
-    def run(self, run: int) -> RunRecord:
-        """Return one run; raise ValueError if it does not exist."""
-        rows = self._connection.execute("SELECT * FROM runs WHERE id = ?", (run,)).fetchall()
+    def run(self, run: int | None) -> RunRecord:
+        """Return one run, or the last one for None; raise ValueError if it does not exist."""
+        rows = self._connection.execute(
+            "SELECT * FROM runs WHERE ? IS NULL OR id = ? ORDER BY id DESC LIMIT 1", (run, run)
+        ).fetchall()
         if not rows:
-            raise ValueError(f"there is no run {run} in {self.path}")
+            number = "" if run is None else f" {run}"
+            raise ValueError(f"there is no run{number} in {self.path}")
         return self._record(rows[0])
 
     def runs(self, identity: str | None = None) -> list[RunRecord]:
@@ -636,6 +659,10 @@ class Results:
     def evidence(self, run: int) -> list[Evidence]:
         """Return the evidence against each worker of a run."""
         return blame.read_evidence(self._connection, run)
+
+    def exclusions(self, run: int) -> list[blame.Exclusion]:
+        """Return the rounds in which clients of a run are excluded."""
+        return blame.read_exclusions(self._connection, run)
 
     def absurd(self, run: int) -> npt.NDArray[np.bool_] | None:
         """Return which workers sent absurd values to which servers of a run, (s, m)."""

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import platform
-import socket
 import time
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from phocas.data import load
-from phocas.detection.participation import ParticipationShares
 from phocas.engines import EngineError
 from phocas.experiments.blame import MOST_PICTURES, picture_sample
 from phocas.experiments.locks import checkpoint_path, claim, previous_path, state_path
+from phocas.experiments.recording import Recorder
 from phocas.experiments.results import ENDED, Results, RunRecord, Status
 from phocas.experiments.trackers import TrackedRun, Tracking
 from phocas.files import check_writable
-from phocas.machine import available_cores
 from phocas.provenance import describe_error
 from phocas.training.checkpoints import (
     DamagedCheckpointError,
@@ -42,8 +38,6 @@ if TYPE_CHECKING:
     from phocas.experiments.config import RunConfig
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round
-
-FLUSH_SECONDS = 0.5
 
 
 def build_trainer(config: RunConfig, data: Dataset | None = None) -> Trainer:
@@ -188,15 +182,15 @@ class _Run:
         self.trainer = trainer
         self.watch = watch
         self.notify = notify
-        self.id = 0
+        self.recorder = Recorder(results, trainer, config.evaluate_every)
         self._path = checkpoint_path(config.results, config.identity())
         self._before = previous_path(config.results, config.identity())
-        self._rounds: list[Round] = []
-        self._evaluations: list[tuple[int, Metrics]] = []
-        self._dropped: list[tuple[int, list[float]]] = []
-        # Since the last evaluation:
-        self._window = ParticipationShares(config.clients or config.workers)
-        self._flushed = self._saved = time.monotonic()
+        self._saved = time.monotonic()
+
+    @property
+    def id(self) -> int:
+        """Return the number of the run in the results file."""
+        return self.recorder.run
 
     def begin_beside(self, earlier: RunRecord | None) -> None:
         """Start at round 0, and keep the state of an earlier attempt that has not finished."""
@@ -207,7 +201,7 @@ class _Run:
 
     def resume(self, earlier: RunRecord) -> None:
         """Continue an earlier attempt from its newest intact checkpoint."""
-        self.id = earlier.id
+        self.recorder.run = earlier.id
         existing = [path for path in (self._path, self._before) if path.exists()]
         problems: list[str] = []
         for path in existing:
@@ -228,7 +222,7 @@ class _Run:
             )
         self.notify(f"run {self.id} has no checkpoint: it starts again at round 0")
         self.results.rewind(self.id, -1)
-        self._evaluations.append((0, self.trainer.evaluate()))
+        self.recorder.evaluations.append((0, self.trainer.evaluate()))
 
     def extend(self, known: Sequence[RunRecord], warn: Callable[[str], None]) -> None:
         """Start from the longest run that differs only in having fewer rounds.
@@ -256,21 +250,8 @@ class _Run:
         self.discard()
         if origin is None:
             with _explain_shape_errors(self.config):
-                self._evaluations.append((0, self.trainer.evaluate()))
-        layers = self.trainer.server.parameters.layers
-        self.id = self.results.begin(
-            self.config, versions(), host(), origin, layers, self._byzantine()
-        )
-
-    def _byzantine(self) -> tuple[int, ...] | None:
-        """Return the Byzantine workers that the attack chooses.
-
-        Return None if the engine or the speeds of workers also determine which are Byzantine.
-        """
-        if self.config.engine != "local" or self.config.speeds is not None:
-            return None
-        attack = self.trainer.task.attack
-        return () if attack is None else attack.byzantine()
+                self.recorder.evaluations.append((0, self.trainer.evaluate()))
+        self.recorder.begin(self.config, origin)
 
     def track(self) -> None:
         """Send trackers the run's settings and the evaluation before its first round."""
@@ -278,12 +259,12 @@ class _Run:
         settings = config.recorded()
         run = TrackedRun(self.id, config.identity(), config.title(), settings, done)
         self.tracking.start(run)
-        for number, evaluation in self._evaluations:
+        for number, evaluation in self.recorder.evaluations:
             self.tracking.evaluated(number, evaluation)
 
     def _load(self, path: Path, identity: str) -> None:
         extra = load_checkpoint(path, self.trainer, identity)
-        np.copyto(self._window.sums, extra["window"].numpy())
+        np.copyto(self.recorder.window.sums, extra["window"].numpy())
 
     def loop(self, should_stop: Callable[[], bool]) -> tuple[Status, str | None]:
         """Execute the remaining rounds."""
@@ -292,20 +273,19 @@ class _Run:
             number = self.trainer.rounds_done + 1
             due = number % config.evaluate_every == 0 or number == config.rounds
             done = self.trainer.step(detailed=due, picture=self._picture(number))
-            self._window.update(done.participants, done.dropped)
             evaluation = self.trainer.evaluate() if due or done.action == "stopped" else None
-            self._keep(done, evaluation)
+            self.recorder.keep(done, evaluation)
             if self.watch is not None:
                 self.watch(config, done, evaluation)
             self.tracking.log(done, evaluation)
             if done.action == "stopped":
-                self._flush()
+                self.recorder.flush()
                 return "stopped", f"the aggregate of round {done.number} was not finite"
             if self._checkpoint_is_due():
                 self._checkpoint()
             if should_stop() and self.trainer.rounds_done < config.rounds:
                 return self._interrupt()
-        self._flush()
+        self.recorder.flush()
         return "complete", None
 
     def _picture(self, number: int) -> Sample | None:
@@ -318,30 +298,6 @@ class _Run:
         self._checkpoint()
         return "interrupted", f"interrupted after round {self.trainer.rounds_done}"
 
-    def _keep(self, done: Round, evaluation: Metrics | None) -> None:
-        self._rounds.append(done)
-        if evaluation is not None:
-            self._evaluations.append((done.number, evaluation))
-            self._dropped.append((done.number, self._window.means().tolist()))
-            if done.number % self.config.evaluate_every == 0:
-                # Not at an end between two evaluations: a longer run continues from there.
-                self._window.clear()
-        if time.monotonic() - self._flushed >= FLUSH_SECONDS:
-            self._flush()
-
-    def _flush(self) -> None:
-        self.results.record(
-            self.id,
-            self._rounds,
-            self._evaluations,
-            self._dropped,
-            self.trainer.detector.evidence() if self.trainer.cluster.same_rows else (),
-            self.trainer.detector.absurd,
-        )
-        for buffer in (self._rounds, self._evaluations, self._dropped):
-            buffer.clear()
-        self._flushed = time.monotonic()
-
     def _checkpoint_is_due(self) -> bool:
         every = self.config.checkpoint_rounds
         if every is not None and self.trainer.rounds_done % every == 0:
@@ -350,7 +306,7 @@ class _Run:
 
     def _checkpoint(self) -> None:
         """Write results, then the checkpoint: results may be ahead of it, never behind."""
-        self._flush()
+        self.recorder.flush()
         self._save(self._path, keep=self._before)
         self._saved = time.monotonic()
 
@@ -368,7 +324,7 @@ class _Run:
             self._save(state_path(self.config.results, self.id))
 
     def _save(self, path: Path, keep: Path | None = None) -> None:
-        window = {"window": torch.from_numpy(self._window.sums)}
+        window = {"window": torch.from_numpy(self.recorder.window.sums)}
         save_checkpoint(path, self.trainer, self.config.identity(), window, keep=keep)
 
     def discard(self) -> None:
@@ -406,24 +362,3 @@ def _origins(config: RunConfig, known: Sequence[RunRecord]) -> list[tuple[RunRec
         if path.exists():
             found.append((record, path))
     return sorted(found, key=lambda pair: -pair[0].rounds_done)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of packages that a result may depend on."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("phocas", "numpy", "llvmlite"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def host() -> dict[str, Any]:
-    """Return a description of this machine."""
-    return {
-        "name": socket.gethostname(),
-        "system": platform.platform(),
-        "processor": platform.machine(),
-        "cores": available_cores(),
-    }

@@ -48,9 +48,13 @@ class News:
     index: int
     """Index of the configuration."""
     round: int
+    """Number of the last round."""
     loss: float
+    """Training loss of that round."""
     accuracy: float | None
+    """Accuracy of the last evaluation, if there was one."""
     suspects: tuple[int, ...]
+    """Flagged workers."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class MLflow:
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     }
-    """Default environment of MLflow, whose own defaults retry for minutes while the run waits."""
+    """Environment variables for MLflow, unless set: by its own defaults it retries for minutes."""
     _STATES: Mapping[str, str] = {"complete": "FINISHED", "interrupted": "KILLED"}
 
     def __init__(self, address: str = "") -> None:
@@ -249,7 +249,7 @@ class Tracking:
         self._all(lambda tracker: tracker.start(run))
 
     def evaluated(self, number: int, evaluation: Metrics, *, test: bool = False) -> None:
-        """Log an evaluation beside those of rounds; ``test``: of the test samples in any case."""
+        """Log an evaluation; ``test``: it is of the test samples, not of the validation samples."""
         self._log(number, _evaluation(evaluation, "test" if test else self._judged))
 
     def log(self, done: Round, evaluation: Metrics | None) -> None:

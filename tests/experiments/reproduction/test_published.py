@@ -125,7 +125,6 @@ def test_command_reports_theirs_beside_ours_and_resumes(
         return output.out
 
     assert "6 runs, 1 of each" in run("--repeats", "1", "--dry-run")
-    assert "not run: 6" in run("--report-only")
     told = run("--repeats", "1", "--processes", "1")
     assert "not run: 3" in told
     text = Path("phocas-mine-paper/verdicts.md").read_text()
@@ -133,7 +132,11 @@ def test_command_reports_theirs_beside_ours_and_resumes(
     assert "- Not run: a rule is missing." in text
     assert "- mean, f = 1: other initial weights" in text
     assert Path("phocas-mine-paper/first.png").exists()
-    assert run("--repeats", "1", "--report-only") == told
+    assert run("--repeats", "1", "--judge") == told
+    Path("phocas-mine-paper/results.sqlite").unlink()
+    curves = "phocas-mine-paper/curves.json.xz"
+    assert run("--repeats", "1", "--judge").splitlines()[:-1] == told.splitlines()[:-1]
+    assert f"from {curves}" in run("--repeats", "1", "--judge", "--results", curves)
 
 
 @pytest.mark.parametrize(

@@ -70,17 +70,6 @@ def command(study: Path, *words: str) -> list[str]:
     return [sys.executable, "-c", CODE, "reproduce", str(study), *words]
 
 
-def reproduce(study: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(study, *words),
-        cwd=study.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "80"},
-    )
-
-
 def results_of(study: Path) -> StudyResults:
     return StudyResults(study.parent / "phocas-small-paper" / "results.jsonl")
 
@@ -183,19 +172,30 @@ def test_total_loss_is_that_of_a_token_drawn_by_frequency(tmp_path: Path) -> Non
     assert list(found.bins) == [(0, 32), (32, 64)]
 
 
-def test_command_prints_draws_and_resumes_to_the_same_numbers(tmp_path: Path) -> None:
+def test_command_prints_draws_and_resumes_to_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     study = study_file(tmp_path)
-    part = reproduce(study, "--figure", "first", "--processes", "1")
-    assert part.returncode == 0, part.stderr
-    assert "few tokens" in part.stdout
-    assert "SGD" not in part.stdout
-    *tables, where = part.stdout.splitlines()
+
+    def reproduce(*words: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["phocas", "reproduce", str(study), *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output, errors = capsys.readouterr()
+        assert not ended.value.code, errors
+        return output, errors
+
+    printed, _ = reproduce("--figure", "first", "--processes", "1")
+    assert "few tokens" in printed
+    assert "SGD" not in printed
+    *tables, where = printed.splitlines()
     assert max(map(len, tables)) <= 80
     assert where.startswith("figures and results.md in ")
     first = results_of(study).found
-    rest = reproduce(study, "--processes", "2")
-    assert rest.returncode == 0, rest.stderr
-    assert f"{len(first)} of 7 runs are complete already" in rest.stderr
+    _, told = reproduce("--processes", "2")
+    assert f"{len(first)} of 7 runs are complete already" in told
     resumed = results_of(study)
     assert len(resumed.found) == 7
     for setting, losses in resumed.found.items():

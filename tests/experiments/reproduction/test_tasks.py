@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
+from phocas.cli import main
 from phocas.experiments.config import ConfigError
-from phocas.experiments.reproduction.outcomes import collect
-from phocas.experiments.reproduction.tasks import plan, tasks
+from phocas.experiments.reproduction.outcomes import collect, read_outcomes
+from phocas.experiments.reproduction.tasks import byzantine_workers, plan, tasks
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
 
@@ -26,8 +28,6 @@ batch_size = 4
 evaluate_every = 10
 on_nonfinite = "apply"
 """
-CODE = "import sys; sys.argv[0] = 'phocas'; from phocas.cli import main; main()"
-
 
 OWN_FIGURE = """
 title = "Two rules"
@@ -48,27 +48,33 @@ def task_file(
 
 
 def command(task: Path, *words: str) -> list[str]:
-    return [
-        sys.executable,
-        "-c",
-        CODE,
-        "reproduce",
-        str(task),
-        "--repeats",
-        "2",
-        *([] if "--report-only" in words else ["--processes", "1"]),
-        *words,
-    ]
+    processes = [] if "--judge" in words else ["--processes", "1"]
+    return ["phocas", "reproduce", str(task), "--repeats", "2", *processes, *words]
 
 
-def reproduce(task: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(task, *words), cwd=task.parent, capture_output=True, text=True, check=False
-    )
+class Reproduce(Protocol):
+    def __call__(self, task: Path, *words: str) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Reproduce:
+    """Run a command in this process, in the folder of its task."""
+
+    def run(task: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(task.parent)
+        monkeypatch.setattr(sys, "argv", command(task, *words))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        status = ended.value.code or 0
+        assert isinstance(status, int)
+        return subprocess.CompletedProcess(sys.argv, status, *capsys.readouterr())
+
+    return run
 
 
 def test_settings_are_those_of_the_papers_table_1() -> None:
-    own = ["choosing", "choosing-cifar10", "cifar10", "heraclius", "mnist", "rare"]
+    choosing = ["choosing", "choosing-cifar10", "choosing-momentum"]
+    own = [*choosing, "cifar10", "complexity", "heraclius", "mnist", "rare"]
     assert tasks() == ["bucketing", "byzfl", *own]
     expected = {
         "mnist": ("mnist", "mlp", 0.1, 500, 32, "top1"),
@@ -131,7 +137,7 @@ def test_task_like_another_overrides_its_keys() -> None:
             same = {"rule": theirs.cases[-1].config.rule, "name": theirs.cases[-1].config.name}
             assert case.config.model_copy(update=same) == theirs.cases[-1].config
             byzantine = 6 if figure.name in ("gaussian", "omniscient") else 0
-            assert case.byzantine == range(byzantine)
+            assert byzantine_workers(case.config) == range(byzantine)
 
 
 def test_task_rules_do_not_replace_those_of_a_figure_over_b(tmp_path: Path) -> None:
@@ -145,7 +151,7 @@ def test_resampled_byzantine_workers_are_not_fixed_workers(tmp_path: Path) -> No
     own = OWN_FIGURE.replace("gaussian:q=6", "gaussian:q=6,who=resampled")
     task = task_file(tmp_path, figure="own")
     (tmp_path / "own.toml").write_text(own)
-    assert {len(case.byzantine) for case in plan(str(task)).figures[0].cases} == {0}
+    assert {len(byzantine_workers(case.config)) for case in plan(str(task)).figures[0].cases} == {0}
 
 
 def test_repeats_differ_in_seed_and_first_repeats_come_first() -> None:
@@ -203,7 +209,7 @@ def test_invalid_task_is_rejected_with_its_keys(tmp_path: Path) -> None:
         plan(str(path))
 
 
-def test_task_runs_from_file_to_figures_and_claims(tmp_path: Path) -> None:
+def test_task_runs_from_file_to_figures_and_claims(tmp_path: Path, reproduce: Reproduce) -> None:
     task = task_file(tmp_path)
     ended = reproduce(task)
     assert ended.returncode == 0, ended.stderr
@@ -219,7 +225,8 @@ def test_task_runs_from_file_to_figures_and_claims(tmp_path: Path) -> None:
 
     with Results(folder / "results.sqlite") as results:
         before = results.runs()
-    outcomes = collect(plan(str(task), repeats=2), folder / "results.sqlite")
+    planned = plan(str(task), repeats=2)
+    outcomes = collect(planned, read_outcomes(folder / "results.sqlite", planned.runs()))
     phocas = outcomes.get("gaussian", "Phocas")
     by_seed = {record.seed: record for record in before if record.rule == "phocas:b=6"}
     assert phocas.seeds == (0, 1)
@@ -227,7 +234,6 @@ def test_task_runs_from_file_to_figures_and_claims(tmp_path: Path) -> None:
     assert phocas.best.tolist() == [by_seed[seed].best_accuracy for seed in (0, 1)]
     assert phocas.rounds == (0, 10, 20)
     # With b = 6, exactly the six Byzantine workers are dropped.
-    assert phocas.dropped.shape == (2, 20)
     assert phocas.dropped_of_byzantine.tolist() == pytest.approx([1.0, 1.0], abs=0.01)
     assert phocas.dropped_of_honest.tolist() == pytest.approx([0.0, 0.0], abs=0.01)
 
@@ -239,7 +245,9 @@ def test_task_runs_from_file_to_figures_and_claims(tmp_path: Path) -> None:
     assert (folder / "claims.md").read_text() == text
 
 
-def test_failed_repeat_is_reported_and_omitted_from_the_figure(tmp_path: Path) -> None:
+def test_failed_repeat_is_reported_and_omitted_from_the_figure(
+    tmp_path: Path, reproduce: Reproduce
+) -> None:
     (tmp_path / "deadly.py").write_text(
         """
 import os, signal
@@ -276,22 +284,23 @@ else:
 """
 
 
-def test_signal_to_the_group_while_a_process_starts_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_signal_to_the_group_while_a_process_starts_loses_nothing(
+    tmp_path: Path, reproduce: Reproduce, name: str
+) -> None:
     task = task_file(tmp_path, figure="own")
-    executable, _, _, *words = command(task)
-    for name in ("SIGTERM", "SIGINT"):
-        (tmp_path / "program.py").write_text(TOLD_EARLY.format(signal=name))
-        ended = subprocess.run(
-            [executable, "program.py", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            start_new_session=True,
-        )
-        assert ended.returncode == 130, ended.stderr
-        assert "the same command resumes" in ended.stderr
-        assert "failed" not in ended.stderr
+    (tmp_path / "program.py").write_text(TOLD_EARLY.format(signal=name))
+    ended = subprocess.run(
+        [sys.executable, "program.py", *command(task)[1:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+    )
+    assert ended.returncode == 130, ended.stderr
+    assert "the same command resumes" in ended.stderr
+    assert "failed" not in ended.stderr
     assert not (tmp_path / "phocas-tiny-paper" / "claims.md").exists()
     ended = reproduce(task)
     assert ended.returncode == 0, ended.stderr
@@ -301,7 +310,7 @@ def test_signal_to_the_group_while_a_process_starts_loses_nothing(tmp_path: Path
     assert len({record.identity for record in records}) == 4
 
 
-def test_dry_run_lists_the_runs(tmp_path: Path) -> None:
+def test_dry_run_lists_the_runs(tmp_path: Path, reproduce: Reproduce) -> None:
     ended = reproduce(task_file(tmp_path), "--dry-run")
     lines = ended.stdout.splitlines()
     assert lines[0] == "gaussian: Mean without Byzantine"
@@ -310,12 +319,11 @@ def test_dry_run_lists_the_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "phocas-tiny-paper").exists()
 
 
-def test_missing_results_are_reported_in_one_line(tmp_path: Path) -> None:
-    ended = reproduce(task_file(tmp_path), "--report-only")
+def test_missing_results_are_reported_in_one_line(tmp_path: Path, reproduce: Reproduce) -> None:
+    ended = reproduce(task_file(tmp_path), "--judge")
     assert ended.returncode == 2
-    assert ended.stderr.strip().endswith(
-        "there is no results file phocas-tiny-paper/results.sqlite"
-    )
+    assert ended.stderr.startswith("phocas: there is nothing to judge: phocas-tiny-paper has no")
+    assert len(ended.stderr.splitlines()) == 1
 
 
 def test_curve_of_a_stopped_run_is_extended(tmp_path: Path) -> None:
@@ -329,7 +337,9 @@ def test_curve_of_a_stopped_run_is_extended(tmp_path: Path) -> None:
     )
     assert execute(lost.config).status == "stopped"
     assert execute(kept.config).status == "complete"
-    outcomes = collect(reproduction, tmp_path / "results.sqlite")
+    outcomes = collect(
+        reproduction, read_outcomes(tmp_path / "results.sqlite", reproduction.runs())
+    )
     stopped, complete = outcomes.get("omniscient", "Mean"), outcomes.get("omniscient", "Phocas")
     assert stopped.rounds == complete.rounds == (0, 10, 20)
     assert stopped.accuracy.shape == complete.accuracy.shape == (1, 3)

@@ -6,11 +6,16 @@ before the first repeat was examined: "like" is within one point of accuracy; "s
 "Slower" compares the accuracy averaged over the rounds; levels compare the accuracy at the end.
 Differences are computed repeat by repeat: a repeat has the same initial weights and the same
 batches under every rule.
+
+Where a claim says that one rule is ahead of another, and both are equal, no number of repeats would
+decide it. Differences of up to 0.2 points count as none there. This margin was set after the runs
+on MNIST and before any run on CIFAR-10 at the medium scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -19,13 +24,14 @@ from phocas.experiments.reproduction.outcomes import Outcomes
 from phocas.experiments.reproduction.verdicts import Check, Interval, contrast, difference, interval
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 Predicate = Callable[[Outcomes], list[Check]]
 
 LIKE = 0.01
 SMALL = 0.02
 BAD = 0.10
+EQUAL = 0.002
 _WORDS = {"final": "at the end", "average": "over the rounds", "best": "best"}
 
 
@@ -37,7 +43,8 @@ def against_baseline(
     def checks(outcomes: Outcomes) -> list[Check]:
         found = difference(outcomes.get(figure, label), outcomes.baseline(figure), quantity)
         what = f"{label} - Mean without failures, {_WORDS[quantity]} ({figure})"
-        return [Check(what, interval(found), low, high)]
+        equal = EQUAL if 0.0 in (low, high) else 0.0
+        return [Check(what, interval(found), low, high, equal=equal)]
 
     return checks
 
@@ -59,7 +66,8 @@ def against(
     def checks(outcomes: Outcomes) -> list[Check]:
         found = difference(outcomes.get(figure, first), outcomes.get(figure, second), quantity)
         what = f"{first} - {second}, {_WORDS[quantity]} ({figure})"
-        return [Check(what, interval(found), low, high)]
+        equal = EQUAL if 0.0 in (low, high) else 0.0
+        return [Check(what, interval(found), low, high, equal=equal)]
 
     return checks
 
@@ -81,8 +89,19 @@ def survives(figure: str, label: str) -> Predicate:
 
 
 def fails(figure: str, label: str) -> Predicate:
-    """Check that a rule ends ten points or more below the mean without failures."""
-    return against_baseline(figure, label, high=-BAD)
+    """Check that a rule ends ten points or more below the mean without failures, on average.
+
+    The number of repeats that survive nevertheless is part of the text.
+    """
+
+    def checks(outcomes: Outcomes) -> list[Check]:
+        (check,) = against_baseline(figure, label, high=-BAD)(outcomes)
+        final = outcomes.get(figure, label).final
+        alive = int((final > outcomes.baseline(figure).final.mean() - BAD).sum())
+        survivors = f"; {alive} of {len(final)} repeats survive" if alive else ""
+        return [replace(check, what=check.what + survivors)]
+
+    return checks
 
 
 def reaches(figure: str, label: str, least: float) -> Predicate:
@@ -110,13 +129,14 @@ def gap_narrows(label: str) -> Predicate:
             parts.append((sign, outcomes.get("batch-size", "Mean", batch_size=size)))
             parts.append((-sign, outcomes.get("batch-size", label, batch_size=size)))
         what = f"gap of {label} to Mean at batch {sizes[0]} less that at {sizes[-1]}"
-        return [Check(what, interval(contrast(parts, "average")), at_least=0.0)]
+        found = interval(contrast(parts, "average"))
+        return [Check(what, found, at_least=0.0, equal=EQUAL)]
 
     return checks
 
 
 def whatever_q(label: str) -> Predicate:
-    """Check that a rule fails under bit-flip for every q it was given."""
+    """Check that a rule fails under bit-flip, whatever q the rule is given."""
 
     def checks(outcomes: Outcomes) -> list[Check]:
         found = outcomes.series("krum-q", label)
@@ -219,26 +239,43 @@ def cheaper(first: str, second: str) -> Predicate:
     return checks
 
 
-def best_of(figure: str) -> Predicate:
+def best_of(outcomes: Outcomes, figure: str) -> Check:
     """Check that Phocas ends at most one point below the best of the other rules."""
+    phocas = outcomes.get(figure, "Phocas")
+    others = ["Krum", "Multi-Krum", "Trmean", *(["Mean"] if figure != "none" else [])]
+    best = max(
+        (outcomes.get(figure, label) for label in others), key=lambda case: case.final.mean()
+    )
+    what = f"{figure}: Phocas - {best.case.label}, the best other"
+    return Check(what, interval(difference(phocas, best, "final")), at_least=-LIKE)
+
+
+def best_in_almost_all(figures: Sequence[str]) -> Predicate:
+    """Check that Phocas is the best rule, or within a point of it, in all experiments but one.
+
+    The interval begins with the number of experiments in which this holds, and ends with the number
+    in which it holds or is not decided.
+    """
 
     def checks(outcomes: Outcomes) -> list[Check]:
-        phocas = outcomes.get(figure, "Phocas")
-        others = ["Krum", "Multi-Krum", "Trmean", *(["Mean"] if figure != "none" else [])]
-        best = max(
-            (outcomes.get(figure, label) for label in others), key=lambda case: case.final.mean()
-        )
-        what = f"Phocas - {best.case.label}, the best other, at the end ({figure})"
-        return [Check(what, interval(difference(phocas, best, "final")), at_least=-LIKE)]
+        each = [best_of(outcomes, figure) for figure in figures]
+        surely = sum(check.verdict == "holds" for check in each)
+        perhaps = sum(check.verdict != "does not hold" for check in each)
+        mean = sum(check.mean_says for check in each)
+        repeats = min(check.found.repeats for check in each)
+        behind = [f"{c.what} {c.found.mean:+.3f}" for c in each if c.verdict != "holds"]
+        more = f" (not, or perhaps not: {'; '.join(behind)})" if behind else ""
+        what = f"experiments of {len(each)} in which Phocas is the best or within a point{more}"
+        return [Check(what, Interval(mean, surely, perhaps, repeats), at_least=len(each) - 1)]
 
     return checks
 
 
 def reason_is_b(outcomes: Outcomes) -> list[Check]:
-    """Check that the lead of Trmean is larger at b = 8 than at b = 4; both survive with b = 4."""
+    """Check that the lead of Trmean over Phocas is larger at b = 8 than at b = 4."""
     parts = []
     for sign, b in ((1, 8), (-1, 4)):
         parts.append((sign, outcomes.get("gambler-b", "Trmean", b=b)))
         parts.append((-sign, outcomes.get("gambler-b", "Phocas", b=b)))
     what = "lead of Trmean over Phocas at b=8 less that at b=4, best"
-    return [Check(what, interval(contrast(parts, "best")), at_least=0.0)]
+    return [Check(what, interval(contrast(parts, "best")), at_least=0.0, equal=EQUAL)]

@@ -11,7 +11,7 @@ from phocas.experiments.reproduction.checks import (
     SMALL,
     against,
     against_baseline,
-    best_of,
+    best_in_almost_all,
     cheaper,
     drops,
     every,
@@ -249,8 +249,9 @@ PAPER: tuple[Claim, ...] = (
     Claim(
         "phocas-best",
         "Discussion",
-        "Phocas is the best rule, or within a point of it, in every experiment.",
-        every(best_of(figure) for figure in SETTINGS),
+        "Phocas performs best in almost all cases: within a point of the best rule in all"
+        " experiments but one.",
+        best_in_almost_all(SETTINGS),
         BIASED,
     ),
     Claim(
@@ -372,6 +373,25 @@ CHOOSING: tuple[Claim, ...] = (
     ),
 )
 
+# Required before any of their runs.
+CHOOSING_MOMENTUM: tuple[Claim, ...] = (
+    Claim(
+        "none-cleaning",
+        "Accuracy",
+        f"Without failures {CLEANED} is within 0.3 points of Mean.",
+        against_baseline("none", CLEANED, low=-0.003),
+    ),
+    *(
+        Claim(
+            f"{figure}-cleaning",
+            "Accuracy",
+            f"Under {attack} {CLEANED} ends at 0.91 or more.",
+            reaches(figure, CLEANED, 0.91),
+        )
+        for figure, attack in {**ATTACKS, **ADAPTED}.items()
+    ),
+)
+
 # Written down before any of their runs; no number was required for this task.
 CHOOSING_CIFAR10: tuple[Claim, ...] = (
     Claim(
@@ -403,5 +423,6 @@ CLAIMS: dict[ClaimsOf, tuple[Claim, ...]] = {
     "heraclius": HERACLIUS,
     "choosing": CHOOSING,
     "choosing-cifar10": CHOOSING_CIFAR10,
+    "choosing-momentum": CHOOSING_MOMENTUM,
 }
 """Claims by the value of ``claims`` in a task file."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from phocas.attacks import parse_attack
 from phocas.attacks.base import attack_rng
+from phocas.experiments.reproduction.outcomes import MissingError
 from phocas.experiments.reproduction.tasks import label_of
 from phocas.experiments.runner import build_trainer
 from phocas.files import write_atomically
@@ -60,11 +61,7 @@ def worst_errors(reproduction: Reproduction, path: Path, q: int = BYZANTINE) -> 
     """
     known = _read(path)
     config = reproduction.figures[0].cases[0].config
-    rules = {
-        label_of(case.config): case.config.rule
-        for figure in reproduction.figures
-        for case in figure.cases
-    }
+    rules = _rules(reproduction)
     found = {label: known[rule] for label, rule in rules.items() if rule in known}
     missing = {label: rule for label, rule in rules.items() if label not in found}
     if missing:
@@ -73,6 +70,26 @@ def worst_errors(reproduction: Reproduction, path: Path, q: int = BYZANTINE) -> 
         text = json.dumps([asdict(each) for each in found.values()], indent=1)
         write_atomically(path, f"{text}\n".encode())
     return found
+
+
+def known_errors(
+    reproduction: Reproduction, known: Sequence[Mapping[str, Any]]
+) -> dict[str, Errors]:
+    """Return the errors that a curves file has, by label; measure nothing."""
+    by_rule = {each["rule"]: Errors(**each) for each in known}
+    rules = _rules(reproduction)
+    missing = [rule for rule in rules.values() if rule not in by_rule]
+    if missing:
+        raise MissingError(f"no worst error of {missing[0]} in the curves")
+    return {label: by_rule[rule] for label, rule in rules.items()}
+
+
+def _rules(reproduction: Reproduction) -> dict[str, str]:
+    return {
+        label_of(case.config): case.config.rule
+        for figure in reproduction.figures
+        for case in figure.cases
+    }
 
 
 def _read(path: Path) -> Mapping[str, Errors]:

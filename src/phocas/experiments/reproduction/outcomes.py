@@ -1,4 +1,4 @@
-"""The outcomes of a reproduction: the repeats of every case, read from the results file."""
+"""The outcomes of a reproduction: the repeats of every case, from a results or a curves file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from phocas.experiments.reproduction.tasks import BASELINE, Case, Reproduction
+from phocas.experiments.reproduction.tasks import (
+    BASELINE,
+    Case,
+    Metric,
+    Reproduction,
+    byzantine_workers,
+)
 from phocas.experiments.results import ENDED, Results
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from phocas.experiments.config import RunConfig
     from phocas.experiments.results import RunRecord
 
 
@@ -33,8 +41,10 @@ class Repeats:
     """Mean distance from the aggregate to the mean of the honest gradients, by repeat."""
     aggregate_ms: npt.NDArray[np.float64]
     """Shortest time of an aggregation by repeat; other load on the machine only adds to it."""
-    dropped: npt.NDArray[np.float64]
-    """Mean share of a worker's values that was dropped, by repeat and worker."""
+    dropped_of_byzantine: npt.NDArray[np.float64]
+    """Mean share dropped of the workers that are Byzantine in every round, by repeat."""
+    dropped_of_honest: npt.NDArray[np.float64]
+    """Mean share dropped of the other workers, by repeat."""
     nonfinite: npt.NDArray[np.int64]
     """Number of rounds whose aggregate was not finite, by repeat."""
 
@@ -47,16 +57,6 @@ class Repeats:
     def best(self) -> npt.NDArray[np.float64]:
         """Return the highest accuracy of all evaluations."""
         return np.asarray(self.accuracy.max(axis=1))
-
-    @property
-    def dropped_of_byzantine(self) -> npt.NDArray[np.float64]:
-        """Return the mean share dropped of the workers that are Byzantine in every round."""
-        return np.asarray(self.dropped[:, self.case.byzantine].mean(axis=1))
-
-    @property
-    def dropped_of_honest(self) -> npt.NDArray[np.float64]:
-        """Return the mean share dropped of the other workers."""
-        return np.asarray(np.delete(self.dropped, self.case.byzantine, axis=1).mean(axis=1))
 
     @property
     def average(self) -> npt.NDArray[np.float64]:
@@ -112,58 +112,87 @@ class Outcomes:
         return self.get(figure, "Mean" if figure == "none" else BASELINE)
 
 
-def collect(reproduction: Reproduction, results: Path) -> Outcomes:
-    """Read the finished runs of a reproduction; other runs are omitted."""
-    with Results(results, read=True) as file:
-        records: dict[str, RunRecord] = {
-            record.identity: record for record in file.runs() if record.status in ENDED
-        }
-        read: dict[str, _RunOutcome] = {}
-        figures: dict[str, list[Repeats]] = {}
-        for figure in reproduction.figures:
-            figures[figure.name] = []
-            for case in figure.cases:
-                runs = {}
-                for number in range(reproduction.repeats):
-                    config = case.repeat(number)
-                    record = records.get(config.identity())
-                    if record is not None:
-                        if record.identity not in read:
-                            read[record.identity] = _read(file, record, reproduction.metric)
-                        runs[config.seed] = read[record.identity]
-                if runs:
-                    figures[figure.name].append(_repeats(case, reproduction.repeats, runs))
-    return Outcomes(reproduction, figures)
-
-
 @dataclass(frozen=True)
-class _RunOutcome:
+class RunOutcome:
+    """The numbers of one finished run by which claims are judged.
+
+    Attributes:
+        status: complete, or stopped at an aggregate with NaN or inf.
+        rounds: rounds of the evaluations.
+        accuracy: the accuracy of each evaluation, by the metric of the study.
+        distance: mean distance from the aggregate to the mean of the honest gradients.
+        aggregate_ms: shortest time of an aggregation.
+        dropped_of_byzantine: mean share dropped of workers that are Byzantine in every round.
+        dropped_of_honest: mean share dropped of the other workers.
+        nonfinite: number of rounds whose aggregate was not finite.
+        final_accuracy: top-1 accuracy of the last evaluation.
+        test_accuracy: accuracy at the end on test samples, if evaluations are of other samples.
+    """
+
+    status: str
     rounds: tuple[int, ...]
     accuracy: tuple[float, ...]
     distance: float
     aggregate_ms: float
-    dropped: npt.NDArray[np.float64]
+    dropped_of_byzantine: float
+    dropped_of_honest: float
     nonfinite: int
+    final_accuracy: float | None
+    test_accuracy: float | None
 
 
-def _read(file: Results, record: RunRecord, metric: str) -> _RunOutcome:
+def read_outcomes(
+    results: Path, runs: Sequence[RunConfig], metric: Metric = "top1"
+) -> dict[str, RunOutcome]:
+    """Read the finished runs of these configurations from a results file, by identity."""
+    wanted = {config.identity(): config for config in runs}
+    with Results(results, read=True) as file:
+        return {
+            record.identity: _read(file, record, wanted[record.identity], metric)
+            for record in file.runs()
+            if record.status in ENDED and record.identity in wanted
+        }
+
+
+def collect(reproduction: Reproduction, found: Mapping[str, RunOutcome]) -> Outcomes:
+    """Arrange the finished runs of a reproduction, given by identity, in figures and cases."""
+    figures: dict[str, list[Repeats]] = {}
+    for figure in reproduction.figures:
+        figures[figure.name] = []
+        for case in figure.cases:
+            configs = [case.repeat(number) for number in range(reproduction.repeats)]
+            runs = {c.seed: found[c.identity()] for c in configs if c.identity() in found}
+            if runs:
+                figures[figure.name].append(_repeats(case, reproduction.repeats, runs))
+    return Outcomes(reproduction, figures)
+
+
+def _read(file: Results, record: RunRecord, config: RunConfig, metric: str) -> RunOutcome:
     points = file.table("evaluations", record.id)
     rounds = file.table("rounds", record.id)
     shares = [row["share"] for row in file.table("dropped", record.id)]  # by round, then worker
+    dropped = np.reshape(shares, (-1, record.config["workers"])).mean(axis=0)
+    byzantine = byzantine_workers(config)
+    wrong, honest = dropped[byzantine], np.delete(dropped, byzantine)
     distances = [row["honest_distance"] for row in rounds if row["honest_distance"] is not None]
-    return _RunOutcome(
-        tuple(point["round"] for point in points),
-        tuple(point[metric] for point in points),
-        math.fsum(distances) / len(distances) if distances else math.nan,
-        min(row["aggregate_ms"] for row in rounds),
-        np.reshape(shares, (-1, record.config["workers"])).mean(axis=0),
-        record.nonfinite_rounds,
+    return RunOutcome(
+        status=record.status,
+        rounds=tuple(point["round"] for point in points),
+        accuracy=tuple(point[metric] for point in points),
+        distance=math.fsum(distances) / len(distances) if distances else math.nan,
+        aggregate_ms=min(row["aggregate_ms"] for row in rounds),
+        dropped_of_byzantine=float(wrong.mean()) if len(wrong) else math.nan,
+        dropped_of_honest=float(honest.mean()) if len(honest) else math.nan,
+        nonfinite=record.nonfinite_rounds,
+        final_accuracy=record.final_accuracy,
+        test_accuracy=record.test_accuracy,
     )
 
 
-def _repeats(case: Case, wanted: int, runs: dict[int, _RunOutcome]) -> Repeats:
+def _repeats(case: Case, wanted: int, runs: Mapping[int, RunOutcome]) -> Repeats:
     last, step = case.config.rounds, case.config.evaluate_every
     rounds = tuple(sorted({*range(0, last + 1, step), last}))
+    names = ("distance", "aggregate_ms", "dropped_of_byzantine", "dropped_of_honest", "nonfinite")
     return Repeats(
         case=case,
         wanted=wanted,
@@ -172,13 +201,10 @@ def _repeats(case: Case, wanted: int, runs: dict[int, _RunOutcome]) -> Repeats:
         accuracy=np.array(
             [[_accuracy_at(run, round_) for round_ in rounds] for run in runs.values()]
         ),
-        distance=np.array([run.distance for run in runs.values()]),
-        aggregate_ms=np.array([run.aggregate_ms for run in runs.values()]),
-        dropped=np.array([run.dropped for run in runs.values()]),
-        nonfinite=np.array([run.nonfinite for run in runs.values()]),
+        **{name: np.array([getattr(run, name) for run in runs.values()]) for name in names},
     )
 
 
-def _accuracy_at(run: _RunOutcome, round_: int) -> float:
+def _accuracy_at(run: RunOutcome, round_: int) -> float:
     """Return the last accuracy up to a round; a stopped run keeps its last one."""
     return run.accuracy[bisect.bisect_right(run.rounds, round_) - 1]

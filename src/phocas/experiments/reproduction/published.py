@@ -287,8 +287,8 @@ def judge(cell: PublishedCell, found: CellResult | None, tolerance: float) -> Ve
     """Compare our accuracy with the published one.
 
     They agree if they differ by at most ``tolerance``. Ours is better or worse if the 95% interval
-    of the difference (Welch) excludes 0; a mean of one seed has the deviation of the other side.
-    Otherwise the comparison is not decided.
+    of the difference (Welch) excludes 0; for a single seed, the standard deviation of the other
+    side is used. Otherwise the comparison is not decided.
     """
     theirs = cell.published
     if found is None or theirs is None:

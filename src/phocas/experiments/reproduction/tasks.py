@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 Metric = Literal["top1", "top3"]
-ClaimsOf = Literal["paper", "heraclius", "choosing", "choosing-cifar10"]
+ClaimsOf = Literal["paper", "heraclius", "choosing", "choosing-cifar10", "choosing-momentum"]
 LABELS = {
     "mean": "Mean",
     "krum": "Krum",
@@ -46,7 +46,7 @@ _File = TypeVar("_File", bound=BaseModel)
 
 
 class _Scale(BaseModel):
-    """The changes of a scale: settings, repeats, and which figures, b and batch sizes remain."""
+    """A scale of a task: its repeats, skipped figures, values of b, batch sizes and settings."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -94,12 +94,6 @@ class Case:
     def b(self) -> int | None:
         """Return the b of the rule, or None if it has none."""
         return getattr(parse_rule(self.config.rule), "b", None)
-
-    @property
-    def byzantine(self) -> range:
-        """Return the workers that are Byzantine in every round."""
-        attack = parse_attack(self.config.attack) if self.config.attack else None
-        return range(attack.q if isinstance(attack, RowAttack) and attack.who == "fixed" else 0)
 
     def repeat(self, number: int) -> RunConfig:
         """Return the configuration of a repeat, from 0."""
@@ -167,10 +161,10 @@ class Reproduction:
 def tasks() -> list[str]:
     """Return the names of the tasks that ship with the package.
 
-    >>> tasks()
-    ['bucketing', 'byzfl', 'choosing', 'choosing-cifar10', 'cifar10', 'heraclius', 'mnist', 'rare']
+    >>> tasks()[:5]
+    ['bucketing', 'byzfl', 'choosing', 'choosing-cifar10', 'choosing-momentum']
     """
-    wanted = {"figures", "parts", "tables"}
+    wanted = {"figures", "like", "parts", "tables", "timings"}
     return sorted(path.stem for path in _folder().glob("*.toml") if wanted & set(read_toml(path)))
 
 
@@ -220,6 +214,12 @@ def plan(
         repeats=chosen.repeats if repeats is None else repeats,
         front=tuple(file.front),
     )
+
+
+def byzantine_workers(config: RunConfig) -> range:
+    """Return the workers that are Byzantine in every round of a run."""
+    attack = parse_attack(config.attack) if config.attack else None
+    return range(attack.q if isinstance(attack, RowAttack) and attack.who == "fixed" else 0)
 
 
 def label_of(config: RunConfig) -> str:
@@ -319,9 +319,10 @@ def _figure(path: Path, task: _TaskFile, settings: Mapping[str, Any], scale: _Sc
 def _blocks(
     block: dict[str, Any], file: _FigureFile, scale: _Scale, model: str, rules: list[str] | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the block with the task's rules and its list of b; omit what the scale omits.
+    """Yield a block of a figure's grid for a task at a scale, or nothing if the scale omits it.
 
-    Initial weights, ``init``, are written into the task's model if it has such a parameter.
+    The rules are those of the task, or those of the block with each b of the scale. A value of
+    ``init`` is written into the text of the task's model, if the model has this parameter.
     """
     block = dict(block)
     if "init" in block:

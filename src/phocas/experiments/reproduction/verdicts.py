@@ -77,6 +77,8 @@ class Check:
         at_least: lower end of the claimed range.
         at_most: upper end of the claimed range.
         unit: unit of the number, if it has one.
+        equal: differences up to this size count as zero: a claim of a difference does not hold if
+            the whole interval is that close to 0.
     """
 
     what: str
@@ -84,15 +86,22 @@ class Check:
     at_least: float = -math.inf
     at_most: float = math.inf
     unit: str = ""
+    equal: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
         """Return the verdict: the whole interval is in the range, all outside, or neither."""
         if self.at_least <= self.found.low and self.found.high <= self.at_most:
             return "holds"
-        if self.found.high < self.at_least or self.found.low > self.at_most:
+        if self.found.high < self.at_least or self.found.low > self.at_most or self.is_equal:
             return "does not hold"
         return "not decided"
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether the interval is as good as 0, and not wholly in the range."""
+        inside = self.at_least <= self.found.low and self.found.high <= self.at_most
+        return not inside and max(abs(self.found.low), abs(self.found.high)) <= self.equal
 
     @property
     def mean_says(self) -> bool:
@@ -106,7 +115,7 @@ def difference(first: Repeats, second: Repeats, quantity: str) -> npt.NDArray[np
 
 
 def contrast(parts: Sequence[tuple[int, Repeats]], quantity: str) -> npt.NDArray[np.float64]:
-    """Return a signed sum over the repeats that all cases have."""
+    """Return for each repeat that all cases have the sum of the cases' signed quantities."""
     seeds = sorted(set.intersection(*(set(repeats.seeds) for _, repeats in parts)))
     total = np.zeros(len(seeds))
     for sign, repeats in parts:
@@ -165,9 +174,16 @@ def judge(claim: Claim, outcomes: Outcomes) -> ClaimResult:
     reason = claim.reason
     if reason and outcomes.reproduction.task != REASONS_OF:
         reason = f"On MNIST: {reason}"
+    return decide(claim, checks, reason)
+
+
+def decide(claim: Claim, checks: tuple[Check, ...], reason: str = "") -> ClaimResult:
+    """Decide a claim by its checks; the reason is given if it does not hold."""
     verdicts = {check.verdict for check in checks}
     if "does not hold" in verdicts:
-        return ClaimResult(claim, checks, "does not hold", reason)
+        equal = next((check.equal for check in checks if check.is_equal), None)
+        said = "" if equal is None else f"Equal within {100 * equal:g} points. "
+        return ClaimResult(claim, checks, "does not hold", (said + reason).rstrip())
     if verdicts == {"holds"}:
         return ClaimResult(claim, checks, "holds")
     few = "one repeat has no interval; " if min(c.found.repeats for c in checks) == 1 else ""

@@ -41,7 +41,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward and backward pass over distinct tokens gives.
+    """The results of one forward and backward pass over distinct tokens.
 
     Attributes:
         losses: loss of each token.

@@ -45,7 +45,7 @@ FAULTS = {
     "wrong-row": f"{WRONG_VALUE:g} in the row of token {WRONG_ROW} of the embedding",
     "alie": "a little is enough: mean minus one standard deviation",
 }
-"""What the faulty rank, the last one, sends in every step, by the name of the fault."""
+"""Faults by name: a description of the values that the last rank sends in every step."""
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
@@ -189,7 +189,7 @@ def simulate(
 
 @contextmanager
 def _without_subnormals() -> Iterator[None]:
-    """Round subnormal numbers to 0: probabilities of a trained model are many times slower."""
+    """Round subnormal numbers to 0 in a block: computing with them is many times slower."""
     torch.set_flush_denormal(True)
     try:
         yield

@@ -238,7 +238,7 @@ class Losses:
 
     @property
     def total(self) -> float:
-        """Return the loss of a token drawn by its frequency."""
+        """Return the mean loss over all tokens, weighted by their frequencies."""
         return self.within(0, self.setting.vocabulary)
 
     @property
