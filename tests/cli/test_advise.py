@@ -250,3 +250,17 @@ def test_the_last_run_is_the_default_and_mistakes_are_one_line(folder: Path) -> 
         assert (status, out) == (2, "")
         assert words in errors
         assert len(errors.splitlines()) == 1
+
+
+def test_rules_are_those_of_the_page_for_such_data_and_momentum(folder: Path) -> None:
+    screen, told = advised(folder, "liars")
+    assert [each["failures"] for each in told["rules"]] == [
+        "none", "faults", "any", "adversaries", "the paper's"
+    ]  # fmt: skip
+    assert "cell-filter:b=4|nnm:b=4|trimmed-mean:b=4" in screen
+    assert "rules for workers whose data are alike, without momentum" in " ".join(screen.split())
+    screen, told = advised(folder, "skewed")
+    assert {each["data"] for each in told["rules"]} == {"differ"}
+    assert {each["rule"] for each in told["rules"]} == {"nnm:b=3|trimmed-mean:b=3"}
+    most = advised(folder, "most")[1]  # six of eleven: the largest b that any rule may have is 5
+    assert "heraclius:b=5" in {each["rule"] for each in most["rules"]}

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phocas.experiments.config import expand_grid, make_config
+from phocas.experiments.recording import host
 from phocas.experiments.results import Results
-from phocas.experiments.runner import execute, host
+from phocas.experiments.runner import execute
 from phocas.provenance import RESULTS_VERSION
 from phocas.report.progress import Progress
 

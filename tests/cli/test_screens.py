@@ -92,7 +92,9 @@ def commands() -> list[tuple[str, ...]]:
 def test_every_setting_is_an_option_of_train(phocas: Phocas) -> None:
     text = phocas("train", "-h")
     shown = set(re.findall(r"--[a-z-]+", text))
-    assert set(map(option_of, RunConfig.model_fields)) - shown == {"--set optimizer_options"}
+    assert set(map(option_of, RunConfig.model_fields)) - shown == {
+        f"--set {name}" for name in ("optimizer_options", "worker_resources", "server_resources")
+    }
     assert set(FLAGS) <= shown
     assert "…" not in text
     assert (RunConfig.model_fields["on_nonfinite"].description or "")[:20] in text
@@ -173,8 +175,8 @@ def test_renamed_options_work_with_a_line_on_stderr(
         ("data --split iid", "--split has no effect without a data set"),
         ("data synthetic --seed 3", "--seed has no effect without --split"),
         ("data synthetic --source npm", "--source has no effect with synthetic, which is not"),
-        ("reproduce mnist --report-only --processes 2", "--processes has no effect with --report"),
-        ("reproduce mnist --dry-run --report-only", "--report-only has no effect with --dry-run"),
+        ("reproduce mnist --judge --processes 2", "--processes has no effect with --judge"),
+        ("reproduce mnist --dry-run --judge", "--judge has no effect with --dry-run"),
         ("sweep grid.toml --dry-run --json", "--json has no effect with --dry-run"),
         ("results export --model 1 --table rounds", "--table has no effect with --model"),
         ("results export --csv - -o x", "--output has no effect with --csv"),

@@ -167,6 +167,14 @@ def test_unknown_axes_metrics_and_settings_are_rejected(swept: Path, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+def test_long_labels_of_a_paper_are_below_one_another() -> None:
+    short, long = {"mean", "krum:b=2"}, {"my_ideas:dnc:b=2,c=1.5, dirichlet:alpha=0.3", "mean"}
+    assert [Looks("paper").columns(each) for each in (short, long)] == [2, 1]
+    assert Looks("paper", width=6.75).columns(long) == 2
+    assert Looks().columns(short) == 1
+    assert Looks("paper").size(1, 1, long) > Looks("paper").size(1, 1, short)
+
+
 def test_figures_for_a_paper(swept: Path, tmp_path: Path) -> None:
     figure = tmp_path / "paper.svg"
     svg = drawn(swept, figure, looks=Looks("paper", band="interval"))

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from phocas.cli.completion import option_is_asked
 from phocas.deprecation import FORMER
 from phocas.kernels.triton import KernelError
 from phocas.provenance import describe_error, raised_in
@@ -40,13 +41,14 @@ RENAMED = {
     "bounds": "theory bounds",
     "plan": "theory plan",
 }
-"""Commands of version 0.2 that still work, with a line that names the new one."""
+"""The new name of each command of version 0.2; the old name works, with a warning."""
 RENAMED_OPTIONS = {
     "--workers": "--num-workers",
     "--servers": "--num-servers",
     "--liars": "--byzantine",
+    "--report-only": "--judge",
 }
-"""Options of version 0.2 that still work, with a line that names the new one."""
+"""The new name of each option of version 0.2; the old name works, with a warning."""
 HELP = {"help_option_names": ["-h", "--help"]}
 TRACEBACK = "PHOCAS_TRACEBACK"
 _EXTRAS = {
@@ -73,7 +75,7 @@ class Command(TyperCommand):
         return _plain_type(super().get_help_option(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words after the command; renamed options are replaced, with a line each."""
+        """Parse the words after the command; replace renamed options, and warn about each."""
         known = {spelling for param in self.params for spelling in param.opts}
         words = []
         for word in args:
@@ -90,16 +92,18 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """A group of commands; a module with ``complete()`` makes its options when it is called."""
+    """A group of commands; if a command's module has ``complete()``, that makes its options."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the words name; renamed commands cause a line on stderr."""
+        """Return the command that the words name; warn if the command was renamed."""
         if ctx.parent is None and args[0] in RENAMED:
             new = RENAMED[args[0]]
             _deprecate(ctx, f"phocas {args[0]} is deprecated: use phocas {new}")
             args = [*new.split(), *args[1:]]
         name, command, rest = super().resolve_command(ctx, args)
         complete = getattr(sys.modules.get(f"{__name__}.{name}"), "complete", None)
+        if ctx.resilient_parsing and not option_is_asked():
+            complete = None  # the shell asks for a value: options need a slow import
         return name, complete() if complete else command, rest
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  which typer gives
@@ -188,7 +192,7 @@ def reject_unused(context: typer.Context, options: Iterable[str], why: str) -> N
 
 
 def given(context: typer.Context, options: Iterable[str]) -> Iterator[str]:
-    """Return the spelling of those parameters that the user gave on the command line."""
+    """Yield the options among ``options`` that the user gave, spelled as ``--option``."""
     wanted = set(options)
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))

@@ -28,10 +28,7 @@ def advise(
     from phocas.report.advice import print_advice
 
     with Results(results, read=True) as file:
-        records = file.runs() if run is None else [file.run(run)]
-        if not records:
-            raise ValueError(f"there is no run in {results}")
-        found = compute(file, records[-1])
+        found = compute(file, file.run(run))
     if json_:
         told = asdict(found)
         record = told.pop("record")

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from phocas.cli.completion import complete_rule
 
 if TYPE_CHECKING:
     from phocas.integrations.merging import Merged
 
 
 def aggregate(
-    files: Annotated[list[Path], typer.Argument(help="Files, one for each worker or client.")],
-    rule: Annotated[str, typer.Option(help="Rule, for example phocas:b=2; see phocas rules.")],
+    files: Annotated[list[Path], typer.Argument(help="Files or folders, one for each client.")],
+    rule: Annotated[
+        str,
+        typer.Option(
+            help="Rule, for example phocas:b=2; see phocas rules.", autocompletion=complete_rule
+        ),
+    ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write, in the first file's format.")
+        Path,
+        typer.Option(
+            "--output", "-o", help="File or new folder to write, in the first one's format."
+        ),
     ],
     base: Annotated[
         Path | None,
@@ -32,11 +43,23 @@ def aggregate(
     seed: Annotated[
         int | None, typer.Option(help="Seed, for rules that draw random numbers.")
     ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="Rank of merged LoRA adapters; by default their median."),
+    ] = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave out files that are unreadable or do not fit."),
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Print the share of dropped values of each file.")
     ] = False,
     receipt: Annotated[
         Path | None, typer.Option(help="JSON file to write, with the digests of all files.")
+    ] = None,
+    verify: Annotated[
+        Path | None,
+        typer.Option(help="Receipt to verify: repeat the merge and compare; write nothing."),
     ] = None,
     allow_nonfinite: Annotated[
         bool,
@@ -49,11 +72,14 @@ def aggregate(
 ) -> None:
     """Merge files of tensors by a rule.
 
-    The files may be .safetensors, .npz, .npy or .pt. Keys, shapes and types
-    must be the same in all of them. Files are mapped and merged in parts, so
-    they may be larger than memory. Integers become the value that more than
-    half of the files have.
+    The files may be .safetensors, .npz, .npy or .pt, sharded checkpoints with
+    their index, or folders. Keys, shapes and types must be the same in all of
+    them. Files are mapped and merged in parts, so they may be larger than
+    memory. Integers become the value that more than half of the files have.
+    LoRA adapters are merged as products B A, and may have different ranks.
     """
+    import tempfile
+
     from phocas.files import check_writable
     from phocas.integrations import merging
     from phocas.report.bytes import byte_bar
@@ -61,27 +87,38 @@ def aggregate(
 
     found = parse_rule(rule)
     numbers = None if weights is None else _numbers(weights)
+    if verify is not None and receipt is not None:
+        raise ValueError("--verify writes nothing: leave --receipt out")
     if receipt is not None:
         check_writable(receipt, "the receipt")
         if receipt in (output, base, *files):
             raise ValueError(f"the receipt must be a file of its own: got {receipt}")
-    with byte_bar("merging", quiet=quiet) as progress:
-        merged = merging.merge_files(
-            files,
-            found,
-            output,
-            base=base,
-            weights=numbers,
-            max_share=max_share,
-            seed=seed,
-            explain=explain or as_json,
-            digest=receipt is not None,
-            allow_nonfinite=allow_nonfinite,
-            progress=progress,
-        )
+    expected = None if verify is None else merging.read_receipt(verify)
+    request = merging.Request(str(found), base, numbers, max_share, seed)
+    with tempfile.TemporaryDirectory() if verify else nullcontext("") as folder:
+        with byte_bar("merging", quiet=quiet) as progress:
+            merged = merging.merge_files(
+                files,
+                found,
+                output if expected is None else Path(folder, "merged"),
+                base=base,
+                weights=numbers,
+                max_share=max_share,
+                seed=seed,
+                rank=rank,
+                skip_bad=skip_bad,
+                explain=explain or as_json,
+                digest=receipt is not None or expected is not None,
+                allow_nonfinite=allow_nonfinite,
+                progress=progress,
+            )
+        for _, why in merged.left_out:
+            typer.echo(f"left out: {why}", err=True)
+        if expected is not None:
+            _verify(output, expected, merging.receipt(merged, request))
+            return
     if receipt is not None:
-        told = merging.Request(str(found), base, numbers, max_share, seed)
-        written = merging.receipt(merged, told)
+        written = merging.receipt(merged, request)
         merging.write_receipt(receipt, written)
         _tell_copies(written, merged)
     for first, again in merged.same:
@@ -93,7 +130,27 @@ def aggregate(
         return
     if explain:
         _print_dropped(merged)
-    typer.echo(f"{output}: {merged.columns:,} values of {len(files)} files by {found}")
+    typer.echo(f"{output}: {merged.columns:,} values of {len(merged.files)} files by {found}")
+    if merged.rank is not None and merged.kept is not None:
+        typer.echo(f"rank {merged.rank} keeps {merged.kept:.2%} of the merged products")
+
+
+def _verify(output: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:
+    """Print what differs from a receipt, and end with status 1 if anything does."""
+    from phocas.integrations.merging.merged import content_digest
+    from phocas.integrations.merging.receipt import differences, parts_of
+
+    lines = differences(expected, found)
+    parts = parts_of(output)
+    if not parts:
+        lines.append(f"{output}: there is no such output")
+    elif content_digest(parts) != expected["output"]["sha256"]:
+        lines.append(f"{output} has another content than the output of the receipt")
+    for line in lines:
+        typer.echo(f"differs: {line}", err=True)
+    if lines:
+        raise typer.Exit(1)
+    typer.echo(f"{output}: verified, {len(found['inputs'])} files by {found['rule']}")
 
 
 def _numbers(text: str) -> list[float]:
@@ -137,6 +194,9 @@ def _as_json(merged: Merged, rule: str) -> dict[str, object]:
         "values": merged.columns,
         "not_finite": merged.not_finite,
         "expected": merged.expected,
+        "left_out": [{"file": str(path), "why": why} for path, why in merged.left_out],
+        "rank": merged.rank,
+        "kept": merged.kept,
         "files": [
             {"file": str(path), "dropped": float(share)}
             for path, share in zip(merged.files, shares, strict=True)

@@ -6,11 +6,16 @@ from typing import Annotated
 
 import typer
 
+from phocas.cli.completion import complete_attack
+
 
 def attacks(
     name: Annotated[
         str | None,
-        typer.Argument(help="Describe one: alie, min-max:q=3, or your own, my_attacks:push."),
+        typer.Argument(
+            help="Describe one: alie, min-max:q=3, or your own, my_attacks:push.",
+            autocompletion=complete_attack,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -15,12 +15,16 @@ import typer
 from phocas.attacks import Attack
 from phocas.attacks.audit import Trial
 from phocas.cli import reject_unused
+from phocas.cli.completion import complete_attack, complete_rule
 from phocas.rules import Rule
 
 
 def audit(
     context: typer.Context,
-    rule: Annotated[str, typer.Option(help="Rule to try, for example phocas:b=6.")],
+    rule: Annotated[
+        str,
+        typer.Option(help="Rule to try, for example phocas:b=6.", autocompletion=complete_rule),
+    ],
     num_workers: Annotated[
         int | None,
         typer.Option(help="Number of workers, m.", show_default="20, or the rows of the matrix"),
@@ -34,7 +38,8 @@ def audit(
         str | None, typer.Option(help="Name of the tensor, if a .safetensors file has several.")
     ] = None,
     attack: Annotated[
-        list[str] | None, typer.Option(help="Try this attack only. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Try this attack only. Repeatable.", autocompletion=complete_attack),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Number of rounds to average over.")] = 3,
     signal: Annotated[
@@ -169,12 +174,16 @@ def _show(trials: Sequence[Trial], rule: Rule, m: int, size: str) -> None:
             _number(trial.limit) + mark[trial.source],
             covers.get(trial.source, "yes") if trial.promised else "no",
             f"{trial.seconds:.1f}",
+            f"{trial.megabytes:.1f}",
             trial.verdict,
         )
         for trial in trials
     ]
-    heading = ("attack", "rows", "column", "distance", "<,>", "limit", "covered", "s", "verdict")
-    _table(heading, rows, right=(1, 2, 3, 5, 7))
+    heading = (
+        *("attack", "rows", "column", "distance", "<,>", "limit", "covered", "s", "MB"),
+        "verdict",
+    )
+    _table(heading, rows, right=(1, 2, 3, 5, 7, 8))
     for trial in trials:
         if trial.error is not None:
             print(f"{trial.attack} fails: {trial.error}")
@@ -189,7 +198,7 @@ def _show(trials: Sequence[Trial], rule: Rule, m: int, size: str) -> None:
     said = "tolerates" if rule.proven else "claims, without a proof, to tolerate"
     print(f"covered       by the guarantee: {rule} {said} {tolerance.rows} Byzantine rows, and")
     print(f"              {tolerance.values} Byzantine values in every column")
-    print("s             seconds of the trial")
+    print("s, MB         seconds of the trial, and the most memory that it allocated at a time")
     print("not tried     label-flip, which acts on data, not on rows")
     broken = sum(trial.broken_promise for trial in trials)
     breaks = sum(not trial.holds for trial in trials)

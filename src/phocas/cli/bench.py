@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phocas.cli import reject_unused
+from phocas.cli.completion import complete_rule
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 def bench(
     context: typer.Context,
     rule: Annotated[
-        list[str] | None, typer.Option(help="Rule to time, for example phocas:b=6. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="Rule to time, for example phocas:b=6. Repeatable.", autocompletion=complete_rule
+        ),
     ] = None,
     num_workers: Annotated[int, typer.Option(help="With --rule: number of rows, m.")] = 20,
     dims: Annotated[int, typer.Option(help="With --rule: number of columns, d.")] = 1_000_000,

@@ -36,7 +36,10 @@ def data(
         str | None,
         typer.Option(help="Show this split over workers, for example dirichlet:alpha=0.3."),
     ] = None,
-    num_workers: Annotated[int, typer.Option(help="With --split: number of workers.")] = 20,
+    num_workers: Annotated[
+        int,
+        typer.Option(help="With --split, or if each worker loads its own data: number of workers."),
+    ] = 20,
     seed: Annotated[int, typer.Option(help="With --split: its seed.")] = 0,
 ) -> None:
     """Fetch and verify a data set, or list all of them.
@@ -51,9 +54,11 @@ def data(
         reject_unused(context, ["source", "split", "num_workers", "seed"], "without a data set")
         _list(sets.data_folder(data_dir))
         return
-    if split is None:
-        reject_unused(context, ["num_workers", "seed"], "without --split")
     spec = sets.DATASETS.parse(name)
+    by_worker = isinstance(spec, sets.OwnData) and spec.by_worker
+    if split is None:
+        unused = ["seed"] if by_worker else ["num_workers", "seed"]
+        reject_unused(context, unused, "without --split")
     how = sets.parse_split(split) if split is not None else None
     if isinstance(spec, sets.Published):
         fetched = sets.fetch(spec, data_dir, sources=source or ())
@@ -83,10 +88,13 @@ def _describe_own(spec: DataSpec, made: Any, how: Split | None, workers: int, se
     """Print how training reads the value of a function of the user's own."""
     from rich.console import Console
 
-    from phocas.data import picture
+    from phocas.data import OwnData, picture
     from phocas.training.samples import Samples
 
-    samples = Samples(made)
+    if isinstance(made, OwnData):  # each worker loads its own
+        samples, _ = Samples.described(made, workers).load_parts(workers, 0, workers)
+    else:
+        samples = Samples(made)
     inputs, targets = samples.draw(np.zeros((1, 1), np.int64))
     classes = samples.num_classes if targets.ndim == 2 else 0
     judged = "no test samples" if samples.test is None else f"{len(samples.test):,} to test"

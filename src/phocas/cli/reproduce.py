@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import math
+import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phocas.cli import reject_unused
 
 if TYPE_CHECKING:
-    from phocas.experiments.config import RunConfig
+    from collections.abc import Mapping
+
+    from phocas.cli.studies import Job
+    from phocas.experiments.reproduction.outcomes import RunOutcome
     from phocas.experiments.reproduction.published import PublishedStudy
-    from phocas.experiments.reproduction.rare.simulation import Setting
-    from phocas.experiments.reproduction.rare.study import Study, StudyResults
     from phocas.experiments.reproduction.tasks import Reproduction
-    from phocas.experiments.sweep import Message
+
+
+MOST_REPEATS = 100
+"""Repeats that ``--hours`` adds at most."""
 
 
 def register(app: typer.Typer, group: str) -> None:
@@ -29,8 +37,9 @@ def reproduce(
     task: Annotated[
         str,
         typer.Argument(
-            help="mnist, cifar10, heraclius, choosing, choosing-cifar10, rare, bucketing, byzfl,"
-            " or a TOML file."
+            help="mnist, cifar10, complexity, heraclius, choosing, choosing-momentum,"
+            " choosing-cifar10, rare,"
+            " bucketing, byzfl, or a TOML file."
         ),
     ],
     repeats: Annotated[
@@ -39,14 +48,26 @@ def reproduce(
             min=1, help="Number of repeats of each run.", show_default="10, or those of the scale"
         ),
     ] = None,
-    scale: Annotated[str, typer.Option(help="Size: paper, or small for a laptop.")] = "paper",
+    hours: Annotated[
+        float | None,
+        typer.Option(
+            help="Add repeats until all claims are decided, for so many hours; --repeats is then"
+            " the largest number.",
+            show_default="no",
+        ),
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="Size: paper, small for a laptop, or medium (cifar10).")
+    ] = "paper",
     output: Annotated[
         Path | None,
         typer.Option(help="Folder for figures and claims.", show_default="phocas-TASK-SCALE"),
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="Results file.", show_default="in the output folder"),
+        typer.Option(
+            help="Results file, or with --judge a curves file.", show_default="in the output folder"
+        ),
     ] = None,
     figure: Annotated[
         list[str] | None,
@@ -65,8 +86,13 @@ def reproduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and list the runs, and run nothing.")
     ] = False,
-    report_only: Annotated[
-        bool, typer.Option("--report-only", help="Report on the runs that are complete.")
+    judge: Annotated[
+        bool,
+        typer.Option(
+            "--judge",
+            help="Run nothing: judge the results or curves in the output folder, else the"
+            " published curves.",
+        ),
     ] = False,
 ) -> None:
     """Repeat the paper's experiments, draw its figures, test its claims.
@@ -74,69 +100,199 @@ def reproduce(
     Complete runs are not repeated: the same command resumes after an
     interruption, and with more repeats it adds the missing ones.
     """
+    from phocas.experiments.reproduction.complexity import is_complexity, plan_complexity
     from phocas.experiments.reproduction.published import is_published, plan_published
     from phocas.experiments.reproduction.rare.study import StudyResults, is_study, plan_study
     from phocas.experiments.reproduction.tasks import plan
+
+    if dry_run:
+        reject_unused(context, ["judge"], "with --dry-run")
+    if judge:
+        reject_unused(context, ["processes"], "with --judge, which runs nothing")
+    if hours is not None and not 0 < hours < math.inf:
+        raise ValueError(f"--hours must be a number above 0: got {hours:g}")
+    if hours is not None and (judge or dry_run):
+        raise ValueError("--hours has no effect with --judge or --dry-run, which run nothing")
+    only, study = tuple(figure or ()), Path(task).stem
+    folder = output or Path(f"phocas-{study}-{scale}")
+    if is_complexity(task):
+        from phocas.cli.complexity import reproduce_complexity
+
+        unused = ["data_dir", "figure", "repeats", "processes", "hours"]
+        reject_unused(context, unused, "with a study of time, which trains nothing")
+        file = _file(study, scale, folder, results, judge=judge, suffix=".jsonl")
+        timed = plan_complexity(task, scale=scale)
+        reproduce_complexity(timed, file, folder, dry_run=dry_run, judge=judge)
+        return
+    if is_study(task):
+        from phocas.cli.rare import reproduce_rare
+
+        reject_unused(context, ["hours"], "with a study of rare features, which has no claims")
+        reject_unused(context, ["data_dir"], "with a study of rare features, which draws tokens")
+        rare = plan_study(task, scale=scale, repeats=repeats, only=only)
+        file = _file(study, scale, folder, results, judge=judge, suffix=".jsonl")
+        done = StudyResults(file)
+        reproduce_rare(rare, done, folder, processes, dry_run=dry_run, judge=judge)
+        return
+    file = _file(study, scale, folder, results, judge=judge)
+    places = {"results": str(file), "data_dir": data_dir}
+    tables = is_published(task)
+    if tables:
+        reject_unused(context, ["hours"], "with the tables of other authors, which are no claims")
+    planned = (plan_published if tables else plan)(
+        task, scale=scale, repeats=repeats, only=only, places=places
+    )
+    runs = planned.runs()
+    if dry_run:
+        for config in runs[: len(runs) // planned.repeats]:
+            typer.echo(f"{config.name}: {config.attack or 'no attack'}" if tables else config.name)
+        typer.echo(f"{len(runs)} runs, {planned.repeats} of each, into {file}")
+        return
+    from phocas.cli.studies import Job
+
+    job = Job(study, file, folder, processes, data_dir, judge)
+    _reproduce(planned, job, hours, repeats)
+
+
+def _file(
+    study: str,
+    scale: str,
+    folder: Path,
+    given: Path | None,
+    *,
+    judge: bool,
+    suffix: str = ".sqlite",
+) -> Path:
+    """Return the results file; with --judge the file to judge, whichever there is."""
+    from phocas.experiments.reproduction.curves import NAME, published_curves
+
+    path = given or folder / f"results{suffix}"
+    if not judge and path.suffix == ".xz":
+        raise ValueError(f"{path} is a curves file, which only --judge reads: give it too")
+    if not judge or given:
+        return path
+    if suffix == ".sqlite":
+        candidates = [path, folder / NAME, published_curves(study, scale)]
+    else:
+        candidates = [path, published_curves(study, scale, suffix)]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
+    known = f" or {NAME}" if suffix == ".sqlite" else ""
+    raise ValueError(
+        f"there is nothing to judge: {folder} has no {path.name}{known}, and the package has no"
+        f" curves of {study} at scale {scale}; without --judge the command runs the study"
+    )
+
+
+def _reproduce(
+    planned: Reproduction | PublishedStudy, job: Job, hours: float | None, repeats: int | None
+) -> None:
+    """Run what is missing, or with ``judge`` nothing; report; write the curves."""
+    from phocas.cli.studies import run_missing, run_until_decided
+    from phocas.experiments.recording import versions
+    from phocas.experiments.reproduction import curves as files
+    from phocas.experiments.reproduction.outcomes import read_outcomes
+    from phocas.experiments.reproduction.published import PublishedStudy
     from phocas.files import check_writable
 
-    if dry_run:
-        reject_unused(context, ["report_only"], "with --dry-run")
-    if report_only:
-        reject_unused(context, ["processes"], "with --report-only, which runs nothing")
-    folder = output or Path(f"phocas-{Path(task).stem}-{scale}")
-    if is_study(task):
-        reject_unused(context, ["data_dir"], "with a study of rare features, which draws tokens")
-        study = plan_study(task, scale=scale, repeats=repeats, only=tuple(figure or ()))
-        done = StudyResults(results or folder / "results.jsonl")
-        _study(study, done, folder, processes, dry_run=dry_run, report_only=report_only)
-        return
-    file = results or folder / "results.sqlite"
-    places = {"results": str(file), "data_dir": data_dir}
-    if is_published(task):
-        tables = plan_published(
-            task, scale=scale, repeats=repeats, only=tuple(figure or ()), places=places
-        )
-        _published(
-            tables, file, folder, processes, data_dir, dry_run=dry_run, report_only=report_only
-        )
-        return
-    reproduction = plan(task, scale=scale, repeats=repeats, only=tuple(figure or ()), places=places)
-    if dry_run:
-        runs = reproduction.runs()
-        for config in runs[: len(runs) // reproduction.repeats]:
-            typer.echo(config.name)
-        typer.echo(f"{len(runs)} runs, {reproduction.repeats} of each, into {file}")
-        return
-    check_writable(file, "the results file")
-    check_writable(folder / "claims.md", "the table of claims")
     importlib.import_module("phocas.report.paper_figures")  # it may lack something: not after hours
-
-    failed: list[str] = []
-    if not report_only:
-        failed = _run(reproduction, file, processes, data_dir)
-    _report(reproduction, file, folder, failed)
+    study, file, folder, judge = job.study, job.file, job.folder, job.judge
+    runs, scale = planned.runs(), planned.scale
+    own, failed = folder / files.NAME, list[str]()
+    curves = None
+    if file.suffix == ".xz":
+        curves = files.read_curves(file, study, scale)
+        if repeats is None and not isinstance(planned, PublishedStudy):
+            planned = replace(planned, repeats=curves.repeats)
+            runs = planned.runs()
+        found = curves.find([config.identity() for config in runs])
+        typer.echo(f"judging {len(found)} runs of {file}", err=True)
+    else:
+        if not judge:
+            check_writable(file, "the results file")
+        check_writable(own, "the curves file")
+        if own.exists():
+            files.read_curves(own, study, scale)  # other curves must not be overwritten
+    check_writable(folder / "claims.md", "the report")
+    if curves is None:
+        if hours is not None and not isinstance(planned, PublishedStudy):
+            planned, failed = run_until_decided(planned, job, hours, repeats or MOST_REPEATS)
+            runs = planned.runs()
+        elif not judge and runs:
+            failed = run_missing(planned, job)
+        metric = "top1" if isinstance(planned, PublishedStudy) else planned.metric
+        found = read_outcomes(file, runs, metric)
+    made_with = curves.versions if curves else versions()
+    facts = _facts(planned, found, made_with, failed)
+    errors = curves.errors if curves else None
+    if isinstance(planned, PublishedStudy):
+        _report_tables(planned, found, folder, facts)
+    else:
+        errors = _report(planned, found, folder, facts, errors)
+    if curves is None:
+        files.write_curves(
+            own, files.Curves(study, scale, planned.repeats, made_with, found, errors or [])
+        )
+    typer.echo(f"report in {folder}, from {file}")
+    for line in failed:
+        typer.echo(f"failed: {line}", err=True)
     if failed:
         raise typer.Exit(1)
 
 
-def _published(
-    study: PublishedStudy,
-    file: Path,
+def _report(
+    reproduction: Reproduction,
+    found: Mapping[str, RunOutcome],
     folder: Path,
-    processes: int | None,
-    data_dir: str | None,
-    *,
-    dry_run: bool,
-    report_only: bool,
-) -> None:
-    """Run, or only report, a study of other authors: theirs beside ours."""
-    import shlex
-    import sys
+    facts: list[str],
+    errors: list[dict[str, Any]] | None,
+) -> list[dict[str, Any]]:
+    """Draw the figures and judge the claims; return the worst errors of the rules, if asked for.
 
-    from phocas.experiments.results import ENDED
-    from phocas.experiments.runner import versions
-    from phocas.experiments.sweep import attempts
-    from phocas.files import check_writable
+    ``errors`` are the known ones. If they are None, they are measured.
+    """
+    from dataclasses import asdict
+
+    from phocas.experiments.reproduction.claims import CLAIMS
+    from phocas.experiments.reproduction.front import known_errors, worst_errors
+    from phocas.experiments.reproduction.outcomes import MissingError, collect
+    from phocas.experiments.reproduction.verdicts import judge
+    from phocas.report.claims_table import claims_table, markdown
+    from phocas.report.front import draw_front, front_lines
+    from phocas.report.paper_figures import draw
+    from phocas.report.tables import show
+
+    outcomes = collect(reproduction, found)
+    for figure in reproduction.figures:
+        try:
+            draw(figure, outcomes, folder / figure.name)
+        except MissingError as error:
+            typer.echo(f"{error}: not drawn", err=True)
+    findings = [judge(claim, outcomes) for claim in CLAIMS[reproduction.claims]]
+    text = markdown(reproduction, outcomes, findings, command=_command(), facts=facts)
+    if reproduction.front:
+        try:
+            by_label = (
+                worst_errors(reproduction, folder / "worst.json")
+                if errors is None
+                else known_errors(reproduction, errors)
+            )
+            draw_front(outcomes, by_label, folder / "front.png")
+            text += "\n" + "\n".join(front_lines(outcomes, by_label))
+            errors = [asdict(each) for each in by_label.values()]
+        except MissingError as error:
+            typer.echo(f"{error}: no front", err=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "claims.md").write_text(text, "utf-8")
+    show(claims_table(findings))
+    return errors or []
+
+
+def _report_tables(
+    study: PublishedStudy, found: Mapping[str, RunOutcome], folder: Path, facts: list[str]
+) -> None:
+    """Print and write the verdicts on the tables of other authors: theirs beside ours."""
     from phocas.report.published import (
         counts,
         draw_tables,
@@ -146,244 +302,45 @@ def _published(
     )
     from phocas.report.tables import print_table
 
-    runs = study.runs()
-    if dry_run:
-        for config in runs[: len(runs) // study.repeats]:
-            typer.echo(f"{config.name}: {config.attack or 'no attack'}")
-        typer.echo(f"{len(runs)} runs, {study.repeats} of each, into {file}")
-        return
-    check_writable(file, "the results file")
-    path = folder / "verdicts.md"
-    check_writable(path, "the table of verdicts")
-    failed = [] if report_only or not runs else _run(study, file, processes, data_dir)
-    records = {
-        record.identity: record
-        for record in attempts(runs)
-        if record is not None and record.status in ENDED
-    }
-    tables = judged_tables(study, records)
+    tables = judged_tables(study, found)
     for table, judged in tables.items():
         typer.echo(f"{table.name}: {table.title}")
         print_table(verdict_columns(judged), right=("theirs", "ours"))
         typer.echo()
-    facts = [
-        f"{len(records)} of {len(runs)} runs are complete; seeds: {study.repeats}; scale"
-        f" {study.scale}"
-        + ("" if study.scale == "paper" else ", which is not the published size: no comparison"),
-        ", ".join(f"{name} {version}" for name, version in versions().items()),
-        *(f"failed and left out: {line}" for line in failed),
-    ]
-    command = shlex.join(["phocas", *sys.argv[1:]])
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(markdown(study, tables, command=command, facts=facts), "utf-8")
+    text = markdown(study, tables, command=_command(), facts=facts)
+    (folder / "verdicts.md").write_text(text, "utf-8")
     if study.heat_map:
         draw_tables(tables, folder)
     typer.echo(f"cells by verdict: {counts(tables)}")
-    typer.echo(f"{path.name} in {folder}, results in {file}")
-    for line in failed:
-        typer.echo(f"failed: {line}", err=True)
-    if failed:
-        raise typer.Exit(1)
 
 
-def _run(
-    reproduction: Reproduction | PublishedStudy,
-    file: Path,
-    processes: int | None,
-    data_dir: str | None,
+def _command() -> str:
+    return shlex.join(["phocas", *sys.argv[1:]])
+
+
+def _facts(
+    planned: Reproduction | PublishedStudy,
+    found: Mapping[str, RunOutcome],
+    made_with: Mapping[str, str],
+    failed: list[str],
 ) -> list[str]:
-    """Run what is missing; return what failed; leave if interrupted."""
-    from phocas.data import load
-    from phocas.experiments.sweep import Ended, sweep
-    from phocas.report.progress import SweepProgress, interruptible
+    """Return what a report says about its runs: how many, of which size, and by what."""
+    from phocas.experiments.reproduction.published import PublishedStudy
 
-    runs = reproduction.runs()
-    missing = _missing(runs)
-    if len(missing) < len(runs):
-        typer.echo(f"{len(runs) - len(missing)} of {len(runs)} runs are complete already", err=True)
-    if not missing:
-        return []
-    load(missing[0].dataset, data_dir)  # once, before all runs need it
-    with interruptible() as stop, SweepProgress(missing) as progress:
-        failed: dict[int, str] = {}
-
-        def watch(news: Message) -> None:
-            progress.show(news)
-            if isinstance(news, Ended) and news.status == "failed":
-                failed[news.index] = news.error or "no reason given"
-
-        records = sweep(missing, processes=processes, watch=watch, should_stop=stop.is_set)
-    left = sum(
-        index not in failed and (record is None or record.status in ("interrupted", "running"))
-        for index, record in enumerate(records)
-    )
-    if left:
-        typer.echo(
-            f"{left} of {len(runs)} runs are not complete; the same command resumes."
-            f" Results are in {file}",
-            err=True,
-        )
-        raise typer.Exit(130)
+    runs = planned.runs()
+    size = f"{len(found)} of {len(runs)} runs"
+    if isinstance(planned, PublishedStudy):
+        small = "" if planned.scale == "paper" else ", which is not the published size"
+        size += f" are complete; seeds: {planned.repeats}; scale {planned.scale}{small}"
+    else:
+        size += f" of {runs[0].rounds} rounds are complete"
+        stopped = sum(run.status == "stopped" for run in found.values())
+        if stopped:
+            size += f", {stopped} of them stopped early at an aggregate with NaN or inf"
+        size = f"scale {planned.scale}, {planned.metric} accuracy, {size}"
     return [
-        f"{missing[index].name}, seed {missing[index].seed}: {reason}"
-        for index, reason in sorted(failed.items())
-    ]
-
-
-def _missing(runs: list[RunConfig]) -> list[RunConfig]:
-    from phocas.experiments.results import ENDED
-    from phocas.experiments.sweep import attempts
-
-    return [
-        config
-        for config, record in zip(runs, attempts(runs), strict=True)
-        if record is None or record.status not in ENDED
-    ]
-
-
-def _report(reproduction: Reproduction, file: Path, folder: Path, failed: list[str]) -> None:
-    """Draw the figures, judge the claims, and say where all of it is."""
-    import shlex
-    import sys
-
-    from phocas.experiments.reproduction.claims import CLAIMS
-    from phocas.experiments.reproduction.front import worst_errors
-    from phocas.experiments.reproduction.outcomes import MissingError, collect
-    from phocas.experiments.reproduction.verdicts import judge
-    from phocas.report.claims_table import claims_table, markdown
-    from phocas.report.front import draw_front, front_lines
-    from phocas.report.paper_figures import draw
-    from phocas.report.tables import show
-
-    outcomes = collect(reproduction, file)
-    for figure in reproduction.figures:
-        try:
-            draw(figure, outcomes, folder / figure.name)
-        except MissingError as error:
-            typer.echo(f"{error}: not drawn", err=True)
-    findings = [judge(claim, outcomes) for claim in CLAIMS[reproduction.claims]]
-    text = markdown(
-        reproduction,
-        outcomes,
-        findings,
-        command=shlex.join(["phocas", *sys.argv[1:]]),
-        facts=_facts(reproduction, file, failed),
-    )
-    if reproduction.front:
-        try:
-            errors = worst_errors(reproduction, folder / "worst.json")
-            draw_front(outcomes, errors, folder / "front.png")
-            text += "\n" + "\n".join(front_lines(outcomes, errors))
-        except MissingError as error:
-            typer.echo(f"{error}: no front", err=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    claims = folder / "claims.md"
-    claims.write_text(text, "utf-8")
-    show(claims_table(findings))
-    for line in failed:
-        typer.echo(f"failed: {line}", err=True)
-    typer.echo(f"figures and {claims.name} in {folder}, results in {file}")
-
-
-def _facts(reproduction: Reproduction, file: Path, failed: list[str]) -> list[str]:
-    from phocas.experiments.results import Results
-    from phocas.experiments.runner import versions
-
-    runs = reproduction.runs()
-    done = len(runs) - len(_missing(runs))
-    size = f"{done} of {len(runs)} runs of {runs[0].rounds} rounds are complete"
-    with Results(file, read=True) as results:
-        wanted = {config.identity() for config in runs}
-        stopped = [r for r in results.runs() if r.status == "stopped" and r.identity in wanted]
-    if stopped:
-        size += f", {len(stopped)} of them stopped early at an aggregate with NaN or inf"
-    return [
-        f"scale {reproduction.scale}, {reproduction.metric} accuracy, {size}",
-        ", ".join(f"{name} {version}" for name, version in versions().items()),
+        size,
+        ", ".join(f"{name} {version}" for name, version in made_with.items()),
         *(f"failed and left out: {line}" for line in failed),
     ]
-
-
-def _study(
-    study: Study,
-    results: StudyResults,
-    folder: Path,
-    processes: int | None,
-    *,
-    dry_run: bool,
-    report_only: bool,
-) -> None:
-    """Run, or only report, a study of rare features."""
-    from phocas.files import check_writable
-
-    runs = study.runs()
-    missing = results.missing(runs)
-    if dry_run:
-        for text in dict.fromkeys(study.names().values()):
-            typer.echo(text)
-        typer.echo(f"{len(runs)} runs, {study.repeats} of each, into {results.path}")
-        return
-    check_writable(results.path, "the results file")
-    check_writable(folder / "results.md", "the table of losses")
-    importlib.import_module("phocas.report.rare")  # it may lack something: not after hours
-    if len(missing) < len(runs):
-        typer.echo(f"{len(runs) - len(missing)} of {len(runs)} runs are complete already", err=True)
-    if missing and not report_only:
-        _run_study(study, results, processes)
-    _report_study(study, results, folder)
-
-
-def _run_study(study: Study, results: StudyResults, processes: int | None) -> None:
-    """Run what is missing; leave if interrupted."""
-    import time
-
-    from phocas.experiments.reproduction.rare.study import run_all
-    from phocas.report.progress import interruptible, time_left
-
-    missing = results.missing(study.runs())
-    names, started = study.names(), time.monotonic()
-
-    def watch(setting: Setting) -> None:
-        left = len(results.missing(missing))
-        done = len(missing) - left
-        text = time_left((time.monotonic() - started) / done * left)
-        typer.echo(f"[{done}/{len(missing)}] {names[setting]}: complete; {text} left", err=True)
-
-    typer.echo(f"{len(missing)} runs are starting", err=True)
-    with interruptible() as stop:
-        run_all(missing, results, processes=processes, watch=watch, should_stop=stop.is_set)
-    left = results.missing(missing)
-    if left:
-        typer.echo(
-            f"{len(left)} of {len(study.runs())} runs are not complete; the same command resumes."
-            f" Results are in {results.path}",
-            err=True,
-        )
-        raise typer.Exit(130)
-
-
-def _report_study(study: Study, results: StudyResults, folder: Path) -> None:
-    """Print the losses, draw the figures, and say where all of it is."""
-    import shlex
-    import sys
-
-    from phocas.experiments.runner import versions
-    from phocas.report.rare import draw_study, loss_table, markdown
-    from phocas.report.tables import show
-
-    runs = study.runs()
-    done = len(runs) - len(results.missing(runs))
-    facts = [
-        f"{done} of {len(runs)} runs are complete; repeats of each: {study.repeats}",
-        ", ".join(f"{name} {version}" for name, version in versions().items()),
-    ]
-    for part in study.parts:
-        typer.echo(f"{part.name}: {part.title}")
-        show(loss_table(part, study, results))
-        typer.echo()
-    draw_study(study, results, folder)
-    command = shlex.join(["phocas", *sys.argv[1:]])
-    path = folder / "results.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(markdown(study, results, command=command, facts=facts), "utf-8")
-    typer.echo(f"figures and {path.name} in {folder}, results in {results.path}")

@@ -107,10 +107,7 @@ def show(
     from phocas.report.run import about_run, print_run
 
     with Results(results, read=True) as file:
-        records = file.runs() if run is None else [file.run(run)]
-        if not records:
-            raise ValueError(f"there is no run in {results}")
-        known = about_run(file, records[-1])
+        known = about_run(file, file.run(run))
     if json_:
         typer.echo(json.dumps(known))
     else:

@@ -6,13 +6,17 @@ from typing import Annotated
 
 import typer
 
+from phocas.cli.completion import complete_rule
 from phocas.specs import count
 
 
 def rules(
     name: Annotated[
         str | None,
-        typer.Argument(help="Describe one: phocas, krum:b=6, 'nnm:b=6|phocas:b=6', or your own."),
+        typer.Argument(
+            help="Describe one: phocas, krum:b=6, 'nnm:b=6|phocas:b=6', or your own.",
+            autocompletion=complete_rule,
+        ),
     ] = None,
     num_workers: Annotated[int, typer.Option(help="Number of workers, m.")] = 20,
     b: Annotated[

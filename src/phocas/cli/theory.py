@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ def register(app: typer.Typer, group: str) -> None:
     inner.callback()(theory)
     inner.command("bounds")(bounds)
     inner.command("plan")(plan)
+    inner.command("figures")(figures)
     app.add_typer(inner, name="theory", rich_help_panel=group)
 
 
@@ -129,6 +131,46 @@ def plan(
     _show_plan(exposure, values, confidence)
 
 
+def figures(
+    output: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("phocas-theory"),
+    num_workers: Annotated[int, typer.Option(help="Number of workers, m.")] = 20,
+    byzantine: Annotated[int, typer.Option(help="Byzantine workers, q; b is the same.")] = 6,
+    rounds: Annotated[int, typer.Option(help="Number of rounds of the runs.")] = 500,
+) -> None:
+    """Draw the paper's Figure 1, and runs against Theorems 3 and 4."""
+    from phocas.report.tables import print_table
+    from phocas.report.theory import draw_models, draw_trajectories
+    from phocas.theory.trajectories import RULES, smooth_problem, strongly_convex
+
+    m, q = num_workers, byzantine
+    runs = [
+        *(strongly_convex(rule, m, q, step=0.02, rounds=rounds) for rule in RULES),
+        *(strongly_convex(rule, m, q, step=0.4, rounds=rounds) for rule in RULES),
+        *(smooth_problem(rule, m, q, rounds=rounds) for rule in RULES),
+    ]
+    for kind in ("png", "svg"):
+        draw_models(output / f"figure-1.{kind}")
+        draw_trajectories(runs, output / f"theorems.{kind}")
+    columns = {
+        "theorem": [str(run.theorem) for run in runs],
+        "rule": [f"{run.rule}:b={q}" for run in runs],
+        "step": [f"{run.step:g}" for run in runs],
+        "end": [f"{run.measured[-1]:.3g}" for run in runs],
+        "bound": [f"{run.bound[-1]:.3g}" for run in runs],
+        "printed": ["-" if run.printed is None else f"{run.printed[-1]:.3g}" for run in runs],
+        "verdict": [
+            "holds"
+            if run.printed_holds
+            else "holds, not as printed"
+            if run.holds
+            else "does not hold"
+            for run in runs
+        ],
+    }
+    print_table(columns, right=("step", "end", "bound", "printed"))
+    typer.echo(f"figure-1 and theorems in {output}")
+
+
 def _plan_participation(
     clients: int, byzantine: int, workers: int, rounds: int, confidence: float, *, as_json: bool
 ) -> None:
@@ -198,7 +240,10 @@ def _range(text: str) -> range:
 
 
 def _measured(row: Bound, workers: int, byzantine: int) -> dict[str, Any]:
-    """Measure a rule before and after seeing, if it is one of those measured and feasible."""
+    """Measure a rule's error against attackers that choose before and after seeing the values.
+
+    Return nothing for a rule that is not feasible, or for which there is no search.
+    """
     from phocas.theory.measure import MEASURED, worst_of
 
     if not row.feasible or row.b is None or row.rule not in MEASURED:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from phocas.cli.completion import SETTINGS
+
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
@@ -88,6 +90,7 @@ def train(
     from phocas.engines import EngineError
     from phocas.experiments.config import key_of, make_config, read_toml
     from phocas.experiments.runner import execute
+    from phocas.provenance import raised_in
     from phocas.report.progress import Progress, interruptible
     from phocas.report.tables import print_outcome
 
@@ -113,6 +116,10 @@ def train(
         told = [str(error), *getattr(error, "__notes__", ())]  # what is kept, if a run had begun
         typer.echo(f"phocas: {'; '.join(told)}", err=True)
         raise typer.Exit(3) from None
+    except KeyboardInterrupt as error:
+        place = raised_in(error)  # of code that hangs
+        typer.echo(f"phocas: interrupted{f' at {place}' if place else ''}", err=True)
+        raise typer.Exit(130) from None
     print_outcome(record, as_json=json_, model_file=save_model)
     if record.status == "interrupted":
         raise typer.Exit(130)
@@ -120,12 +127,25 @@ def train(
         raise typer.Exit(3)
 
 
-def _incomplete() -> None:
-    """Stand in for the command in ``phocas --help``, which needs no options."""
+def _incomplete(**_: Any) -> None:
+    """Stand in for the command in ``phocas --help``, and where a shell completes values."""
+
+
+_incomplete.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, typer.Option(autocompletion=values)],
+        )
+        for name, values in SETTINGS.items()
+    ]
+)
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    """Return the option of a setting; without one the value is None, and that of TOML counts."""
+    """Return the option of a setting; its default is None, so that the value in TOML counts."""
     from rich.markup import escape
 
     from phocas.experiments.config import option_of
@@ -136,6 +156,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     option = typer.Option(
         option_of(name),
         help=escape(f"{field.description}{shown}"),
+        autocompletion=SETTINGS.get(name),
         envvar=_ENVIRONMENT.get(name),
         show_default=False,
         rich_help_panel=_panel(name),

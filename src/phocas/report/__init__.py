@@ -1,1 +1,1 @@
-"""What people look at: progress, tables, figures."""
+"""Output for people: progress, tables, figures and the HTML report."""

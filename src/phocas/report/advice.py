@@ -1,4 +1,4 @@
-"""What a run says about its b and its cutoff, as text."""
+"""The advice on the b and the cutoff of a run, as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from phocas.detection.outlier_counts import GROSS
-from phocas.report.tables import WIDTH, compared_with_past, listing, print_table
+from phocas.report.tables import WIDTH, comparison, listing, print_table
 
 if TYPE_CHECKING:
     from phocas.experiments.advice import Advice, Cost
@@ -38,6 +38,8 @@ def print_advice(advice: Advice) -> None:
         print()
         _say(f"error bounds with {advice.needed} wrong values, in units of V (none: no guarantee):")
         _print_costs(advice.costs)
+    print()
+    _print_rules(advice)
     print()
     _say(
         "Only values far from the others were counted, in some columns of some rounds. Attacks that"
@@ -73,7 +75,7 @@ def _verdict(advice: Advice) -> list[str]:
         lines.append(f"all used: {record.rule} tolerates {told}, and no more")
     if record.suspects:
         why = "wrong beyond chance"
-        if compared_with_past(record.config):
+        if comparison(record.config) == "past":
             why = "no longer as in their own past"
         lines.append(f"flagged: {listing(record.suspects)} ({why})")
     if record.suspect_servers:
@@ -94,6 +96,21 @@ def _print_costs(costs: tuple[Cost, ...]) -> None:
         heading = "bound" if cutoff is None else f"cutoff {cutoff:g}"
         columns[heading] = [_bound(found[b, cutoff]) for b in choices]
     print_table(columns, right=tuple(columns))
+
+
+def _print_rules(advice: Advice) -> None:
+    """Print the rules that were measured for such runs."""
+    first = advice.rules[0]
+    momentum = "with" if advice.record.config.get("worker_momentum") else "without"
+    _say(
+        f"rules for workers whose data {'are alike' if first.data == 'alike' else 'differ'},"
+        f" {momentum} momentum, by possible failures (docs/choosing.md has the studies):"
+    )
+    for each in advice.rules:
+        print(f"  {each.failures}: {each.rule}")
+        numbers = f"without failures: {each.clean}; lowest: {each.lowest}; cost: {each.cost}"
+        text = f"{numbers}; {each.command}".replace("*", "").replace("`", "")
+        print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    "))
 
 
 def _bound(value: float | None) -> str:

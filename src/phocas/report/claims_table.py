@@ -35,7 +35,7 @@ def claims_table(findings: Sequence[ClaimResult]) -> Table:
 
 
 def worst(finding: ClaimResult, most: int = 4) -> list[Check]:
-    """Return a finding's checks, those that fail first, at most so many."""
+    """Return at most ``most`` checks of a claim, those that fail first."""
     order = {"does not hold": 0, "not decided": 1, "holds": 2}
     return sorted(finding.checks, key=lambda check: order[check.verdict])[:most]
 
@@ -61,10 +61,6 @@ def markdown(
     facts: Sequence[str],
 ) -> str:
     """Write the report: how it was made, the claims with all their numbers, and the accuracies."""
-    counts = {
-        verdict: sum(finding.verdict == verdict for finding in findings)
-        for verdict in ("holds", "does not hold", "not decided")
-    }
     lines = [
         f"# {reproduction.title}: the claims",
         "",
@@ -72,6 +68,21 @@ def markdown(
         "",
         *(f"- {fact}" for fact in facts),
         "",
+        *claim_lines(findings),
+    ]
+    lines += ["", "## Accuracies", ""]
+    for figure in reproduction.figures:
+        lines += _accuracies(figure, outcomes)
+    return "\n".join(lines) + "\n"
+
+
+def claim_lines(findings: Sequence[ClaimResult]) -> list[str]:
+    """Return the number of claims with each verdict, and the claims with all their numbers."""
+    counts = {
+        verdict: sum(finding.verdict == verdict for finding in findings)
+        for verdict in ("holds", "does not hold", "not decided")
+    }
+    lines = [
         ", ".join(f"{verdict}: {number}" for verdict, number in counts.items()) + ".",
         "",
         "Numbers are means over the repeats, with their 95% confidence intervals.",
@@ -86,10 +97,7 @@ def markdown(
             f"| {finding.claim.text} | {finding.claim.section} | **{finding.verdict}** |"
             f" {finding.repeats} | {numbers}{note} |"
         )
-    lines += ["", "## Accuracies", ""]
-    for figure in reproduction.figures:
-        lines += _accuracies(figure, outcomes)
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _accuracies(figure: Figure, outcomes: Outcomes) -> list[str]:

@@ -81,7 +81,8 @@ def summary(
 ) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of a table of means and deviations over seeds.
 
-    The last of several keys has a column for each of its values; the others begin the rows.
+    Each value of the last key has a column of its own. The values of the other keys are the first
+    cells of a row.
 
     Args:
         records: the runs.

@@ -20,7 +20,7 @@ from phocas.report.palette import BASELINE
 from phocas.specs import one_of, positive
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ MARKERS = 8
 BELOW, ABOVE = 0.13, 0.03
 """Range of the zoomed panel, measured from the best final accuracy."""
 CRASH = 0.5
-"""Repeats whose final accuracies differ by more than this share of the gain in accuracy crashed."""
+"""Some repeats crashed if final accuracies differ by more than this share of the gain."""
 
 Floats = npt.NDArray[np.float64]
 BANDS = {
@@ -40,7 +40,7 @@ BANDS = {
     "deviation": "mean +- deviation",
     "interval": "95% interval of the mean",
 }
-"""What the band around a curve may show, and its description."""
+"""The kinds of bands around a curve, and their descriptions."""
 PAPER_WIDTH = 3.25
 """Inches: the column of a conference paper."""
 _PAPER: dict[Any, Any] = {
@@ -80,15 +80,21 @@ class Looks:
         """Return whether the figure is for a paper."""
         return self.style == "paper"
 
-    def size(self, across: int, down: int, labels: int) -> tuple[float, float]:
-        """Return the width and the height of a figure with that many panels and labels."""
+    def columns(self, labels: Collection[str]) -> int:
+        """Return the columns of the legend: in a paper two, if the labels are short enough."""
+        widest = 0.4 + 0.055 * max(map(len, labels), default=0)  # inches, at 7 points
+        return 2 if self.paper and 2 * widest <= (self.width or PAPER_WIDTH) else 1
+
+    def size(self, across: int, down: int, labels: Collection[str]) -> tuple[float, float]:
+        """Return the width and the height of a figure with that many panels, and its labels."""
         if not self.paper:
             width = 3.4 + 3.4 * across
             height = 0.8 + 3.0 * down
             scale = 1.0 if self.width is None else self.width / width
             return width * scale, height * scale
         width = self.width or PAPER_WIDTH
-        return width, 0.8 * width / across * down + 0.16 * math.ceil(labels / 2) + 0.2
+        lines = math.ceil(len(labels) / self.columns(labels))
+        return width, 0.8 * width / across * down + 0.16 * lines + 0.2
 
     def applied(self) -> AbstractContextManager[None]:
         """Return the context in which the figure is drawn and written."""
@@ -165,7 +171,7 @@ def panel_figure(
     down = math.ceil(len(panels) / across)
     across = math.ceil(len(panels) / down)
     labels = {curve.label for curves in panels.values() for curve in curves}
-    size = size or looks.size(across, down, len(labels))
+    size = size or looks.size(across, down, labels)
     figure = new_figure(*size, "" if looks.paper else title)
     grid = list(figure.subplots(down, across, sharey=share_y, squeeze=False).flat)
     for axes in grid[len(panels) :]:
@@ -188,7 +194,7 @@ def panel_figure(
         handles.values(),
         handles.keys(),
         loc="outside lower center" if looks.paper else "outside right center",
-        ncols=2 if looks.paper else 1,
+        ncols=looks.columns(labels),
         frameon=False,
         handlelength=2.5 if looks.paper else 3.5,
         fontsize=7 if looks.paper else 9,
@@ -247,7 +253,7 @@ def band_of(repeats: Floats, band: str) -> tuple[Floats, Floats]:
 
 
 def crashes(repeats: Floats) -> bool:
-    """Return whether some repeats end far below others, relative to the gain in accuracy."""
+    """Return whether the final values of repeats differ by a large part of the whole gain."""
     gain = float(repeats.max() - repeats[:, 0].min())
     return gain > 0.1 and float(np.ptp(repeats[:, -1])) > CRASH * gain
 

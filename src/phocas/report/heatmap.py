@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _DARK = 0.6
-"""Values below are written in white."""
+"""Accuracies below this value are written in white."""
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,11 @@ class Style:
     """Colour, dash and marker of one curve."""
 
     colour: str
+    """Hexadecimal colour, ``#rrggbb``."""
     dash: Any
     """``"-"`` for a solid line, or matplotlib's (offset, lengths of dashes and gaps)."""
     marker: str
+    """Matplotlib's name of the marker; empty for none."""
 
 
 BASELINE = Style(GREY, (0, (1, 1.2)), "")
@@ -62,6 +64,9 @@ STYLES = {
     "cge": Style("#6C8299", _DOTS, "+"),
     "fl-trust": Style("#1B6B93", _LONG, "X"),
     "monitor": Style("#5A5FD0", _DASH_DOT, "p"),
+    "dnc": Style("#4E7A2E", _SHORT, "8"),
+    "flame": Style("#F2542D", _SHORT, "|"),
+    "foolsgold": Style("#A1887F", _SHORT, "_"),
 }
 """The style of each rule of the table; no two have the same colour or the same marker."""
 
@@ -134,7 +139,7 @@ class Palette:
 
 
 def distinct_dashes(styles: Sequence[Style]) -> list[Style]:
-    """Give curves of one style, as of one rule with several b, a dash each.
+    """Return the styles, with a different dash for each curve that has the same style.
 
     >>> one, two = distinct_dashes([STYLES["phocas"], STYLES["phocas"]])
     >>> (one.colour, one.marker) == (two.colour, two.marker), one.dash == two.dash

@@ -46,7 +46,7 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
     if not by_round:
         canvas = panel_figure(
             title,
-            {"": _curves_by_b(cases, styles, figure.value)},
+            {"": curves_by_b(cases, styles, figure.value)},
             f"{metric}, {'at the end' if figure.value == 'final' else 'best of the run'}",
             "b (q of Krum and Multi-Krum)",
             size=(8, 4),
@@ -108,7 +108,7 @@ def _styles(cases: Sequence[Repeats]) -> dict[str, Style]:
     return styles
 
 
-def _curves_by_b(cases: Sequence[Repeats], styles: dict[str, Style], value: str) -> list[RunCurve]:
+def curves_by_b(cases: Sequence[Repeats], styles: dict[str, Style], value: str) -> list[RunCurve]:
     """Return a curve by b for each label, and a level line for each label that has no b."""
     by_label: dict[str, list[Repeats]] = {}
     for case in cases:
@@ -125,8 +125,13 @@ def _curves_by_b(cases: Sequence[Repeats], styles: dict[str, Style], value: str)
             continue
         least = min(len(case.seeds) for case in points)
         short = f" (from {least} of {points[0].wanted})" if least < points[0].wanted else ""
-        b = [(case.case.b or 0) + index * DODGE for case in points]
+        b = np.array([case.case.b or 0 for case in points], np.float64)
+        columns = np.array(list(zip_longest(*values, fillvalue=np.nan)))
+        # No line joins two values of b if there are unmeasured ones between them.
+        gaps = np.flatnonzero(np.diff(b) > 1) + 1
+        columns = np.insert(columns, gaps, np.nan, axis=1)
         # Missing repeats are masked, so that mean and band are of those that there are.
-        repeats = np.ma.masked_invalid(list(zip_longest(*values, fillvalue=np.nan)))
-        curves.append(RunCurve(label + short, b, repeats, styles[label]))
+        repeats = np.ma.masked_invalid(columns)
+        across = np.insert(b, gaps, b[gaps] - 0.5) + index * DODGE
+        curves.append(RunCurve(label + short, across, repeats, styles[label]))
     return curves

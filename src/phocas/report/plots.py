@@ -44,7 +44,7 @@ _ACROSS = 3
 
 @dataclass(frozen=True)
 class Choice:
-    """What a figure shows: its axes, its panels and its curves."""
+    """The choice of a figure's axes, panels and curves."""
 
     x: Axis = "round"
     """Horizontal axis: round, seconds or virtual."""

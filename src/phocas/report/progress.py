@@ -21,7 +21,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from phocas.experiments.sweep import Begun, Ended, Note
-from phocas.report.tables import compared_with_past, labels, listing
+from phocas.report.tables import HEADINGS, comparison, labels, listing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,11 +72,11 @@ class Progress(_Shown):
             self._task = self._bars.add_task("round", total=config.rounds, news="")
 
     def say(self, line: str) -> None:
-        """Print a line beside the progress, and where no progress is shown too."""
+        """Print a line, whether or not a progress bar is shown."""
         _say(self.console, line, always=True)
 
     def show(self, _config: RunConfig, done: Round, evaluation: Metrics | None) -> None:
-        """Take the news of one round."""
+        """Show the progress after one round."""
         for line in done.news:
             _say(self.console, f"round {done.number}: {line}")
         now = time.monotonic()
@@ -122,7 +122,7 @@ class SweepProgress(_Shown):
             self._all = self._bars.add_task("runs", total=len(configs), news="")
 
     def show(self, news: Message) -> None:
-        """Take the news of one run."""
+        """Show a message of one run."""
         label = self.labels[news.index]
         if isinstance(news, Note):
             _say(self.console, f"{label}: {news.text}", always=True)
@@ -166,8 +166,8 @@ def time_left(seconds: float) -> str:
 
 
 def _word(config: RunConfig) -> str:
-    """Return the word for flagged workers: with different data they changed over time."""
-    return "changed" if compared_with_past(config.model_dump()) else "flagged"
+    """Return the word for flagged workers, which depends on what they are compared with."""
+    return HEADINGS[comparison(config.model_dump())]
 
 
 def _bars(console: Console, descriptions: Sequence[str], rounds: int) -> Bars:

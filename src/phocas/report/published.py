@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from phocas.experiments.attack_benchmark import Accuracy, CellResult
+    from phocas.experiments.reproduction.outcomes import RunOutcome
     from phocas.experiments.reproduction.published import (
         PublishedCell,
         PublishedStudy,
         PublishedTable,
         Verdict,
     )
-    from phocas.experiments.results import RunRecord
 
 Judged = tuple["PublishedCell", "CellResult | None", "Verdict"]
 
 
 def judged_tables(
-    study: PublishedStudy, records: Mapping[str, RunRecord]
+    study: PublishedStudy, records: Mapping[str, RunOutcome]
 ) -> dict[PublishedTable, list[Judged]]:
     """Return each cell with our result and the verdict.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 OVERVIEW = "parts"
 """Name of the figure that has a panel for each part, without a fault."""
 LOWEST = 1e-6
-"""Losses below are drawn here: the axis is logarithmic."""
+"""Smaller losses are drawn at this value, because the axis is logarithmic."""
 
 
 def loss_table(part: Part, study: Study, results: StudyResults) -> Table:

@@ -35,13 +35,18 @@ _INDENT = "    "
 
 @dataclass(frozen=True)
 class Description:
-    """The parts of a docstring."""
+    """The parts of a rule's docstring."""
 
     summary: str
+    """The first line."""
     body: tuple[str, ...]
+    """The paragraphs without a heading."""
     breakdown: str | None
+    """The paragraph after ``Breakdown:``."""
     reference: str | None
+    """The paragraph after ``Reference:``."""
     example: str | None
+    """The doctest."""
 
 
 def describe(cls: Any) -> Description:
@@ -75,7 +80,7 @@ def entries(m: int) -> list[dict[str, Any]]:
     """Return the facts about every rule and pre-aggregator, for a table or for JSON."""
     found = []
     for cls in (*RULES.values(), *PRE_AGGREGATORS.values()):
-        rule = _told(cls, m)
+        rule = _example(cls, m)
         found.append(
             {
                 "name": cls.name,
@@ -90,8 +95,8 @@ def entries(m: int) -> list[dict[str, Any]]:
     return found
 
 
-def _told(cls: type[Stage], m: int) -> Rule | None:
-    """Return the rule with the largest b; with other required parameters, as it was timed."""
+def _example(cls: type[Stage], m: int) -> Rule | None:
+    """Return a rule with the largest b; if it needs other parameters, that of the cost table."""
     if cls.largest_b(m) < 0:
         return None
     if not _more_than_b(cls.name):
@@ -312,7 +317,10 @@ def _kind_of(step: str) -> str:
 
 
 def _missing(step: str) -> set[str]:
-    """Return the required parameters that a step lacks; a ready value of the user's lacks none."""
+    """Return the required parameters that the text of a step does not give.
+
+    If the text names a rule object of the user, there are none.
+    """
     place = split_place(step)
     arguments = step.partition(":")[2]
     if place is not None and place[0].partition(":")[0] not in {*RULES, *PRE_AGGREGATORS}:

@@ -39,20 +39,21 @@ def about_run(results: Results, record: RunRecord) -> dict[str, Any]:
         "results": str(results.path),
         "state": str(state) if state.exists() else None,
         "status": actual_status(record, results.path),
+        "excluded": [str(each) for each in results.exclusions(record.id)],
         "started": record.started,
         "updated": record.updated,
         "settings": changed(record.config),
         "curve": {name: [_plain(each) for each in values] for name, values in metrics.items()},
         "ms_by_phase": read_cost(results, record.id),
         "virtual": _clock(results.table("virtual", record.id)),
-        "turned_down": _turned_down(results, record.id),
+        "turned_down": _count_rejected(results, record.id),
         "dropped": [_plain(each.dropped) for each in results.evidence(record.id)],
         "versions": record.versions,
         "host": record.host,
     }
 
 
-def _turned_down(results: Results, run: int) -> int:
+def _count_rejected(results: Results, run: int) -> int:
     """Count the finite rows that an asynchronous policy rejected."""
     rounds = results.table("rounds", run)
     return sum(row["action"] != "applied" and bool(row["finite"]) for row in rounds)
@@ -105,6 +106,7 @@ def print_run(known: dict[str, Any]) -> None:
         "clock": _virtual(known),
         "lost": "" if known["lost"] is None else about_loss(known["lost"]),
         "flagged": about_flags(suspects, config, known["byzantine"]) if suspects else "none",
+        "excluded": ", ".join(known["excluded"]),
         "unusual": listing(tuple(each for each in known["unusual"] if each not in suspects)),
         "servers": (
             f"{listing(tuple(known['suspect_servers']))} get wrong values"

@@ -107,7 +107,7 @@ def _by_pair(records: Sequence[RunRecord], rule: str) -> dict[str, RunRecord]:
 
 
 def _pair(record: RunRecord) -> str:
-    """Return what a run has in common with its pair under another rule, as text."""
+    """Return the settings that a run shares with its pair under another rule, as text."""
     kept = {key: value for key, value in record.config.items() if key not in _NOT_PAIRED}
     return json.dumps(kept, sort_keys=True)
 

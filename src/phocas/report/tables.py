@@ -8,7 +8,7 @@ import shlex
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -62,7 +62,7 @@ WIDTH = 80
 
 
 def outcome(record: RunRecord) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
+    """Return the facts about a run that ``--json`` prints."""
     keys = (
         "id",
         "identity",
@@ -164,7 +164,7 @@ def print_outcome(
         )
     if record.lost is not None and not as_json:
         print(about_loss(record.lost), file=sys.stderr)
-    if compared_with_past(record.config) and record.config["rounds"] < FIRST_VERDICT:
+    if comparison(record.config) == "past" and record.config["rounds"] < FIRST_VERDICT:
         if not as_json:
             print(
                 "no verdict about any worker: data differ, so each worker is compared with its own"
@@ -187,20 +187,27 @@ def about_loss(lost: int) -> str:
     return f"model lost in round {lost}: evidence of later rounds is not counted"
 
 
-def compared_with_past(config: Mapping[str, Any]) -> bool:
-    """Return whether detection compares each worker with its own past, as their data differ.
+Comparison: TypeAlias = Literal["others", "past", "unlike"]
+HEADINGS: dict[Comparison, str] = {"others": "flagged", "past": "changed", "unlike": "differing"}
+"""The headings of flagged workers in tables of runs."""
 
-    Runs of version 0.2 and before have no ``worker_data``: workers were compared with one another.
 
-    >>> compared_with_past({"split": "by-label", "worker_data": None})
-    True
-    >>> compared_with_past({"split": "by-label"})
-    False
+def comparison(config: Mapping[str, Any]) -> Comparison:
+    """Return what detection compares each worker with: its own past, or the others.
+
+    If data differ and workers are compared with one another, the others are ``unlike``, and a flag
+    is no proof of a fault. This was always so up to version 0.2, which had no ``worker_data``.
+
+    >>> comparison({"split": "by-label", "worker_data": None}), comparison({"split": "iid"})
+    ('past', 'others')
+    >>> comparison({"split": "by-label"})
+    'unlike'
     """
-    if "worker_data" not in config:
-        return False
     alike = config.get("split", "iid") in ALIKE
-    return (config.get("worker_data") or ("alike" if alike else "differ")) == "differ"
+    said = config.get("worker_data") or ("alike" if alike else "differ")
+    if "worker_data" in config and said == "differ":
+        return "past"
+    return "others" if alike else "unlike"
 
 
 def about_flags(
@@ -221,12 +228,13 @@ def about_flags(
     """
     false = [] if byzantine is None else [each for each in flagged if each not in byzantine]
     text = listing(tuple(flagged))
-    if compared_with_past(config):
+    compared = comparison(config)
+    if compared == "past":
         text += (
             ": no longer as in their own past, which data that differ"
             f" ({config.get('split')}) do not explain"
         )
-    elif config.get("split", "iid") not in ALIKE:
+    elif compared == "unlike":
         text += f": unlike the others, as their data are ({config['split']}): no proof of a fault"
     elif not false:
         text += ": wrong beyond chance"
@@ -353,13 +361,14 @@ def print_runs(records: Sequence[RunRecord], states: Sequence[str] | None = None
     if any(record.test_accuracy is not None for record in records):
         columns["test"] = [_number(record.test_accuracy, 3) for record in records]
     columns["ms/round"] = [_number(record.ms_per_round, 1) for record in records]
-    alike = [not compared_with_past(record.config) for record in records]
-    flagged = [record.suspects for record in records]
-    for heading, numbers in {
-        "flagged": [each if same else () for each, same in zip(flagged, alike, strict=True)],
-        "differing": [() if same else each for each, same in zip(flagged, alike, strict=True)],
-        "unusual": [_besides(record.unusual, record.suspects) for record in records],
-    }.items():
+    shown: dict[str, list[tuple[int, ...]]] = {
+        heading: [
+            record.suspects if comparison(record.config) == compared else () for record in records
+        ]
+        for compared, heading in HEADINGS.items()
+    }
+    shown["unusual"] = [_besides(record.unusual, record.suspects) for record in records]
+    for heading, numbers in shown.items():
         if any(numbers):
             columns[heading] = list(map(listing, numbers))
     if any(record.origin for record in records):
@@ -475,7 +484,7 @@ def _value(config: Mapping[str, Any], key: str) -> str:
 
 
 def said(config: Mapping[str, Any], key: str) -> str:
-    """Return a setting with its name, unless the value is clear without it."""
+    """Return the value of a setting as text, with its name unless the value is clear alone."""
     value = _value(config, key)
     if key == "attack":
         return "no attack" if value == "none" else value

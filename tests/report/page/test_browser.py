@@ -374,7 +374,7 @@ def test_a_run_that_learned_is_shown_before_a_lost_one(visit: Open, tmp_path: Pa
     assert "▲ round 1" in page.locator("#runs tr[data-run='1']").inner_text()
 
 
-def test_flags_on_skewed_data_are_no_proof_of_a_fault(visit: Open, tmp_path: Path) -> None:
+def test_flags_on_skewed_data_are_by_the_past_of_workers(visit: Open, tmp_path: Path) -> None:
     path = tmp_path / "r.sqlite"
     flagged = {2: 1e6, 6: 1e9, 19: 0.2}  # the odds of worker 19 have fallen since
     evidence = [
@@ -388,8 +388,8 @@ def test_flags_on_skewed_data_are_no_proof_of_a_fault(visit: Open, tmp_path: Pat
     section = page.locator("#detection")
     verdict = section.locator(".verdict")
     told = (
-        "Workers 2, 6, 19 are flagged: they differ from the others beyond chance. The workers'"
-        " data differ too (dirichlet:alpha=0.1), so this is no proof of a fault."
+        "Workers 2, 6, 19 are flagged: no longer as in their own past, which data that differ"
+        " (dirichlet:alpha=0.1) do not explain."
     )
     truth = "In this simulation workers 0\u20133 are Byzantine; workers 6, 19 are false alarms;"
     assert verdict.inner_text().startswith(f"{told} {truth} not flagged: 0, 1, 3. ")
@@ -402,7 +402,7 @@ def test_flags_on_skewed_data_are_no_proof_of_a_fault(visit: Open, tmp_path: Pat
     assert rows[19][:3] == ["▲ flagged", "false alarm", "1 in 20,000"]
     assert rows[0][:3] == ["not flagged", "Byzantine", "no evidence"]
     assert {"0", "1", "3"} <= {str(worker) for worker in rows}
-    assert "differing" in page.locator("#runs thead").inner_text()
+    assert "changed" in page.locator("#runs thead").inner_text()
     chosen(page, "detection", "run 2")
     assert verdict.inner_text().startswith(f"{told} The rule is")
     assert "truth" not in section.locator(".workers").inner_text()

@@ -89,7 +89,7 @@ def embedded(data: Any) -> str:
 
 @functools.cache
 def script() -> str:
-    """Return all modules as one script."""
+    """Return all JavaScript modules of the HTML report as one script."""
     return "".join(_wrapped(name, _text(f"script/{name}.js")) for name in MODULES)
 
 

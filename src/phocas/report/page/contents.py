@@ -20,6 +20,7 @@ from phocas.experiments.curves import columns, cost, elapsed
 from phocas.experiments.locks import actual_status
 from phocas.experiments.results import PHASES, Results, RunRecord
 from phocas.report.palette import BASELINE, STYLES, Palette, Style, distinct_dashes
+from phocas.report.tables import comparison
 from phocas.sharding import shard_bounds
 
 MOST_POINTS = 250
@@ -117,8 +118,10 @@ class Contents:
             "suspects": list(record.suspects),
             "unusual": list(record.unusual),
             "suspect_servers": list(record.suspect_servers),
+            "excluded": [str(each) for each in results.exclusions(record.id)],
             "lost": record.lost,
             "byzantine": None if record.byzantine is None else list(record.byzantine),
+            "compared": comparison(record.config),
             "config": record.config,
             "command": command(record.config),
             "curve": _curve(rounds, evaluations),

@@ -61,8 +61,8 @@ def _logged(lines: Sequence[str]) -> list[Any]:
     """Return one report for each job of a log, which has one line of JSON for each event.
 
     A new job starts where the step count falls, or where a rank is flagged again as the same kind.
-    A rank that is flagged as another kind replaces its earlier entry. Every line contains the job's
-    report, which covers the events of other kinds.
+    A rank that is flagged as another kind replaces its earlier entry. Events that flag no rank are
+    in the job's report, which every line contains.
     """
     reports: list[dict[str, Any]] = []
     for line in lines:
@@ -101,9 +101,9 @@ def _checked(path: Path, found: Any) -> dict[str, Any]:
     return checked
 
 
-def _check(found: Any, kind: type) -> None:
-    """Raise KeyError if fields of a typed dictionary are missing."""
-    missing = sorted(set(kind.__annotations__) - set(found.keys()))
+def _check(found: Any, kind: Any) -> None:
+    """Raise KeyError if required fields of a typed dictionary are missing."""
+    missing = sorted(kind.__required_keys__ - set(found.keys()))
     if missing:
         raise KeyError(f"{kind.__name__} lacks {', '.join(missing)}")
 

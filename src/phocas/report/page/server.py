@@ -43,7 +43,7 @@ class Event:
     kind: str
     """whole, changed or problem."""
     body: str
-    """JSON."""
+    """The data, as JSON text."""
 
 
 class Feed:

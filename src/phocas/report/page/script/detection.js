@@ -17,9 +17,12 @@ export function ranked(run) {
       Math.min(two.odds ?? 0, 1e15) - Math.min(one.odds ?? 0, 1e15) || one.worker - two.worker);
 }
 
-/** Return whether the workers of a run draw from the same data: only then is a flagged one faulty. */
-export function sameData(run) {
-  return (run.config.split ?? "iid") === "iid";
+/** The word for a flagged worker, by what detection has compared it with. */
+export const WORD = { others: "flagged", past: "changed", unlike: "differing" };
+
+/** Return whether a flag proves a fault: not if workers whose data differ were compared. */
+function provesFault(run) {
+  return run.compared !== "unlike";
 }
 
 const inOrder = (numbers) => [...numbers].sort((a, b) => a - b);
@@ -37,7 +40,10 @@ export function flags(run) {
   let known = "No worker is flagged";
   if (flagged.length) {
     known = workersAre(flagged, "flagged", "Worker");
-    if (!sameData(run)) {
+    if (run.compared === "past") {
+      known += `: no longer as in ${flagged.length === 1 ? "its" : "their"} own past, which data that differ ` +
+        `(${run.config.split}) do not explain`;
+    } else if (!provesFault(run)) {
       known += `: ${flagged.length === 1 ? "it differs" : "they differ"} from the others beyond chance. ` +
         `The workers' data differ too (${run.config.split}), so this is no proof of a fault`;
     } else if (!honest.length) known += ": faulty beyond chance";
@@ -47,7 +53,7 @@ export function flags(run) {
   else if (honest.length) truth.push("In this simulation no worker is Byzantine");
   if (honest.length) truth.push(workersAre(honest, honest.length === 1 ? "a false alarm" : "false alarms"));
   if (missed.length) truth.push(`not flagged: ${listing(missed)}`);
-  return { known, truth: truth.join("; "), alarm: flagged.length > 0 && sameData(run) && !honest.length };
+  return { known, truth: truth.join("; "), alarm: flagged.length > 0 && provesFault(run) && !honest.length };
 }
 
 const workersText = (numbers) => (numbers.length ? `${numbers.length === 1 ? "worker" : "workers"} ${listing(numbers)}` : "");
@@ -112,7 +118,7 @@ export function runTitle(run) {
 function outcome(run) {
   const parts = [];
   if (run.lost !== null) parts.push(`model lost in round ${run.lost}`);
-  if (run.suspects.length) parts.push(sameData(run) ? `${run.suspects.length} flagged` : `${run.suspects.length} differing`);
+  if (run.suspects.length) parts.push(`${run.suspects.length} ${WORD[run.compared]}`);
   if (run.suspect_servers.length) parts.push(`server ${listing(run.suspect_servers)}`);
   return parts.length ? ` — ${parts.join(", ")}` : "";
 }

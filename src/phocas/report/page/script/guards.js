@@ -4,11 +4,13 @@ import { count, listing, percent, whole } from "./format.js";
 import { droppedMap } from "./heat.js";
 
 const ACROSS = 32; // ranks in a row of the map
-const GROUNDS = { distances: "farther from others than chance allows", addresses: "implausible values at the same addresses", values: "values that no honest rank can produce" };
+const GROUNDS = { distances: "farther from others than chance allows", addresses: "implausible values at the same addresses", values: "values that no honest rank can produce", replicas: "a comparison of weights between ranks" };
+const VERDICTS = { persistent: "a persistent fault of its device", transient: "a transient fault of its device", data: "the same gradient, so that its data or settings are unusual", weights: "none, because its weights are different", "not reproduced": "not reproduced" };
 
 const KINDS = {
   nonfinite: "Values that are not finite", hardware: "Wrong values at the same addresses, as from faulty hardware,", wrong: "Wrong values",
   differs: "Values that differ from those of the others, which is no proof of a fault,",
+  drifted: "Weights that are not those of the majority",
 };
 
 /** Make the section. */
@@ -40,6 +42,7 @@ function show(article, guard) {
     guard.nonfinite.map((first) => el("p", { class: "alarm" },
       `The first non-finite value came from rank ${first.rank} in step ${whole(first.step)}: ${first.parameters.join(", ")}; seen by ${count(first.seen_by, "other rank")}.`)),
     guard.lost === null ? null : el("p", { class: "alarm" }, `No rank is finite since step ${whole(guard.lost)}: later evidence is not counted.`),
+    guard.split ? el("p", { class: "alarm" }, `Weights differ since step ${whole(guard.split.step)} without a majority, so that it cannot be told which are wrong: ranks ${guard.split.ranks.map((ranks) => ranks.join(", ")).join(" against ")} in ${guard.split.tensors.join(", ")}.`) : null,
     guard.unusual.length ? el("p", {}, `Unusual in the last steps, which is no proof of a fault: ${listing(guard.unusual)}.`) : null,
     guard.suspects.map(rankDetails),
     el("figure", {}, el("figcaption", {}, "Dropped values of each rank, over all steps"), map));
@@ -63,6 +66,9 @@ function rankDetails(suspect) {
     el("h3", {}, `Rank ${suspect.rank}${suspect.host ? ` on ${suspect.host}` : ""}`),
     el("p", {}, `${KINDS[suspect.kind] ?? suspect.kind} since step ${whole(suspect.since)}. Flagged in step ${whole(suspect.flagged)}: ${suspect.grounds.map((each) => GROUNDS[each] ?? each).join(" and ")}${sure}. ` +
       `${percent(suspect.dropped, 1)} of its values were dropped; ${percent(suspect.expected, 1)} were expected.`),
+    suspect.tensors?.length ? el("p", {}, `Weights that are not those of the majority: ${suspect.tensors.join(", ")}.`) : null,
+    suspect.confirmation ? el("p", {}, `Replay of its micro-batch${suspect.confirmation.by === null ? "" : ` there and on rank ${suspect.confirmation.by}`}: ${VERDICTS[suspect.confirmation.verdict] ?? suspect.confirmation.verdict}. ` +
+      `${[suspect.confirmation.reason, ...Object.keys(suspect.confirmation.parameters)].filter(Boolean).join(", ")}`) : null,
     Object.keys(suspect.places).length ? el("div", { class: "scroll" }, table([
       ["layer", ([name]) => name],
       ["wrong there", ([, places]) => percent(places.share, 2), true],

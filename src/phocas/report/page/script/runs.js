@@ -2,7 +2,7 @@
 import { chooser, el, put, table } from "./dom.js";
 import { accuracy, digits, distinct, listing } from "./format.js";
 import { differing, said } from "./accuracy.js";
-import { sameData } from "./detection.js";
+import { WORD } from "./detection.js";
 
 const MARKS = {
   complete: "✓", running: "▶", interrupted: "❙❙", stopped: "■", failed: "✕", killed: "✕",
@@ -61,8 +61,9 @@ export function runsSection(root) {
       ["final", (run) => accuracy(run.final), true], ["best", (run) => accuracy(run.best), true],
       ["ms/round", (run) => digits(run.ms), true],
       ...(some((run) => run.lost !== null) ? [["model lost", (run) => (run.lost === null ? "" : el("span", { class: "alarm" }, `▲ round ${run.lost}`))]] : []),
-      ...(some((run) => run.suspects.length && sameData(run)) ? [["flagged", (run) => (sameData(run) ? listing(run.suspects) : "")]] : []),
-      ...(some((run) => run.suspects.length && !sameData(run)) ? [["differing", (run) => (sameData(run) ? "" : listing(run.suspects))]] : []),
+      ...Object.entries(WORD).filter(([compared]) => some((run) => run.suspects.length && run.compared === compared))
+        .map(([compared, word]) => [word, (run) => (run.compared === compared ? listing(run.suspects) : "")]),
+      ...(some((run) => run.excluded?.length) ? [["excluded", (run) => (run.excluded ?? []).join(", ")]] : []),
       ...(some((run) => run.byzantine?.length) ? [["Byzantine", (run) => listing(run.byzantine ?? [])]] : []),
       [el("span", { class: "unseen" }, "settings"), (run) => el("button", {
         type: "button", id: `settings-${run.id}`, "aria-expanded": String(opened.has(run.id)), "aria-label": `Settings of run ${run.id}`,

@@ -18,6 +18,9 @@ const MARKERS = {
   x: ["M-.8-.8L.8.8M-.8.8L.8-.8", false],
   X: ["M-.9-.9L.9.9M-.9.9L.9-.9", false],
   "+": ["M-1 0H1M0-1V1", false],
+  "|": ["M0-1.1V1.1", false],
+  "_": ["M-1.1 0H1.1", false],
+  "8": ["M-.4-1H.4L1-.4V.4L.4 1H-.4L-1 .4V-.4Z", true],
 };
 
 /** Return a style's colour; black becomes the colour of the text, for dark mode. */
