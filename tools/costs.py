@@ -13,7 +13,7 @@ from phocas.report.rare import summary
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/costs.md"
-RESULTS = ROOT / "docs/reproduction/rare/results.jsonl"
+RESULTS = ROOT / "src/phocas/experiments/reproduction/results/rare-paper.jsonl"
 BEGIN, END = "<!-- made by python -m tools.costs -->", "<!-- end of what is made -->"
 
 

@@ -1,7 +1,7 @@
 """Check that lines of prose in Markdown are at most 100 characters long.
 
 ``python -m tools.prose`` lists longer lines. With ``--fix`` it wraps their paragraphs. Tables,
-code, headings and generated pages are not changed.
+code, formulas, headings and generated pages are not changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH = 100
 
 _VERBATIM = re.compile(r"\s*\||#|<|!\[|    |\[\^|---")
 _ITEM = re.compile(r"(\s*)([-*]|\d+\.)\s+")
-_CODE = re.compile(r"`[^`\n]{1,60}`")
+_CODE = re.compile(r"`[^`\n]{1,60}`|(?<!\$)\$(?! )[^$\n]{1,90}\$(?!\$)")
 _TOGETHER = "\0"
 
 
@@ -32,7 +32,7 @@ def paragraphs(text: str) -> Iterator[tuple[bool, list[str]]]:
     fenced = False
     held: list[str] = []
     for line in text.split("\n"):
-        fence = line.lstrip().startswith("```")
+        fence = line.lstrip().startswith(("```", "$$"))
         apart = fenced or fence or not line.strip() or _VERBATIM.match(line)
         inside = held and line.startswith("    ") and _ITEM.match(held[0]) and not fenced
         if (apart and not inside) or _ITEM.match(line):
@@ -49,11 +49,14 @@ def paragraphs(text: str) -> Iterator[tuple[bool, list[str]]]:
 
 
 def wrapped(text: str) -> str:
-    """Wrap paragraphs with a line that is too long; inline code is not split.
+    """Wrap paragraphs with a line that is too long; inline code and formulas are not split.
 
     >>> print(wrapped("1. " + 18 * "word " + "`two words` more"))
     1. word word word word word word word word word word word word word word word word word word
        `two words` more
+    >>> print(wrapped(19 * "word " + "$a + b$, more"))
+    word word word word word word word word word word word word word word word word word word word
+    $a + b$, more
     """
     lines = []
     for prose, part in paragraphs(text):

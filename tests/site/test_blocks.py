@@ -9,6 +9,8 @@ from __future__ import annotations
 import doctest
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 import typer.main
 
 from phocas.cli import application, train
+from phocas.experiments.results import Results, latest
 
 ROOT = Path(__file__).parents[2]
 SMALL = "synthetic:train=500,test=100"
@@ -66,6 +69,8 @@ def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         else:
             text = block.text.replace('"mnist"', f'"{SMALL}"')
             exec(compile(text, page, "exec"), names)
+    for written in tmp_path.glob("*.py"):  # other tests have modules of the same names
+        sys.modules.pop(written.stem, None)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -112,3 +117,22 @@ def test_commands_that_are_shown_exist_with_their_options() -> None:
                         wrong.append(f"{page}: phocas {line}")
     assert seen > 20
     assert wrong == []
+
+
+@pytest.mark.slow
+def test_the_page_for_a_paper_runs_as_it_stands(tmp_path: Path) -> None:
+    """Write its files and run its commands in order: 54 runs, a LaTeX table and a PDF figure."""
+    for block in blocks("docs/paper.md"):
+        file = re.match(r"# (\w+\.\w+)\n", block.text)
+        if file is not None:
+            (tmp_path / file[1]).write_text(block.text)
+        elif not block.kind:
+            for line in block.text.splitlines():
+                words = [sys.executable, "-m", *shlex.split(line)]
+                subprocess.run(words, cwd=tmp_path, check=True, timeout=240)
+    table = (tmp_path / "table.tex").read_text()
+    assert table.count(r"\pm") == 2 * 3 * 3
+    assert r"\texttt{my\_ideas:dnc:b=2,c=1.5}" in table
+    assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
+    with Results(tmp_path / "paper.sqlite", read=True) as results:
+        assert len(latest(results.runs())) == 54

@@ -8,7 +8,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-from tools.site import catalogue, pictures, public, sources
+from tools.site import catalogue, maths, pictures, public, sources
 
 _PICTURE = re.compile(r"<!-- picture: (\w+) -->")
 
@@ -54,3 +54,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         lambda found: f'<div class="concept">{pictures.CONCEPTS[found[1]]()}</div>',
         sources.bare_bars(markdown),
     )
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Convert the formulas of a page; raise if one cannot be converted or should not be there."""
+    try:
+        return maths.typeset(html, allowed=page.file.src_uri in maths.PAGES)
+    except maths.FormulaError as error:
+        raise PluginError(f"{page.file.src_uri}: {error} (tools/site/maths.py)") from error

@@ -30,6 +30,7 @@ MODULES = {
     "phocas.integrations.parallel": "DDP or FSDP2",
     "phocas.integrations.ddp": "DDP",
     "phocas.integrations.fsdp": "FSDP2",
+    "phocas.integrations.outer": "Outer steps",
     "phocas.integrations.flower": "Flower",
     "phocas.integrations.nvflare": "NVFlare",
     "phocas.integrations.merging": "Merged files",
