@@ -17,14 +17,16 @@ demo: $(VENV)/.installed
 	$(BIN)/phocas demo
 
 test: lint
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
 
+# All but a run of 100 rounds with faults, which takes 5 minutes: make test-slow.
 test-ray: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
-	$(BIN)/python -m pytest tests/engines/test_ray.py tests/engines/test_faults.py
+	$(BIN)/python -m pytest -rs tests/engines/test_ray.py tests/engines/test_ray_hosts.py \
+		tests/engines/test_faults.py -k "not random_faults_on_mnist[100"
 
 # Other people's training loops, each run for real on the CPU, and their trackers, offline. MLflow
 # brings pandas and pyarrow, for the tables of results.

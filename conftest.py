@@ -6,7 +6,7 @@ import importlib.util
 
 _FLOWER = ("src/phocas/integrations/flower/*.py", "tests/integrations/flower/*.py")
 _NVFLARE = ("src/phocas/integrations/nvflare.py", "tests/integrations/nvflare/*.py")
-_SITE = ("tools/site/hook.py", "tools/site/docstrings.py")
+_SITE = ("tools/site/hook.py", "tools/site/docstrings.py", "tools/site/maths.py")
 collect_ignore_glob = [
     *(() if importlib.util.find_spec("flwr") else _FLOWER),
     *(() if importlib.util.find_spec("nvflare") else _NVFLARE),

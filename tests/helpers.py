@@ -101,9 +101,9 @@ def pipelines(m: int) -> list[Rule]:
 
 
 def averages(rule: Rule) -> bool:
-    """Return whether a rule's value is a plain mean, which tolerates no Byzantine value."""
+    """Return whether one Byzantine row of any length has its weight in the mean."""
     last = rule.rule if isinstance(rule, phocas.Pipeline) else rule
-    return isinstance(last, phocas.Mean | phocas.Monitor)
+    return isinstance(last, phocas.Mean | phocas.Monitor | phocas.FoolsGold)
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import phocas
+from phocas.training import Trainer
 
 mpl.use("agg")
 
@@ -43,4 +44,16 @@ def test_usual_spellings_are_answered_with_the_right_one(
     with pytest.raises(ValueError, match=r"unknown parameter of krum 'f'; did you mean 'b'\?"):
         phocas.parse_rule("krum:f=2")
     with pytest.raises(AttributeError, match="write ALittleIsEnough"):
-        _ = phocas.attacks.ALIE
+        attrgetter("attacks.ALIE")(phocas)
+
+
+def test_usual_calls_are_answered_with_the_right_ones() -> None:
+    rows = np.ones((5, 3))
+    with pytest.raises(TypeError, match=r"write a rule after it, \(NNM\(b=1\) \| Median\(\)\)"):
+        phocas.NNM(b=1)(rows)
+    data = "synthetic:train=100,test=20"
+    with Trainer("softmax", data=data, rule="median", num_workers=5) as trainer:
+        for name in ("train", "fit"):
+            with pytest.raises(AttributeError, match=r"write trainer\.run\(100\)"):
+                getattr(trainer, name)
+        assert not hasattr(trainer, "other")

@@ -13,12 +13,9 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-import torch.distributed as dist
-from tests.integrations.scenes import environment
+from tests.integrations.scenes import act, play, start_ranks
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import phocas
@@ -77,11 +74,8 @@ def test_files_of_a_round() -> None:
         check("a round of training with detection", files_of(trainer.step), "A round")
 
 
-def test_files_of_a_ddp_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    spawn(_rank, (str(tmp_path),), RANKS)  # type: ignore[no-untyped-call]
-    quiet, observed = ((tmp_path / name).read_text().split() for name in ("quiet", "observed"))
+def test_files_of_a_ddp_step(tmp_path: Path) -> None:
+    quiet, observed = play(Path(__file__), tmp_path, world=RANKS)("ddp_steps")[0]
     check("a DDP step that is observed", observed, "A step of DDP")
     seldom = {
         f"detection/{name}.py" for name in ("lengths", "parameter_test", "evalues", "changes")
@@ -89,10 +83,8 @@ def test_files_of_a_ddp_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert set(observed) - set(quiet) == seldom
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    phocas.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=RANKS)
+def ddp_steps(rank: int) -> Any:
+    """Return the files of a step that is not observed, and of one that is."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5)))
     guard = protect(model, "phocas:b=1")
@@ -104,8 +96,8 @@ def _rank(rank: int, folder: str) -> None:
     while guard.steps < OBSERVED + 1:
         step()
     steps = sorted((files_of(step) for _ in range(4)), key=len)
-    if rank == 0:
-        Path(folder, "quiet").write_text("\n".join(steps[0]))
-        Path(folder, "observed").write_text("\n".join(steps[-1]))
-    dist.barrier()
-    dist.destroy_process_group()
+    return steps[0], steps[-1]
+
+
+if __name__ == "__main__":
+    act({"ddp_steps": ddp_steps}, start_ranks(RANKS), Path(sys.argv[1]), RANKS)
