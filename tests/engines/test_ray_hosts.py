@@ -122,11 +122,12 @@ class Host:
             ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
         )
         for process in map(int, found.stdout.split()):
-            if process != os.getpid():
-                try:
-                    os.kill(process, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            try:
+                if Path(f"/proc/{process}/ns/net").samefile("/proc/self/ns/net"):
+                    raise RuntimeError(f"process {process} is not of host {self.name}")
+                os.kill(process, signal.SIGKILL)
+            except (ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
+                continue
 
     def cut(self, *, back: bool = False) -> None:
         """Cut the link of this host, or restore it."""
