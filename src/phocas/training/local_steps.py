@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phocas.training.buffers import take_median
 from phocas.training.dropout import worker_generator
 from phocas.training.gradients.base import SAMPLES_A_BLOCK, Buffers, WorkerGradients
 from phocas.training.gradients.merged import MergedBatchGradients
@@ -290,7 +291,7 @@ class OneByOne(LocalSteps):
                 optimizers[i].step()
         flat.vector.copy_(start)
         for name, buffer in buffers.items():  # Byzantine workers may send wrong buffers, too
-            buffer.copy_(torch.stack([each[name] for each in kept]).median(0).values)
+            take_median(buffer, [each[name] for each in kept])
         self.left = kept
         return total.div_(self.local.steps)
 

@@ -47,6 +47,7 @@ from phocas.engines.ray.wire import TOKEN_BYTES, Address
 from phocas.engines.ray.worker import Request, WorkerJob, WorkerProcess
 from phocas.machine import available_cores
 from phocas.sharding import shard_bounds
+from phocas.training.buffers import take_median
 from phocas.training.cluster import Gathered, Wanted
 from phocas.training.pool import DeterministicPool
 from phocas.training.server import Action, Aggregate, ParameterServer
@@ -421,7 +422,7 @@ class RayCluster:
         ]
         for number, buffer in enumerate(self.task.model.buffers()):
             values = [tensor_of(np.array(buffers[number])).view(buffer.dtype) for buffers in sent]
-            buffer.copy_(torch.stack(values).median(0).values)
+            take_median(buffer, values)
         self._buffers = self._copies()
 
     def _copies(self) -> dict[str, np.ndarray]:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from phocas.specs import unknown
+from phocas.training.buffers import take_median
 from phocas.training.dropout import (
     Noise,
     SeededDropout,
@@ -103,8 +104,8 @@ class Looped(WorkerGradients):
 
     Workers run in parallel, unless the model changes its buffers or draws random numbers other than
     those of nn.Dropout. Each worker starts with the server's buffers (such as the running means of
-    batch norm). The server then takes the median over the workers, because a Byzantine worker may
-    send wrong buffers, too.
+    batch norm). The server then takes the median of the finite values over the workers
+    (:func:`take_median`), because a Byzantine worker may send wrong buffers, too.
     """
 
     def __post_init__(self) -> None:
@@ -181,7 +182,7 @@ class Looped(WorkerGradients):
                 self.pool.map(worker, [i])
                 kept.append({key: b.clone() for key, b in self.replica.named_buffers()})
         for name, buffer in theirs.items():
-            buffer.copy_(torch.stack([buffers[name] for buffers in kept]).median(0).values)
+            take_median(buffer, [buffers[name] for buffers in kept])
         self.left = kept
 
 
