@@ -18,11 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from phocas.integrations.outer import OuterStep
+from phocas.integrations.outer.group import GroupExchange
 from phocas.integrations.outer.step import Exchange
 
 WORLD = 4
 LIAR = 2
 EVERY = 2
+STATE = b"the state of most peers"
 SCENES: dict[str, Play] = {}
 
 
@@ -178,6 +180,27 @@ def joining(rank: int) -> Any:
     }
     after = peer.train(1)[0]
     return {**joined, "after": after["now"], "peers": after["result"].peers}
+
+
+class Equivocal(GroupExchange):
+    """A malicious peer: it asks peer 1 for its state, and sends wrong bytes to who asks."""
+
+    def _send(self, message: bytes, to: int) -> None:
+        asks = len(message) == 1 and to == 1
+        if len(message) > 1:
+            message = b"?" * len(message)
+        super()._send(b"\x01" if asks else message, to)
+        if asks:
+            self._receive(len(STATE), to)
+
+
+@scene(SCENES)
+def equivocating(rank: int) -> Any:
+    """Let the last peer ask a malicious one first for the state of most."""
+    members = Equivocal if rank == 0 else GroupExchange
+    assert dist.group.WORLD is not None
+    exchange = members(dist.group.WORLD, torch.device("cpu"), {})
+    return exchange.majority(b"another" if rank == WORLD - 1 else STATE)
 
 
 @scene(SCENES)

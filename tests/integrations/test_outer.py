@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers import bits
-from tests.integrations.outer_ranks import LIAR, WORLD, flat, network
+from tests.integrations.outer_ranks import LIAR, STATE, WORLD, flat, network
 from tests.integrations.scenes import ROOT, Scene, play
 
 import phocas
@@ -107,6 +107,10 @@ def test_peer_that_joins_receives_the_state_of_most(ranks: Scene) -> None:
         assert len({bits(result[key]) for result in results}) == 1, key
     assert {result["steps"] for result in results} == {2}
     assert results[0]["peers"] == tuple(range(WORLD))
+
+
+def test_malicious_peer_that_answers_each_peer_otherwise_blocks_none(ranks: Scene) -> None:
+    assert ranks("equivocating") == [STATE] * WORLD
 
 
 def test_peers_go_on_without_one_that_ended(ranks: Scene) -> None:
@@ -338,6 +342,20 @@ def test_peer_that_changes_is_flagged_against_its_own_past() -> None:
         if step == 45:
             outer.load_state_dict(outer.state_dict())
     assert outer.flagged() == (5,)
+
+
+def test_peers_beyond_those_with_a_past_take_outer_steps() -> None:
+    peers = [range(256), range(300, 303)]
+    outer = OuterStep(
+        network(), "median", every=1, exchange=lambda message: dict.fromkeys(peers[0], message)
+    )
+    for expected in (256, 3, 3):
+        result = outer.step()
+        assert result is not None
+        assert result.applied
+        assert len(result.peers) == expected
+        peers = peers[-1:]
+    assert outer.flagged() == ()
 
 
 def test_peers_with_data_alike_are_compared_with_one_another() -> None:

@@ -82,13 +82,29 @@ def test_verdict_has_the_most_urgent_rank_first() -> None:
         ({"persistent": 78}, None),
         ({"drifted": 79, "persistent": 78}, 79),
         ({"transient": 80, "wrong": 81}, 80),  # the verdict counts first
-        ({"wrong": 81, "drifted": 79}, 81),
+        ({"wrong": 81, "drifted": 79}, 79),  # the verdict of the other rank has no code
     ],
 )
 def test_exit_code_is_that_of_a_verdict_or_kind(codes: Any, expected: int | None) -> None:
     both = [flagged(3, "wrong", "transient"), flagged(4, "drifted")]
     found = Reactions.of(None, None, codes).exit_code
     assert code_of(both, found) == expected
+
+
+@pytest.mark.parametrize(
+    ("verdict", "codes", "expected"),
+    [
+        (None, {"persistent": 77, "hardware": 79}, 79),
+        ("data", {"persistent": 77, "hardware": 79}, None),
+        ("transient", {"persistent": 77, "hardware": 79}, None),
+        ("not reproduced", {"persistent": 77, "hardware": 79}, 79),
+        ("not reproduced", {"not reproduced": 80, "hardware": 79}, 80),
+    ],
+)
+def test_code_of_the_kind_counts_only_without_an_answer_of_the_replay(
+    verdict: str | None, codes: dict[str, int], expected: int | None
+) -> None:
+    assert code_of([flagged(3, "hardware", verdict)], codes) == expected
 
 
 def test_codes_and_files_that_are_none_are_rejected(tmp_path: Path) -> None:
@@ -105,11 +121,21 @@ def test_verdict_fits_into_a_termination_message(tmp_path: Path) -> None:
     path = tmp_path / "verdict.json"
     many = [flagged(rank, "wrong", VERDICTS[rank % 5]) for rank in range(200)]
     write_verdict(path, job_verdict(many, None))
-    assert len(path.read_bytes()) <= 4096 + 1
+    assert len(path.read_bytes()) <= 4096
     found = json.loads(path.read_text())
     assert found["action"] == "cordon"
     assert found["ranks"][0]["rank"] == 0
     assert len(found["ranks"]) >= 10
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_largest_verdict_has_4096_bytes_with_its_line_end(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "verdict.json"
+    verdict = job_verdict([flagged(0)], 77)
+    verdict["ranks"][0]["host"] += "h" * (4096 - room - len(json.dumps(verdict)))
+    write_verdict(path, verdict)
+    assert path.stat().st_size <= 4096
+    assert bool(json.loads(path.read_text())["ranks"]) == bool(room)
 
 
 def test_verdict_that_cannot_be_written_is_printed(

@@ -113,13 +113,21 @@ def _checked(code: object) -> int:
 
 
 def code_of(flagged: Sequence[FlaggedRank], codes: int | Mapping[str, int] | None) -> int | None:
-    """Return the exit code for flagged ranks: that of the most urgent one that has a code."""
+    """Return the exit code for flagged ranks: that of the most urgent one that has a code.
+
+    The code of the kind counts for a rank without a replay. It also counts if the replay has no
+    answer and there is no code for ``not reproduced``. Any other verdict counts alone.
+    """
     for one in by_urgency(flagged):
         if not isinstance(codes, Mapping):
             return codes
-        found = codes.get(verdict_of(one) or "", codes.get(one.kind))
-        if found is not None:
-            return found
+        verdict = verdict_of(one)
+        names = [one.kind] if verdict is None else [verdict]
+        if verdict == "not reproduced":
+            names.append(one.kind)
+        for name in names:
+            if name in codes:
+                return codes[name]
     return None
 
 
@@ -158,13 +166,13 @@ def write_verdict(path: Path, verdict: JobVerdict) -> None:
     is written in place, because Kubernetes mounts it.
     """
     ranks = verdict["ranks"]
-    while len(text := json.dumps({**verdict, "ranks": ranks})) > _LARGEST and ranks:
+    while len(text := json.dumps({**verdict, "ranks": ranks}) + "\n") > _LARGEST and ranks:
         bare = [{**one, "parameters": []} for one in ranks]
         ranks = bare if bare != ranks else ranks[:-1]  # type: ignore[assignment]
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:  # a full disk must not end a healthy job
-        print(f"phocas: cannot write to {path}: {error}", text, file=sys.stderr)
+        print(f"phocas: cannot write to {path}: {error}", text, end="", file=sys.stderr)
 
 
 def write_error_file(message: str, verdict: JobVerdict) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -64,11 +65,12 @@ class GroupExchange:
     def majority(self, own: bytes) -> bytes:
         """Return the bytes that more than half of the ranks have; else raise ValueError.
 
-        A rank with other bytes receives those of the majority from one rank that has them, and
-        checks their digest.
+        A rank with other bytes asks the ranks that claim to have them, one after another, until
+        the digest of an answer is right. Each pair of ranks does that on its own. So a rank that
+        answers some ranks otherwise than others makes no pair wait that it is not in.
         """
         wire = self.wire
-        label = digest([torch.frombuffer(bytearray(own), dtype=torch.uint8)])
+        label = _digest(own)
         labels = self(label + len(own).to_bytes(8, "little"))
         common, times = Counter(labels.values()).most_common(1)[0]
         if 2 * times <= wire.m:
@@ -77,18 +79,41 @@ class GroupExchange:
                 f" {times} of {wire.m} have; load the same checkpoint, or set the same seed, on all"
             )
         wanted, size = common[:DIGEST], int.from_bytes(common[DIGEST:], "little")
-        holders = [i for i, rank in enumerate(wire.ranks) if labels[rank] == common]
-        mine, have = own, label == wanted
-        for holder in holders:
-            done = self(bytes([have]))
-            if all(value == b"\x01" for value in done.values()):
-                break
-            sent = torch.zeros(size, dtype=torch.uint8)
-            if have:
-                sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            got = wire.broadcast(sent.to(wire.device), holder).cpu()
-            if not have and digest([got]) == wanted:
-                mine, have = np.asarray(got).tobytes(), True
-        if not have:
+        found = own if label == wanted else None
+        # All ranks take the pairs in the same order, so that none waits for a later pair.
+        for other in (i for i in range(wire.m) if i != wire.rank):
+            for asking in sorted((wire.rank, other)):
+                if asking == other:
+                    if self._receive(1, other) != b"\x00":
+                        self._send(own, other)
+                    continue
+                asks = found is None and labels[wire.ranks[other]] == common
+                self._send(bytes([asks]), other)
+                if asks and _digest(got := self._receive(size, other)) == wanted:
+                    found = got
+        if found is None:
             raise ValueError("no peer has sent the state that most peers have: leave the group")
-        return mine
+        return found
+
+    def _send(self, message: bytes, to: int) -> None:
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.wire.device)
+        with self._naming(to):
+            dist.send(own, group=self.wire.group, group_dst=to)
+
+    def _receive(self, size: int, sender: int) -> bytes:
+        found = torch.empty(size, dtype=torch.uint8, device=self.wire.device)
+        with self._naming(sender):
+            dist.recv(found, group=self.wire.group, group_src=sender)
+        return found.cpu().numpy().tobytes()
+
+    @contextlib.contextmanager
+    def _naming(self, other: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            rank = self.wire.ranks[other]
+            raise RuntimeError(f"rank {rank} has ended or does not answer: {error}") from error
+
+
+def _digest(message: bytes) -> bytes:
+    return digest([torch.frombuffer(bytearray(message), dtype=torch.uint8)])

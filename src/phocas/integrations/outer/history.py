@@ -15,14 +15,15 @@ from phocas.integrations.outer.compression import Row
 from phocas.rules import Rule
 from phocas.seeds import Stream, generator
 
-_MOST = 256  # peers that are compared with their past, in the order of their first update
+_MOST = 256  # peers that are compared with their past: the first ones that sent an update
 
 
 class PeerHistory:
     """The evidence against the peers, which every peer computes from the same rows.
 
-    With data that differ, a peer may join late and leave out steps. With data that are alike, the
-    evidence starts from zero when the set of peers changes.
+    With data that differ, a peer may join late and leave out steps. Only the first 256 peers are
+    compared with their past. With data that are alike, the evidence starts from zero when the set
+    of peers changes.
     """
 
     def __init__(self, rule: Rule, d: int, data: WorkerData, seed: int) -> None:
@@ -40,6 +41,8 @@ class PeerHistory:
             if peer not in self.peers and len(self.peers) < _MOST:
                 self.peers.append(peer)
         known = [peer for peer in rows if peer in self.peers]
+        if not known:
+            return
         seen = np.stack([rows[peer][self.columns] for peer in known]).astype(np.float64)
         differ = self.data == "differ"
         numbers = np.array([self.peers.index(peer) for peer in known]) if differ else None
