@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.scenes import environment
+from tests.integrations.scenes import ROOT, environment
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from phocas.detection.flags import Kind
@@ -181,3 +186,94 @@ def test_torchrun_is_told_why_a_rank_exits(tmp_path: Path) -> None:
     assert "rank 3 was flagged (persistent)" in shown
     assert '"host": "node3"' in shown
     assert json.loads(error.read_text())["message"]["extraInfo"]["phocas"] == found
+
+
+HOST = socket.gethostname()
+TORCHRUN = """#!/bin/sh
+echo "$@" >> attempts
+number=$(wc -l < attempts)
+[ -f "verdict.$number" ] && cp "verdict.$number" verdict.json
+exit "$(cat "code.$number" 2> /dev/null || echo 1)"
+"""
+"""A torchrun whose n-th call ends with the verdict and the code that are prepared for it."""
+
+
+def launch(folder: Path, **variables: str) -> tuple[int, list[str]]:
+    """Run the script of docs/flagged.md; return its exit code, and how torchrun was called."""
+    script = re.search(r"```sh\n(#!/bin/sh\n.*?)```", (ROOT / "docs/flagged.md").read_text(), re.S)
+    assert script is not None
+    env = {**environment(), "HEAD": "localhost:0", "VERDICT": "verdict.json", **variables}
+    (folder / "verdict.json").write_text(json.dumps(job_verdict([flagged(3)], 99)))  # a former one
+    done = subprocess.run(
+        ["sh", "-c", script[1], "launch.sh", "--lr", "0.1"], cwd=folder, env=env, check=False
+    )
+    attempts = folder / "attempts"
+    return done.returncode, attempts.read_text().splitlines() if attempts.exists() else []
+
+
+def here(one: FlaggedRank) -> FlaggedRank:
+    return dataclasses.replace(one, host=HOST)
+
+
+CORDON, DIAGNOSE = flagged(3, "wrong", "persistent"), flagged(3, "hardware")
+RESTART = flagged(3, "wrong", "transient")
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the script needs jq")
+@pytest.mark.parametrize(
+    ("calls", "expected", "attempts"),
+    [
+        ([0], 0, 1),
+        ([1], 1, 1),  # an error of train.py, or a signal: nobody is flagged
+        ([143], 143, 1),
+        ([(flagged(3, "differs"), None)], 1, 1),  # the verdict did not end the job
+        ([(here(CORDON), 77)], 77, 1),
+        ([(here(DIAGNOSE), 77)], 77, 1),
+        ([(CORDON, 77), 0], 0, 2),
+        ([(here(RESTART), 78), 0], 0, 2),
+        ([(CORDON, 77), 1], 1, 2),
+        ([(RESTART, 78)] * 3, 78, 3),
+    ],
+)
+def test_script_of_the_page_restarts_only_hosts_that_are_not_flagged(
+    tmp_path: Path, calls: list[Any], expected: int, attempts: int
+) -> None:
+    for number, call in enumerate(calls, 1):
+        if isinstance(call, int):
+            (tmp_path / f"code.{number}").write_text(str(call))
+        else:
+            one, code = call
+            text = json.dumps(job_verdict([one], code))
+            (tmp_path / f"verdict.{number}").write_text(text)
+    fake = tmp_path / "bin" / "torchrun"
+    fake.parent.mkdir()
+    fake.write_text(TORCHRUN)
+    fake.chmod(0o755)
+    code, made = launch(tmp_path, PATH=f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    assert (code, len(made)) == (expected, attempts)
+    assert all(line.endswith("train.py --lr 0.1") for line in made)
+    assert len({line.split("--rdzv-id")[1] for line in made}) == attempts
+
+
+TRAIN = """
+import pathlib
+import sys
+from tests.integrations.test_verdicts import CORDON, here
+from phocas.integrations.reactions import Reactions
+
+assert sys.argv[1:] == ["--lr", "0.1"]
+attempts = pathlib.Path("attempts")
+done = attempts.read_text() if attempts.exists() else ""
+attempts.write_text(done + "attempt\\n")
+reactions = Reactions.of(None, None, {"persistent": 77}, verdict_file="verdict.json")
+reactions.react(0, range(8), [here(CORDON) if done else CORDON], [], dict, lambda: None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the script needs jq")
+def test_script_of_the_page_runs_with_torchrun(tmp_path: Path) -> None:
+    """A persistent fault of another host, then one of this host."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    assert launch(tmp_path, NNODES="1", PATH=path) == (77, ["attempt", "attempt"])
