@@ -59,7 +59,7 @@ NAN = float("nan")
 SCENES: dict[str, Play] = {}
 DEVICE_RULES = ("phocas:b=1", "heraclius:b=1", "median")
 COMBINED = ("frozen", "compiled", "offloaded", "all")
-COMBINED_ALONE = ("tied", "recomputed", "accumulated", "mixed", "experts")  # parts of "all"
+COMBINED_ALONE = ("tied", "recomputed", "accumulated", "mixed", "experts", "compiled whole")
 scene = add_to(SCENES)
 
 
@@ -518,6 +518,7 @@ def combining(rank: int, names: Sequence[str]) -> Any:
         "accumulated": lambda: sharded_model(Model()),
         "mixed": lambda: sharded_model(Model(), mp_policy=half),
         "compiled": lambda: sharded_model(compiled_blocks()),
+        "compiled whole": lambda: torch.compile(sharded_model(Model()), backend="aot_eager"),
         "offloaded": lambda: sharded_model(Model(), offload_policy=offload),
         "experts": lambda: sharded_model(
             Model(experts=True), mesh=hybrid, shard_placement_fn=place

@@ -270,7 +270,9 @@ def test_what_is_combined_with_fsdp_keeps_its_weights_and_has_its_faulty_rank_fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINED_ALONE)
-def test_each_part_of_what_is_combined_keeps_its_weights(long: Scene, name: str) -> None:
+def test_what_is_used_alone_keeps_its_weights_and_has_its_faulty_rank_flagged(
+    long: Scene, name: str
+) -> None:
     check_trial([result[name] for result in long("combined_alone")], LIAR, steps=5)
 
 
