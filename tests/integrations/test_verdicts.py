@@ -200,7 +200,8 @@ exit "$(cat "code.$number" 2> /dev/null || echo 1)"
 
 def launch(folder: Path, **variables: str) -> tuple[int, list[str]]:
     """Run the script of docs/flagged.md; return its exit code, and how torchrun was called."""
-    script = re.search(r"```sh\n(#!/bin/sh\n.*?)```", (ROOT / "docs/flagged.md").read_text(), re.S)
+    page = (ROOT / "docs/flagged.md").read_text("utf-8")
+    script = re.search(r"```sh\n(#!/bin/sh\n.*?)```", page, re.DOTALL)
     assert script is not None
     env = {**environment(), "HEAD": "localhost:0", "VERDICT": "verdict.json", **variables}
     (folder / "verdict.json").write_text(json.dumps(job_verdict([flagged(3)], 99)))  # a former one

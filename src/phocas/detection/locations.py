@@ -318,7 +318,12 @@ class Locations:
         return min(filter(None, found), default=0)
 
     def add_loss(self, round: int) -> None:
-        """Flag a worker that alone was not finite in the last round before no worker is finite."""
+        """Flag the first workers with NaN or inf, if one round later no worker is finite.
+
+        Call this in the first round in which no row is finite. Workers are flagged if their values
+        were not finite in the round before, and at most b workers had such values then. Under the
+        plain mean they are the ones that destroyed the model.
+        """
         for worker, rounds in enumerate(self.nonfinite_rounds):
             if rounds and rounds[-1] == round - 1 and not self.flagged_by_values[worker]:
                 self.flagged_by_values[worker] = round

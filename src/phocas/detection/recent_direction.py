@@ -1,4 +1,8 @@
-"""The direction in which a model has moved lately: workers that pull back stand out from it."""
+"""The direction in which the model has moved in the last rounds.
+
+Detection compares the rows of workers with this direction. Honest gradients mostly agree with it,
+and rows with flipped signs point the other way.
+"""
 
 from __future__ import annotations
 

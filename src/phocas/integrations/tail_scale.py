@@ -19,7 +19,8 @@ class TailScale:
     Heraclius adds outliers up to a limit that is proportional to the root of this sum. A shard with
     nothing but rare features has radii of zero, and would keep none of them. So every rank measures
     its columns in one step of 16, and sends the sum to the others. Up to b ranks may send anything:
-    the result is m times the (b+1)-th largest sum, which is at most that of some honest rank.
+    the result is m times the (b+1)-th largest sum, which is at most m times the sum of some honest
+    rank.
 
     Args:
         m: the number of ranks.

@@ -156,7 +156,10 @@ def _rule(case: Case) -> str:
 
 
 def _ranges(part: Part, *, short: bool) -> list[str]:
-    """Return the ranges of tokens of a part's tables, with k for 1024 if they must be short."""
+    """Return the names of the ranges of tokens that are columns of a part's tables.
+
+    A name is ``1024-2048``, or ``1k-2k`` if ``short`` is set.
+    """
     ends = [*_lower_ends(part), part.reference.setting.vocabulary]
     names = [f"{end // 1024}k" if short and end % 1024 == 0 and end else str(end) for end in ends]
     return [f"{low}-{high}" for low, high in pairwise(names)]

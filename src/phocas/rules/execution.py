@@ -134,7 +134,11 @@ class Outliers(Protocol):
         """Return the counts by block of columns, to be added to those of other ranges."""
 
     def squared_radii(self) -> Partial:
-        """Return the sum of the squared radii of each block of columns."""
+        """Return the mean of the squared radii of each block of columns.
+
+        The mean of a block of which this range has only a part is that of the whole block. It is
+        stored at the first of the block's columns in this range, followed by zeros.
+        """
 
 
 class Matrix(ABC):

@@ -36,7 +36,14 @@ def _present(squared: Floats, weights: Floats, kept: float) -> NDArray[np.intp]:
 
 
 def _products(squared: Floats, shares: Floats) -> Floats:
-    """Return the inner products of the rows' differences from their mean with given shares."""
+    """Return the m x m inner products of the centred rows.
+
+    The centre is the weighted mean of the rows. The products follow from the squared distances.
+
+    Args:
+        squared: the squared distances between the rows, (m, m).
+        shares: the weight of each row; the weights add up to 1.
+    """
     towards = squared @ shares
     return np.asarray(-0.5 * (squared - towards[:, None] - towards + shares @ towards))
 

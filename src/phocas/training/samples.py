@@ -1,4 +1,8 @@
-"""Training and test samples as tensors of the model's dtype, and the source of a Dataset."""
+"""Training and test samples as tensors.
+
+:class:`Samples` takes the user's data in any accepted form, and returns batches in the model's
+dtype. :class:`Images` is the source of samples for a :class:`Dataset`.
+"""
 
 from __future__ import annotations
 

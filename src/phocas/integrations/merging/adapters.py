@@ -1,8 +1,9 @@
-"""LoRA adapters of PEFT: products of their matrices, and the way back by a truncated SVD.
+"""LoRA adapters of PEFT: compute the weight changes that a rule aggregates, and factor the result.
 
-A module of an adapter changes a weight by the product s B A, where s = alpha / r. The matrices of
-two clients cannot be averaged: the mean of products is not the product of means, and ranks may
-differ. So a rule aggregates the products, and the result is split into matrices of a given rank.
+An adapter changes a weight of the model by s B A, where A and B are small matrices of rank r and
+s = alpha / r. The matrices A and B of several clients cannot be averaged one by one: the mean of
+products is not the product of means, and the ranks of clients may differ. So a rule aggregates the
+products s B A. A truncated SVD then factors the result into matrices A and B of a given rank.
 """
 
 from __future__ import annotations
