@@ -84,6 +84,13 @@ def test_former_class_of_a_flagged_rank(module: str) -> None:
         assert found.Suspect is found.FlaggedRank
 
 
+def test_former_class_of_merging() -> None:
+    from phocas.integrations import merging
+
+    with pytest.warns(DeprecationWarning, match=r"Request is .* use .*merging\.MergeRequest$"):
+        assert merging.Request is merging.MergeRequest
+
+
 def test_former_names_of_detection() -> None:
     detector = Detector(num_workers=5, b=1)
     with pytest.warns(DeprecationWarning, match=r"use Detector\.flagged$"):

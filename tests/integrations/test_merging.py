@@ -23,7 +23,7 @@ from tests.helpers import hostile_values
 
 import phocas
 from phocas.cli import main
-from phocas.integrations.merging import Request, merge_files, merged, open_tensors, receipt
+from phocas.integrations.merging import MergeRequest, merge_files, merged, open_tensors, receipt
 from phocas.integrations.merging import merge as merging
 from phocas.integrations.merging.tensors import TensorError
 from phocas.rules import parse_rule
@@ -361,7 +361,7 @@ def test_receipt_of_a_repeated_merge_is_the_same(tmp_path: Path) -> None:
         paths = written(folder, states(9))
         phocas.set_num_threads(threads)
         merged = merge_files(paths, "nnm:b=2|heraclius:b=2", folder / "out", digest=True)
-        receipts.append(receipt(merged, Request("nnm:b=2|heraclius:b=2")))
+        receipts.append(receipt(merged, MergeRequest("nnm:b=2|heraclius:b=2")))
     assert receipts[0] == receipts[1]
     assert receipts[0]["not_finite"] == 0
     assert "multiply-add" in receipts[0]["instructions"]

@@ -12,7 +12,7 @@ from tests.integrations.mesh_models import check_trial
 from tests.integrations.mesh_ranks import EXIT_CODE, FAULTY, GROUP, RANKS
 from tests.integrations.scenes import Scene, play
 
-from phocas.integrations.fsdp.guard import Part, join_flags
+from phocas.integrations.fsdp.guard import MeshDetection, join_flags
 from phocas.integrations.reports import FlaggedRank
 
 
@@ -113,9 +113,11 @@ ALONE = {rank: [rank] for rank in range(4)}
 def test_flag_of_experts_is_dropped_if_a_rank_with_its_tokens_is_flagged_by_itself(
     dense: list[int], experts: list[int], joined: list[int]
 ) -> None:
-    def part(ranks: list[int], mates: dict[int, list[int]]) -> Part:
+    def part(ranks: list[int], mates: dict[int, list[int]]) -> MeshDetection:
         flagged = [FlaggedRank(rank=rank, onset=3, dropped=0.5, expected=0.1) for rank in ranks]
-        return Part(cast("Any", SimpleNamespace(flagged=lambda: flagged)), cast("Any", None), mates)
+        return MeshDetection(
+            cast("Any", SimpleNamespace(flagged=lambda: flagged)), cast("Any", None), mates
+        )
 
     parts = [part(dense, ALONE), part(experts, PAIRS)]
     assert [one.rank for one in join_flags(parts)] == joined
@@ -126,7 +128,9 @@ def test_evidence_of_two_meshes_is_joined() -> None:
     early = FlaggedRank(1, 3, 0.1, 0.1, 0.9, ("distances",), "host", {}, "differs", flagged=9)
     late = FlaggedRank(1, 5, 0.4, 0.1, 1.0, ("values",), "host", {}, "nonfinite", flagged=7)
     parts = [
-        Part(cast("Any", SimpleNamespace(flagged=lambda one=one: [one])), cast("Any", None), ALONE)
+        MeshDetection(
+            cast("Any", SimpleNamespace(flagged=lambda one=one: [one])), cast("Any", None), ALONE
+        )
         for one in (early, late)
     ]
     (one,) = join_flags(parts)

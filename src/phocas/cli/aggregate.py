@@ -94,7 +94,7 @@ def aggregate(
         if receipt in (output, base, *files):
             raise ValueError(f"the receipt must be a file of its own: got {receipt}")
     expected = None if verify is None else merging.read_receipt(verify)
-    request = merging.Request(str(found), base, numbers, max_share, seed)
+    request = merging.MergeRequest(str(found), base, numbers, max_share, seed)
     with tempfile.TemporaryDirectory() if verify else nullcontext("") as folder:
         with byte_bar("merging", quiet=quiet) as progress:
             merged = merging.merge_files(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from phocas.experiments.reproduction.rare.simulation import Setting
+    from phocas.experiments.reproduction.rare.simulation import SimulationSettings
     from phocas.experiments.reproduction.rare.study import Study, StudyResults
 
 
@@ -53,7 +53,7 @@ def _run_study(study: Study, results: StudyResults, processes: int | None) -> No
     missing = results.missing(study.runs())
     names, started = study.names(), time.monotonic()
 
-    def watch(setting: Setting) -> None:
+    def watch(setting: SimulationSettings) -> None:
         left = len(results.missing(missing))
         done = len(missing) - left
         text = time_left((time.monotonic() - started) / done * left)

@@ -17,7 +17,7 @@ from phocas.cli import reject_unused
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phocas.cli.studies import Job
+    from phocas.cli.studies import StudyOptions
     from phocas.experiments.reproduction.outcomes import RunOutcome
     from phocas.experiments.reproduction.published import PublishedStudy
     from phocas.experiments.reproduction.tasks import Reproduction
@@ -148,10 +148,10 @@ def reproduce(
             typer.echo(f"{config.name}: {config.attack or 'no attack'}" if tables else config.name)
         typer.echo(f"{len(runs)} runs, {planned.repeats} of each, into {file}")
         return
-    from phocas.cli.studies import Job
+    from phocas.cli.studies import StudyOptions
 
-    job = Job(study, file, folder, processes, data_dir, judge)
-    _reproduce(planned, job, hours, repeats)
+    options = StudyOptions(study, file, folder, processes, data_dir, judge)
+    _reproduce(planned, options, hours, repeats)
 
 
 def _file(
@@ -186,7 +186,10 @@ def _file(
 
 
 def _reproduce(
-    planned: Reproduction | PublishedStudy, job: Job, hours: float | None, repeats: int | None
+    planned: Reproduction | PublishedStudy,
+    options: StudyOptions,
+    hours: float | None,
+    repeats: int | None,
 ) -> None:
     """Run what is missing, or with ``judge`` nothing; report; write the curves."""
     from phocas.cli.studies import run_missing, run_until_decided
@@ -197,7 +200,7 @@ def _reproduce(
     from phocas.files import check_writable
 
     importlib.import_module("phocas.report.paper_figures")  # it may lack something: not after hours
-    study, file, folder, judge = job.study, job.file, job.folder, job.judge
+    study, file, folder, judge = options.study, options.file, options.folder, options.judge
     runs, scale = planned.runs(), planned.scale
     own, failed = folder / files.NAME, list[str]()
     curves = None
@@ -217,10 +220,10 @@ def _reproduce(
     check_writable(folder / "claims.md", "the report")
     if curves is None:
         if hours is not None and not isinstance(planned, PublishedStudy):
-            planned, failed = run_until_decided(planned, job, hours, repeats or MOST_REPEATS)
+            planned, failed = run_until_decided(planned, options, hours, repeats or MOST_REPEATS)
             runs = planned.runs()
         elif not judge and runs:
-            failed = run_missing(planned, job)
+            failed = run_missing(planned, options)
         metric = "top1" if isinstance(planned, PublishedStudy) else planned.metric
         found = read_outcomes(file, runs, metric)
     made_with = curves.versions if curves else versions()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class StudyOptions:
     """The options of ``phocas reproduce`` that say where and how to run a study."""
 
     study: str
@@ -30,7 +30,7 @@ class Job:
 
 
 def run_until_decided(
-    planned: Reproduction, job: Job, hours: float, most: int
+    planned: Reproduction, options: StudyOptions, hours: float, most: int
 ) -> tuple[Reproduction, list[str]]:
     """Add repeats until all claims are decided or the hours are over; return the last plan.
 
@@ -45,8 +45,8 @@ def run_until_decided(
     failed: list[str] = []
     for repeats in range(1, most + 1):
         planned = replace(planned, repeats=repeats)
-        failed = run_missing(planned, job, deadline)
-        outcomes = collect(planned, read_outcomes(job.file, planned.runs(), planned.metric))
+        failed = run_missing(planned, options, deadline)
+        outcomes = collect(planned, read_outcomes(options.file, planned.runs(), planned.metric))
         findings = [judge(claim, outcomes) for claim in CLAIMS[planned.claims]]
         open_ = [f.claim.name for f in findings if f.checks and f.verdict == "not decided"]
         if not open_:
@@ -60,7 +60,7 @@ def run_until_decided(
 
 
 def run_missing(
-    reproduction: Reproduction | PublishedStudy, job: Job, deadline: float = math.inf
+    reproduction: Reproduction | PublishedStudy, options: StudyOptions, deadline: float = math.inf
 ) -> list[str]:
     """Run what is missing until the deadline; return what failed; leave if interrupted."""
     from phocas.data import load
@@ -73,7 +73,7 @@ def run_missing(
         typer.echo(f"{len(runs) - len(missing)} of {len(runs)} runs are complete already", err=True)
     if not missing:
         return []
-    load(missing[0].dataset, job.data_dir)  # once, before all runs need it
+    load(missing[0].dataset, options.data_dir)  # once, before all runs need it
     with interruptible() as stop, SweepProgress(missing) as progress:
         failed: dict[int, str] = {}
 
@@ -85,7 +85,7 @@ def run_missing(
         def should_stop() -> bool:
             return stop.is_set() or time.monotonic() >= deadline
 
-        records = sweep(missing, processes=job.processes, watch=watch, should_stop=should_stop)
+        records = sweep(missing, processes=options.processes, watch=watch, should_stop=should_stop)
     left = sum(
         index not in failed and (record is None or record.status in ("interrupted", "running"))
         for index, record in enumerate(records)
@@ -93,7 +93,7 @@ def run_missing(
     if left and (stop.is_set() or deadline == math.inf):
         typer.echo(
             f"{left} of {len(runs)} runs are not complete; the same command resumes."
-            f" Results are in {job.file}",
+            f" Results are in {options.file}",
             err=True,
         )
         raise typer.Exit(130)

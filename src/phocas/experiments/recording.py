@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.5
 
 
-class Recorder:
+class RunRecorder:
     """A run's connection to a results file, which is written every half second.
 
     Attributes:
@@ -181,7 +181,7 @@ def _start(trainer: Trainer) -> str:
 @contextmanager
 def recorded_run(
     trainer: Trainer, path: Path, rounds: int, evaluate_every: int, name: str | None
-) -> Iterator[Recorder]:
+) -> Iterator[RunRecorder]:
     """Add a trainer's next rounds to a results file, as a run; a trainer has one run in a file.
 
     Args:
@@ -196,7 +196,7 @@ def recorded_run(
     settings = {"rounds": rounds, "evaluate_every": evaluate_every, "name": name}
     config = TrainerConfig.of(trainer, start or _start(trainer), **settings, results=str(path))
     with claim(path, config.identity(), patience=1.0), Results(path) as results:
-        recorder = Recorder(results, trainer, evaluate_every)
+        recorder = RunRecorder(results, trainer, evaluate_every)
         done = trainer.rounds_done
         if run is None:
             recorder.begin(config, f"round {done} of its trainer" if done else None)

@@ -15,7 +15,7 @@ from phocas.data import load
 from phocas.engines import EngineError
 from phocas.experiments.blame import MOST_PICTURES, picture_sample
 from phocas.experiments.locks import checkpoint_path, claim, previous_path, state_path
-from phocas.experiments.recording import Recorder
+from phocas.experiments.recording import RunRecorder
 from phocas.experiments.results import ENDED, Results, RunRecord, Status
 from phocas.experiments.trackers import TrackedRun, Tracking
 from phocas.files import check_writable
@@ -182,7 +182,7 @@ class _Run:
         self.trainer = trainer
         self.watch = watch
         self.notify = notify
-        self.recorder = Recorder(results, trainer, config.evaluate_every)
+        self.recorder = RunRecorder(results, trainer, config.evaluate_every)
         self._path = checkpoint_path(config.results, config.identity())
         self._before = previous_path(config.results, config.identity())
         self._saved = time.monotonic()

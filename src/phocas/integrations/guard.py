@@ -69,7 +69,7 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Settings:
+class GuardSettings:
     """The options that a user has chosen, checked; the fields are those of :class:`Options`."""
 
     threat: Threat
@@ -115,7 +115,7 @@ def options_of(
     optimizer: torch.optim.Optimizer | None = None,
     confirm: str | None = None,
     **mistyped: object,
-) -> Settings:
+) -> GuardSettings:
     """Check the options before training starts, and return them.
 
     ``own`` are the names of the caller's options that are not in :class:`Options`.
@@ -134,7 +134,7 @@ def options_of(
     check_threat(threat)
     check_optimizer(optimizer)
     check_confirm(confirm, threat)
-    return Settings(
+    return GuardSettings(
         threat=threat,
         seed=count("protect", "seed", seed),
         timeout=timeout,

@@ -60,7 +60,7 @@ class GatherBuffers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Route:
+class ShardRoute:
     """How the shards of all buckets of one size are sent to this rank, and where they arrive."""
 
     bounds: list[tuple[int, int]]
@@ -87,7 +87,7 @@ class Wire:
         self.ranks = dist.get_process_group_ranks(group)
         self._rooms: dict[tuple[str, int, torch.device], torch.Tensor] = {}
         self._buffers: dict[tuple[int, ...], GatherBuffers] = {}
-        self._routes: dict[tuple[int, torch.dtype, torch.device, int, int], Route] = {}
+        self._routes: dict[tuple[int, torch.dtype, torch.device, int, int], ShardRoute] = {}
 
     def _room(self, name: str, number: int, size: int, device: torch.device) -> torch.Tensor:
         """Return a buffer of ``size`` bytes on a device.
@@ -137,7 +137,7 @@ class Wire:
             columns[route.shard] = route.columns
         return Bucket(flat, start, route.bounds, columns)
 
-    def _route(self, flat: torch.Tensor, shift: int, place: int) -> Route:
+    def _route(self, flat: torch.Tensor, shift: int, place: int) -> ShardRoute:
         key = (flat.numel(), flat.dtype, flat.device, shift, place)
         if key not in self._routes:
             m, bounds = self.m, shard_bounds(flat.numel(), self.m)
@@ -150,7 +150,7 @@ class Wire:
             )
             arrived = room.view(flat.dtype)
             columns = arrived.view(m, width)
-            route = Route(bounds, shard, order, leaving, [width] * m, columns, arrived)
+            route = ShardRoute(bounds, shard, order, leaving, [width] * m, columns, arrived)
             self._routes[key] = route
         return self._routes[key]
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from phocas.experiments.reproduction.rare.study import (
-        Case,
         Losses,
-        Part,
         Study,
+        StudyCase,
+        StudyPart,
         StudyResults,
     )
 
@@ -31,7 +31,7 @@ LOWEST = 1e-6
 """Smaller losses are drawn at this value, because the axis is logarithmic."""
 
 
-def loss_table(part: Part, study: Study, results: StudyResults) -> Table:
+def loss_table(part: StudyPart, study: Study, results: StudyResults) -> Table:
     """Lay out the losses of a part for a terminal of 80 columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("", overflow="fold")
@@ -142,20 +142,20 @@ def draw_study(study: Study, results: StudyResults, folder: Path) -> list[Path]:
     return paths
 
 
-def _cases(part: Part, fault: str) -> list[Case]:
+def _cases(part: StudyPart, fault: str) -> list[StudyCase]:
     return [case for case in part.cases if case.setting.fault == fault]
 
 
-def _compares_rules(part: Part) -> bool:
+def _compares_rules(part: StudyPart) -> bool:
     return len({case.setting.rule for case in part.cases}) > 1
 
 
-def _rule(case: Case) -> str:
+def _rule(case: StudyCase) -> str:
     spec = case.setting.rule.replace("|", "\\|")
     return f"{case.label} (`{spec}`)"
 
 
-def _ranges(part: Part, *, short: bool) -> list[str]:
+def _ranges(part: StudyPart, *, short: bool) -> list[str]:
     """Return the names of the ranges of tokens that are columns of a part's tables.
 
     A name is ``1024-2048``, or ``1k-2k`` if ``short`` is set.
@@ -165,11 +165,11 @@ def _ranges(part: Part, *, short: bool) -> list[str]:
     return [f"{low}-{high}" for low, high in pairwise(names)]
 
 
-def _lower_ends(part: Part) -> list[int]:
+def _lower_ends(part: StudyPart) -> list[int]:
     return [low for low in BINS if low < part.reference.setting.vocabulary]
 
 
-def _numbers(case: Case, part: Part, study: Study, results: StudyResults) -> list[str]:
+def _numbers(case: StudyCase, part: StudyPart, study: Study, results: StudyResults) -> list[str]:
     """Return loss, ratio, loss by range and ratio of the rarest range, as text."""
     found = results.losses(case, study.repeats)
     if found is None:
@@ -178,7 +178,9 @@ def _numbers(case: Case, part: Part, study: Study, results: StudyResults) -> lis
     return [_loss(found.total), whole, *map(_loss, found.bins.values()), rarest]
 
 
-def _ratios(case: Case, part: Part, study: Study, results: StudyResults) -> tuple[str, str]:
+def _ratios(
+    case: StudyCase, part: StudyPart, study: Study, results: StudyResults
+) -> tuple[str, str]:
     """Return the loss divided by the reference's, of all tokens and of the rarest range."""
     found = results.losses(case, study.repeats)
     plain = results.losses(part.reference, study.repeats)
@@ -229,7 +231,7 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _panels(part: Part, study: Study, results: StudyResults) -> dict[str, list[RunCurve]]:
+def _panels(part: StudyPart, study: Study, results: StudyResults) -> dict[str, list[RunCurve]]:
     """Return the curves of each fault, by the title of its panel, where there are any."""
     found = {
         _panel_title(part, fault, study, results): _curves(part, fault, study, results)
@@ -238,7 +240,7 @@ def _panels(part: Part, study: Study, results: StudyResults) -> dict[str, list[R
     return {title: curves for title, curves in found.items() if curves}
 
 
-def _curves(part: Part, fault: str, study: Study, results: StudyResults) -> list[RunCurve]:
+def _curves(part: StudyPart, fault: str, study: Study, results: StudyResults) -> list[RunCurve]:
     """Return the loss by frequency for each rule that kept the model, and the reference."""
     palette = Palette()
     curves = []
@@ -261,7 +263,7 @@ def _curve(label: str, found: Losses, style: object) -> RunCurve:
     return RunCurve(label, middles, values, style)  # type: ignore[arg-type]
 
 
-def _panel_title(part: Part, fault: str, study: Study, results: StudyResults) -> str:
+def _panel_title(part: StudyPart, fault: str, study: Study, results: StudyResults) -> str:
     """Return the fault, and the rules whose model was lost."""
     lost = []
     for case in _cases(part, fault):

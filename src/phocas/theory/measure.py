@@ -44,7 +44,7 @@ DISTRIBUTIONS: Mapping[str, Draw] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredError:
     """The mean squared error under one attacker, in units of V.
 
     Attributes:
@@ -60,7 +60,7 @@ class Measured:
 
 def measure(
     rule: str, m: int, q: int, b: int, *, distribution: str, after: bool, trials: int, seed: int
-) -> Measured:
+) -> MeasuredError:
     """Measure a rule's mean squared error under the worst attack found, in units of V.
 
     >>> found = measure("trimmed-mean", 3, 1, 1, distribution="rare", after=False, trials=9, seed=0)
@@ -72,7 +72,7 @@ def measure(
     draw = DISTRIBUTIONS[distribution]
     rng = np.random.default_rng(seed)
     squares = MEASURED[rule](draw(rng, (m, trials)), q, b, after=after)
-    return Measured(
+    return MeasuredError(
         float(squares.mean()), float(squares.std() / math.sqrt(len(squares))), distribution
     )
 
@@ -87,7 +87,7 @@ def worst_of(
     trials: int,
     seed: int = 0,
     distributions: Iterable[str] = tuple(DISTRIBUTIONS),
-) -> Measured:
+) -> MeasuredError:
     """Return the largest error over the distributions, with the name of the distribution."""
     found = [
         measure(rule, m, q, b, distribution=name, after=after, trials=trials, seed=seed)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from phocas.experiments.reproduction.rare.model import TokenModel
-from phocas.experiments.reproduction.rare.simulation import Setting, build, draw, octaves
+from phocas.experiments.reproduction.rare.simulation import SimulationSettings, build, draw, octaves
 
 MODELS = [(False, 0), (True, 0), (False, 3), (True, 3)]
 
@@ -40,7 +40,7 @@ def autograd(model: TokenModel, batch: torch.Tensor) -> torch.Tensor:
     return slope
 
 
-def batches(setting: Setting, step: int) -> list[torch.Tensor]:
+def batches(setting: SimulationSettings, step: int) -> list[torch.Tensor]:
     """Return the tokens of each rank, one by one."""
     tokens, shares = draw(setting, step)
     counts = (shares * setting.tokens).round().long()
@@ -49,7 +49,9 @@ def batches(setting: Setting, step: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("tied", "experts"), MODELS)
 def test_gradients_of_all_ranks_equal_autograd(tied: bool, experts: int) -> None:
-    setting = Setting(lr=1.0, vocabulary=67, ranks=3, tokens=40, tied=tied, experts=experts, seed=5)
+    setting = SimulationSettings(
+        lr=1.0, vocabulary=67, ranks=3, tokens=40, tied=tied, experts=experts, seed=5
+    )
     model = build(setting)
     rows = torch.full((3, len(model.parameters)), torch.nan)  # whatever was there before
     for step in (0, 1):  # the second pass reuses the memory of the first
@@ -64,7 +66,7 @@ def test_gradients_of_all_ranks_equal_autograd(tied: bool, experts: int) -> None
 
 @pytest.mark.parametrize(("tied", "experts"), MODELS)
 def test_losses_equal_cross_entropy(tied: bool, experts: int) -> None:
-    model = build(Setting(lr=1.0, vocabulary=67, tied=tied, experts=experts))
+    model = build(SimulationSettings(lr=1.0, vocabulary=67, tied=tied, experts=experts))
     every = torch.arange(67)
     expected = [loss(model.views, token[None], model.targets) for token in every]
     torch.testing.assert_close(model.losses(), torch.stack(expected), rtol=1e-4, atol=1e-5)
@@ -74,7 +76,7 @@ def test_losses_equal_cross_entropy(tied: bool, experts: int) -> None:
 
 
 def test_tokens_are_drawn_by_zipfs_law() -> None:
-    setting = Setting(lr=1.0, vocabulary=64, ranks=2, tokens=5000)
+    setting = SimulationSettings(lr=1.0, vocabulary=64, ranks=2, tokens=5000)
     counts = np.zeros(64)
     for step in range(20):
         tokens, shares = draw(setting, step)

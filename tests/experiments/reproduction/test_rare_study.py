@@ -22,7 +22,7 @@ from phocas.experiments.reproduction.rare.simulation import (
     FAULTS,
     HONEST,
     WRONG_ROW,
-    Setting,
+    SimulationSettings,
     build,
     draw,
     frequencies,
@@ -79,7 +79,9 @@ def test_honest_mean_equals_plain_training_on_the_union_of_batches(
     tied: bool, experts: int
 ) -> None:
     torch.set_num_threads(1)  # two threads on a busy machine take many times as long
-    setting = Setting(lr=0.01, vocabulary=64, tokens=32, steps=20, tied=tied, experts=experts)
+    setting = SimulationSettings(
+        lr=0.01, vocabulary=64, tokens=32, steps=20, tied=tied, experts=experts
+    )
     with torch.no_grad():
         trained = train(setting)
     assert trained is not None
@@ -111,7 +113,7 @@ def test_honest_mean_equals_plain_training_on_the_union_of_batches(
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_strikes_the_last_rank_alone(fault: str) -> None:
-    setting = Setting(lr=0.1, vocabulary=64, fault=fault)
+    setting = SimulationSettings(lr=0.1, vocabulary=64, fault=fault)
     clean = torch.randn(4, 2 * 64 * WIDTH, generator=torch.Generator().manual_seed(0))
     rows = clean.clone()
     strike(setting, rows, step=3)
@@ -139,7 +141,9 @@ def test_fault_strikes_the_last_rank_alone(fault: str) -> None:
 
 
 def test_worker_momentum_is_the_running_mean_that_ranks_send() -> None:
-    setting = Setting(lr=1.0, optimizer="sgd", vocabulary=32, tokens=8, steps=1, momentum=0.9)
+    setting = SimulationSettings(
+        lr=1.0, optimizer="sgd", vocabulary=32, tokens=8, steps=1, momentum=0.9
+    )
     with torch.no_grad():
         plain, slow = train(setting.model_copy(update={"momentum": 0.0})), train(setting)
     assert plain is not None
@@ -151,7 +155,7 @@ def test_worker_momentum_is_the_running_mean_that_ranks_send() -> None:
 
 
 def test_lost_model_gives_nan_for_every_range() -> None:
-    losses = simulate(Setting(lr=0.1, vocabulary=32, tokens=8, steps=30, fault="nan"))
+    losses = simulate(SimulationSettings(lr=0.1, vocabulary=32, tokens=8, steps=30, fault="nan"))
     assert losses is not None
     assert all(math.isnan(loss) for loss in losses)
 

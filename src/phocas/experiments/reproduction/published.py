@@ -39,7 +39,7 @@ class _TableFile(BaseModel):
     rows: list[dict[str, Any]] = Field(min_length=1)
 
 
-class _StudyFile(BaseModel):
+class _PublishedStudyFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     title: str
@@ -158,7 +158,7 @@ def plan_published(
     """
     path = task_path(task)
     try:
-        file = _StudyFile.model_validate(read_toml(path))
+        file = _PublishedStudyFile.model_validate(read_toml(path))
     except ValidationError as error:
         raise ConfigError(
             "\n".join(
@@ -197,7 +197,7 @@ def _table(
     table: _TableFile,
     common: Mapping[str, Any],
     scale: Mapping[str, Any],
-    file: _StudyFile,
+    file: _PublishedStudyFile,
     repeats: int,
     source: str,
 ) -> PublishedTable:
@@ -228,7 +228,7 @@ def _table(
     return PublishedTable(table.name, table.title, rows, columns, tuple(cells))
 
 
-def _figure(text: str, file: _StudyFile, source: str) -> Accuracy | None:
+def _figure(text: str, file: _PublishedStudyFile, source: str) -> Accuracy | None:
     """Read ``93.20 +- 0.21``, or ``-`` for nothing."""
     if text == "-":
         return None

@@ -17,7 +17,7 @@ from phocas.integrations.reports import FlaggedRank, NonfiniteReport, Report
 from phocas.integrations.wire import Wire
 
 
-class Part(NamedTuple):
+class MeshDetection(NamedTuple):
     """The detection on one mesh of a model."""
 
     state: DetectionState
@@ -41,7 +41,7 @@ class MeshesGuard(Guard):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[MeshDetection],
         whole: Wire,
         catch_up: Callable[[], None],
         close: Callable[[], None],
@@ -143,7 +143,7 @@ class MeshesGuard(Guard):
             )
 
 
-def join_flags(parts: Sequence[Part]) -> list[FlaggedRank]:
+def join_flags(parts: Sequence[MeshDetection]) -> list[FlaggedRank]:
     """Return the flagged ranks of all meshes, in the order of ranks.
 
     Ranks that share samples on a mesh (expert parallelism) have wrong gradients there as soon as

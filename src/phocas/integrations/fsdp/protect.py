@@ -11,10 +11,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from phocas.integrations.detection_state import DetectionState
-from phocas.integrations.fsdp.guard import MeshesGuard, Part
+from phocas.integrations.fsdp.guard import MeshDetection, MeshesGuard
 from phocas.integrations.fsdp.reduce_scatter import RobustReduceScatter
 from phocas.integrations.fsdp.replay import ShardedReplay
-from phocas.integrations.fsdp.step import FSDPAggregator, Step
+from phocas.integrations.fsdp.step import FSDPAggregator, ModelStep
 from phocas.integrations.fsdp.units import (
     Mesh,
     check_gradients,
@@ -23,7 +23,7 @@ from phocas.integrations.fsdp.units import (
     records_of,
     units_of,
 )
-from phocas.integrations.guard import Guard, Options, Settings, options_of, watching
+from phocas.integrations.guard import Guard, GuardSettings, Options, options_of, watching
 from phocas.integrations.job import check_job, join_job, ranks_of_job
 from phocas.integrations.joining import check_rule, join, join_part, tell_all, uncompiled
 from phocas.integrations.replicas import EVERY, Replicas
@@ -87,7 +87,9 @@ def protect(
     named = names_of(model, kept)
     said = _compare(whole, kept, named)
     averaged = [mesh for mesh in meshes if mesh not in kept]
-    step = Step([group for mesh in averaged for _, group in mesh.units], speaks=whole.rank == 0)
+    step = ModelStep(
+        [group for mesh in averaged for _, group in mesh.units], speaks=whole.rank == 0
+    )
     parts = []
     replay: ShardedReplay | None = None
     before: list[tuple[Any, Any]] = []
@@ -111,7 +113,7 @@ def protect(
         aggregator = FSDPAggregator(
             wire, state, shards=exchange.shards, seed=chosen.seed, together=step, replay=replay
         )
-        parts.append(Part(state, aggregator.observer, mates))
+        parts.append(MeshDetection(state, aggregator.observer, mates))
         for unit, group in units_of(mesh, parameters.values(), first=len(before)):
             step.units.update([unit.number] if unit.segments else [])
             # The public set_custom_reduce_scatter rejects modules with several meshes.
@@ -193,7 +195,7 @@ def _kept(rule: Rule, meshes: Sequence[Mesh], *, per_unit: bool, average: bool) 
     return kept
 
 
-def _check_replicas(chosen: Settings, meshes: Sequence[Mesh]) -> None:
+def _check_replicas(chosen: GuardSettings, meshes: Sequence[Mesh]) -> None:
     if (chosen.digest_every or chosen.optimizer) and not any(mesh.copies for mesh in meshes):
         option = "digest_every" if chosen.digest_every else "optimizer"
         raise ValueError(

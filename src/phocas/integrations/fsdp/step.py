@@ -19,7 +19,7 @@ from phocas.rules import Explanation, ShardedAggregation
 from phocas.seeds import Stream, generator
 
 
-class Step:
+class ModelStep:
     """One training step of a model, over all of its meshes.
 
     A step begins when its first unit is reduced. It ends at the end of the backward pass: only the
@@ -98,11 +98,11 @@ class FSDPAggregator:
         *,
         shards: int,
         seed: int,
-        together: Step | None = None,
+        together: ModelStep | None = None,
         replay: ShardedReplay | None = None,
     ) -> None:
         self.wire, self.state, self.shards, self.seed = wire, state, shards, seed
-        self.together = together or Step()
+        self.together = together or ModelStep()
         self.together.aggregators.append(self)
         self.rule, self.replay = state.rule, replay
         self.observer = state.observer(seed)

@@ -1,9 +1,10 @@
 """Robust merging of files of tensors, without a training framework."""
 
+from phocas.deprecation import former_names
 from phocas.integrations.merging.formats import TensorFile, open_tensors
 from phocas.integrations.merging.merged import Merged, file_digest, merge_files
 from phocas.integrations.merging.receipt import (
-    Request,
+    MergeRequest,
     differences,
     read_receipt,
     receipt,
@@ -11,8 +12,8 @@ from phocas.integrations.merging.receipt import (
 )
 
 __all__ = [
+    "MergeRequest",
     "Merged",
-    "Request",
     "TensorFile",
     "differences",
     "file_digest",
@@ -22,3 +23,5 @@ __all__ = [
     "receipt",
     "write_receipt",
 ]
+
+__getattr__ = former_names(__name__, {"Request": "MergeRequest"})

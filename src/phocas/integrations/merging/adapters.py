@@ -39,7 +39,7 @@ def has_factors(names: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Product(Tensor):
+class LowRankProduct(Tensor):
     """The product s B A of a module, computed part by part when it is read.
 
     Attributes:
@@ -130,7 +130,7 @@ class Adapter:
                 found[module] = self._product(module, a, b, owner)
         return found
 
-    def _product(self, module: str, a: Tensor, b: Tensor, owner: Path) -> Product:
+    def _product(self, module: str, a: Tensor, b: Tensor, owner: Path) -> LowRankProduct:
         r = a.shape[0] if a.shape else 0
         wanted = self._of(module, "rank_pattern", "r")
         if a.is_integer or b.is_integer or len(a.shape) < 2 or b.shape[1:2] != (r,) or not r:
@@ -153,7 +153,7 @@ class Adapter:
             raise TensorError(f"{self.path}: lora_alpha must be finite: got {alpha!r:.20}")
         element = "float64" if "float64" in (a.element, b.element) else "float32"
         shape = (b.shape[0], a.columns // r)
-        product = Product(
+        product = LowRankProduct(
             module, element, shape, np.dtype(element), lambda: np.empty(0), a=a, b=b, scale=scale
         )
         return replace(product, open=lambda: product.reader()(0, product.columns))
@@ -166,7 +166,7 @@ class Adapter:
         return self.config.get(usual)
 
 
-class Split:
+class AdapterOutput:
     """The output of a merge of adapters: products come in, and matrices of a rank go out.
 
     Args:
@@ -184,17 +184,20 @@ class Split:
         rank: int | None,
     ) -> None:
         ranks = sorted(
-            max((each.a.shape[0] for each in row.values() if isinstance(each, Product)), default=1)
+            max(
+                (each.a.shape[0] for each in row.values() if isinstance(each, LowRankProduct)),
+                default=1,
+            )
             for row in rows
         )
         usual = ranks[(len(ranks) - 1) // 2]  # the largest would be any client's to choose
         self.rank = usual if rank is None else count("merge_files", "rank", rank, 1)
         self._ready: dict[str, NDArray[Any]] = {}
-        self._products: dict[str, Product] = {}
+        self._products: dict[str, LowRankProduct] = {}
         self._norm, self._kept = 0.0, 0.0
         tensors: dict[str, Tensor] = {}
         for name, tensor in rows[0].items():
-            if isinstance(tensor, Product):
+            if isinstance(tensor, LowRankProduct):
                 a, b = tensor.a, tensor.b
                 out, trailing = b.shape[0], b.shape[2:]
                 tensors[a.name] = replace(a, shape=(self.rank, *a.shape[1:]))

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.files import check_writable
-from phocas.integrations.merging.adapters import CONFIG, Split
+from phocas.integrations.merging.adapters import CONFIG, AdapterOutput
 from phocas.integrations.merging.formats import ENDINGS
 from phocas.integrations.merging.merge import Merge, Shares, rows_not_finite
-from phocas.integrations.merging.sources import Source, open_source
+from phocas.integrations.merging.sources import MergeInput, open_source
 from phocas.integrations.merging.tensors import Tensor, TensorError
 from phocas.integrations.merging.writers import write_like
 from phocas.rules import Relative, Rule
@@ -169,10 +169,10 @@ def merge_files(
 
 
 def _open_all(
-    files: Sequence[Path], base: Sequence[Source], *, skip_bad: bool
-) -> tuple[dict[int, Source], dict[int, str]]:
+    files: Sequence[Path], base: Sequence[MergeInput], *, skip_bad: bool
+) -> tuple[dict[int, MergeInput], dict[int, str]]:
     """Return the inputs that can be merged and the reasons against the others, by their indices."""
-    opened: dict[int, Source] = {}
+    opened: dict[int, MergeInput] = {}
     left_out: dict[int, str] = {}
     for index, path in enumerate(files):
         try:
@@ -222,7 +222,7 @@ class _Released:
     """Report progress, and release pages of mapped files that were read."""
 
     def __init__(
-        self, sources: Sequence[Source], progress: Callable[[int, int], None] | None
+        self, sources: Sequence[MergeInput], progress: Callable[[int, int], None] | None
     ) -> None:
         self._sources, self._progress = sources, progress
         self._before = 0
@@ -236,7 +236,7 @@ class _Released:
             self._progress(done, size)
 
 
-def _check_output(output: Path, sources: Sequence[Source]) -> None:
+def _check_output(output: Path, sources: Sequence[MergeInput]) -> None:
     """Raise ValueError if the output cannot be written, or is one of the inputs."""
     first = sources[0]
     if not first.is_folder:
@@ -255,12 +255,12 @@ def _check_output(output: Path, sources: Sequence[Source]) -> None:
             raise ValueError(f"the output must not be one of the inputs: {path}")
 
 
-def _split(sources: Sequence[Source], rank: int | None) -> Split | None:
+def _split(sources: Sequence[MergeInput], rank: int | None) -> AdapterOutput | None:
     """Return the way from products back to matrices, if the sources are adapters."""
     adapters = [source.adapter for source in sources if source.adapter is not None]
     if sources[0].adapter is None:
         return None
-    return Split(sources[0].files[0], adapters, [each.tensors for each in sources], rank)
+    return AdapterOutput(sources[0].files[0], adapters, [each.tensors for each in sources], rank)
 
 
 def content_digest(paths: Sequence[Path]) -> str:
@@ -339,12 +339,12 @@ def _spoilt(merge: Merge, rule: Rule, files: Sequence[Path]) -> str:
     )
 
 
-def _layout(source: Source) -> tuple[Any, ...]:
+def _layout(source: MergeInput) -> tuple[Any, ...]:
     """Return what must be the same in all files: names, shapes and types."""
     return tuple(sorted((name, t.shape, t.element) for name, t in source.tensors.items()))
 
 
-def _check_same(first: Source, other: Source) -> None:
+def _check_same(first: MergeInput, other: MergeInput) -> None:
     """Raise ValueError if the keys, shapes or types of a file differ from those of the first."""
     missing = [name for name in first.tensors if name not in other.tensors]
     extra = [name for name in other.tensors if name not in first.tensors]

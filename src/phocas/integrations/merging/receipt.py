@@ -25,7 +25,7 @@ _VERSIONS = ("phocas", "numpy", "llvmlite")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class MergeRequest:
     """The settings of a merge, besides its files.
 
     Args:
@@ -35,7 +35,7 @@ class Request:
         max_share: the largest share of the total weight that one file may have.
         seed: a seed for rules that draw at random.
 
-    >>> Request("phocas:b=2", max_share=0.4).rule
+    >>> MergeRequest("phocas:b=2", max_share=0.4).rule
     'phocas:b=2'
     """
 
@@ -46,7 +46,7 @@ class Request:
     seed: int | None = None
 
 
-def receipt(merged: Merged, request: Request) -> dict[str, Any]:
+def receipt(merged: Merged, request: MergeRequest) -> dict[str, Any]:
     """Describe a merge, without its time and folder: a repeated merge has the same receipt.
 
     The same versions give the same bits on all processors with the same ``instructions``. The width

@@ -26,7 +26,7 @@ ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MergeInput:
     """One input of a merge.
 
     Attributes:
@@ -75,7 +75,7 @@ def common(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {k: v for k, v in first.items() if all(each.get(k) == v for each in others)}
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> MergeInput:
     """Open one input of a merge; raise TensorError or OSError if it cannot be read.
 
     Args:
@@ -86,7 +86,7 @@ def open_source(path: Path) -> Source:
         found = _open_shards(path, inside)
     else:
         file = open_tensors(inside)
-        found = Source(path, (file,), file.tensors)
+        found = MergeInput(path, (file,), file.tensors)
     if not has_factors(found.tensors):
         return found
     if inside.name == ADAPTER or (inside.parent / CONFIG).exists():
@@ -115,7 +115,7 @@ def _in_folder(folder: Path) -> Path:
     raise TensorError(f"{folder} must have a file of tensors: it has none")
 
 
-def _open_shards(path: Path, index: Path) -> Source:
+def _open_shards(path: Path, index: Path) -> MergeInput:
     """Open the shards of a checkpoint, and check them against their index."""
     check_regular(index)
     with reading(str(index)):
@@ -151,4 +151,4 @@ def _open_shards(path: Path, index: Path) -> Source:
     actual = sum(tensor.nbytes for tensor in tensors.values())
     if size is not None and size != actual:
         raise TensorError(f"{index} says total_size {size}: the tensors have {actual} bytes")
-    return Source(path, tuple(files), tensors, index=index)
+    return MergeInput(path, tuple(files), tensors, index=index)

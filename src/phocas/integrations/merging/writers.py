@@ -21,9 +21,9 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from phocas.files import written_atomically
-from phocas.integrations.merging.adapters import CONFIG, Split
+from phocas.integrations.merging.adapters import CONFIG, AdapterOutput
 from phocas.integrations.merging.formats import SAFETENSORS, TensorFile
-from phocas.integrations.merging.sources import ADAPTER, Source, common
+from phocas.integrations.merging.sources import ADAPTER, MergeInput, common
 from phocas.integrations.merging.tensors import Tensor
 
 Parts: TypeAlias = Callable[[Tensor], Iterable[NDArray[Any]]]
@@ -31,9 +31,9 @@ Parts: TypeAlias = Callable[[Tensor], Iterable[NDArray[Any]]]
 
 
 def write_like(
-    sources: Sequence[Source],
+    sources: Sequence[MergeInput],
     output: Path,
-    split: Split | None,
+    split: AdapterOutput | None,
     taken: Parts,
     written: ExitStack,
 ) -> list[Path]:

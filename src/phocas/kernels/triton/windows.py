@@ -26,7 +26,7 @@ from phocas.kernels.columns import (
     scale_for,
 )
 from phocas.kernels.emit import Element
-from phocas.kernels.triton.writer import HEADER, STORED, Source
+from phocas.kernels.triton.writer import HEADER, STORED, FunctionWriter
 
 BLAMED_ROWS = 16  # rows compared at a time
 TOGETHER = 8  # blocks per program of the spreads kernel
@@ -50,7 +50,7 @@ def window_source(
     takes three more arguments before ``columns``: the spreads of all blocks, the cutoff, and the
     number of the first column in the whole matrix.
     """
-    column = Source(element, vectors=interpreted)
+    column = FunctionWriter(element, vectors=interpreted)
     by_spread = bool(window.cutoff) and not radii
     values = [column.computed(f"x{i}") for i in range(m)]
     average_of_all = plain_mean(column, values) if mean else ""
@@ -62,7 +62,7 @@ def window_source(
         found = _weighed(column, wires, window, found, mean=mean)
     value = found.high if radii else column.rounded(average_of_all or found.value)
     answers = [value, *((found.low, found.high) if blame else ())]
-    kernel = Source(element)
+    kernel = FunctionWriter(element)
     kernel.line("program = tl.program_id(0).to(tl.int64)")
     kernel.line("lane = program * BLOCK + tl.arange(0, BLOCK)")
     kernel.line("inside = lane < columns")
@@ -101,7 +101,7 @@ def kernel(rows, out, tallies, {more}columns, BLOCK: tl.constexpr):
 
 
 def _weighed(
-    f: Source, wires: list[str], window: Window, found: Averaged, *, mean: bool
+    f: FunctionWriter, wires: list[str], window: Window, found: Averaged, *, mean: bool
 ) -> Averaged:
     """Emit code for the weighted mean, and the limits beyond which values are dropped."""
     m = len(wires)
@@ -129,7 +129,7 @@ def spreads_source(element: Element) -> str:
 
     A program processes a few blocks, in as many lanes as on the CPU, added in the same order.
     """
-    f = Source(element)
+    f = FunctionWriter(element)
     lanes = LANES[element.compute]
     mantissa, words = (52, "tl.int64") if element.compute == "double" else (23, "tl.int32")
     top = (1 << (element.compute_bits - 1 - mantissa)) - 2  # stored exponent of the largest numbers
@@ -163,7 +163,7 @@ def spreads(radii, out, columns):
 """
 
 
-def _finite(f: Source, lanes: int) -> str:
+def _finite(f: FunctionWriter, lanes: int) -> str:
     """Emit code that loads radii of some columns of each block, with 0 for non-finite radii."""
     place = f.op(f"begin[:, None] + start + tl.arange(0, {lanes})[None, :]")
     radius = f.op(f"tl.load(radii + {place}, mask={place} < end[:, None], other=0)")
@@ -175,7 +175,7 @@ def _padded(m: int) -> int:
     return 1 << (m - 1).bit_length()
 
 
-def _tile(f: Source, m: int, rows: int, start: str) -> tuple[str, str]:
+def _tile(f: FunctionWriter, m: int, rows: int, start: str) -> tuple[str, str]:
     """Emit code that loads a tile of rows, from column ``start`` on; return row indices and tile.
 
     Rows past m and columns past the last are zero: a zero among zeros is never dropped.
@@ -187,7 +187,7 @@ def _tile(f: Source, m: int, rows: int, start: str) -> tuple[str, str]:
     return row, f.op(f"tl.load({starts}[None, :] + lane[:, None], mask={there}, other=0)")
 
 
-def _parts(f: Source, tile: str, length: str, width: int) -> list[str]:
+def _parts(f: FunctionWriter, tile: str, length: str, width: int) -> list[str]:
     """Emit code that splits a (length, width) tile into its columns.
 
     The code separates even and odd columns repeatedly.

@@ -34,7 +34,7 @@ _PREDICATES = {
 }
 
 
-class Source:
+class FunctionWriter:
     """A generator of the source of one Triton function."""
 
     everywhere = "True"

@@ -35,7 +35,7 @@ _OWN = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class StreamEvent:
     """An event of the stream."""
 
     version: str
@@ -55,7 +55,7 @@ class Feed:
         self._boot = secrets.token_hex(4)
         self._version = 0
         self._lock = threading.Lock()
-        self._listeners: set[queue.Queue[Event | None]] = set()
+        self._listeners: set[queue.Queue[StreamEvent | None]] = set()
         self._closing = threading.Event()
         self._problem: str | None = None
         self._thread = threading.Thread(target=self._watch, name="phocas-page", daemon=True)
@@ -79,9 +79,9 @@ class Feed:
             data = {**self.contents.whole(), "version": self._stamp()}
         return render(data, live=True).encode()
 
-    def listen(self, after: str) -> queue.Queue[Event | None] | None:
+    def listen(self, after: str) -> queue.Queue[StreamEvent | None] | None:
         """Return a queue of the events after a version; None if there are too many listeners."""
-        found: queue.Queue[Event | None] = queue.Queue(_WAITING)
+        found: queue.Queue[StreamEvent | None] = queue.Queue(_WAITING)
         with self._lock:
             if len(self._listeners) >= _STREAMS:
                 return None
@@ -92,7 +92,7 @@ class Feed:
             self._listeners.add(found)
         return found
 
-    def leave(self, listener: queue.Queue[Event | None]) -> None:
+    def leave(self, listener: queue.Queue[StreamEvent | None]) -> None:
         """Remove a listener."""
         with self._lock:
             self._listeners.discard(listener)
@@ -101,9 +101,9 @@ class Feed:
         """Return the present version; it differs between two servers of the same file."""
         return f"{self._boot}-{self._version}"
 
-    def _event(self, kind: str, body: Any) -> Event:
+    def _event(self, kind: str, body: Any) -> StreamEvent:
         text = json.dumps(body, allow_nan=False, separators=(",", ":"))
-        return Event(self._stamp(), kind, text)
+        return StreamEvent(self._stamp(), kind, text)
 
     def _watch(self) -> None:
         seen: tuple[Any, ...] = ()
@@ -131,7 +131,7 @@ class Feed:
             self._problem = problem
             self._tell(self._event("problem", problem))
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: StreamEvent) -> None:
         for listener in list(self._listeners):
             try:
                 listener.put_nowait(event)

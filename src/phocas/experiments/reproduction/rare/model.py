@@ -21,7 +21,7 @@ CHUNK = 1024
 
 
 @dataclass(frozen=True)
-class Product:
+class OuterProducts:
     """The gradients of one parameter: for each token, the outer product of two vectors.
 
     Attributes:
@@ -40,7 +40,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassResults:
     """The results of one forward and backward pass over distinct tokens.
 
     Attributes:
@@ -51,7 +51,7 @@ class Pass:
 
     losses: torch.Tensor
     slopes: torch.Tensor
-    products: list[Product]
+    products: list[OuterProducts]
 
 
 class TokenModel:
@@ -109,7 +109,7 @@ class TokenModel:
             [self.run(tokens).losses for tokens in every.chunk(-(-len(every) // CHUNK))]
         )
 
-    def run(self, tokens: torch.Tensor) -> Pass:
+    def run(self, tokens: torch.Tensor) -> PassResults:
         """Run the model forward and backward on distinct tokens."""
         parameters = self.views
         inputs = parameters["embedding"][tokens]
@@ -128,16 +128,16 @@ class TokenModel:
         errors /= totals
         errors[right] -= 1
 
-        products = [Product(head, None, None, errors, outputs)]
+        products = [OuterProducts(head, None, None, errors, outputs)]
         slopes = errors @ parameters[head]
         if self.tied:
-            products.append(Product("middle", None, None, slopes, mixed))
+            products.append(OuterProducts("middle", None, None, slopes, mixed))
             slopes = slopes @ parameters["middle"]
         if experts is not None:
             more, through = experts.backward(slopes)
             products += more
             slopes = slopes + through
-        return Pass(losses, slopes, products)
+        return PassResults(losses, slopes, products)
 
     def gradients(self, tokens: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:
         """Write each rank's gradient into its row.
@@ -183,17 +183,17 @@ class _Experts:
             self.plain[group] = self.hidden[group] @ parameters["down"][k].T
         self.outputs = self.plain * self.gates[:, None]
 
-    def backward(self, slopes: torch.Tensor) -> tuple[list[Product], torch.Tensor]:
+    def backward(self, slopes: torch.Tensor) -> tuple[list[OuterProducts], torch.Tensor]:
         """Return the gradients of router and experts, and those of the inputs."""
         change = -self.shares * ((slopes * self.plain).sum(1) * self.gates)[:, None]
         for k, group in enumerate(self.groups):
             change[group, k] += (slopes[group] * self.plain[group]).sum(1) * self.gates[group]
-        products = [Product("router", None, None, change, self.inputs)]
+        products = [OuterProducts("router", None, None, change, self.inputs)]
         back = change @ self.parameters["router"]
         for k, group in enumerate(self.groups):
             out = slopes[group] * self.gates[group, None]
             inner = (out @ self.parameters["down"][k]) * (self.hidden[group] > 0)
-            products.append(Product("down", k, group, out, self.hidden[group]))
-            products.append(Product("up", k, group, inner, self.inputs[group]))
+            products.append(OuterProducts("down", k, group, out, self.hidden[group]))
+            products.append(OuterProducts("up", k, group, inner, self.inputs[group]))
             back[group] += inner @ self.parameters["up"][k]
         return products, back

@@ -54,7 +54,7 @@ CHECKED = 25
 """Steps between two checks whether parameters are finite: a lost model is not trained further."""
 
 
-class Setting(BaseModel):
+class SimulationSettings(BaseModel):
     """The settings of a run."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -82,7 +82,7 @@ class Setting(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _possible_rule(self) -> Setting:
+    def _possible_rule(self) -> SimulationSettings:
         parse_rule(self.rule).check(self.ranks)
         return self
 
@@ -112,7 +112,7 @@ def targets(vocabulary: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(generator(Stream.SPLIT, seed).permutation(vocabulary))
 
 
-def build(setting: Setting) -> TokenModel:
+def build(setting: SimulationSettings) -> TokenModel:
     """Return the model of a run before its first step."""
     return TokenModel(
         targets(setting.vocabulary, setting.seed),
@@ -122,7 +122,7 @@ def build(setting: Setting) -> TokenModel:
     )
 
 
-def draw(setting: Setting, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(setting: SimulationSettings, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the distinct tokens of a step, and their share in the batch of each rank."""
     drawn = generator(Stream.SPLIT, setting.seed, step).random((setting.ranks, setting.tokens))
     bounds = frequencies(setting.vocabulary).cumsum()
@@ -133,7 +133,7 @@ def draw(setting: Setting, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(distinct), torch.from_numpy(shares)
 
 
-def strike(setting: Setting, rows: torch.Tensor, step: int) -> None:
+def strike(setting: SimulationSettings, rows: torch.Tensor, step: int) -> None:
     """Replace the row of the last rank by that of its fault."""
     if setting.fault == "wrong-row":
         rows[-1, WRONG_ROW * WIDTH : (WRONG_ROW + 1) * WIDTH] = WRONG_VALUE
@@ -143,7 +143,9 @@ def strike(setting: Setting, rows: torch.Tensor, step: int) -> None:
         attack.corrupt(rows.numpy()[::-1], rng=attack_rng(setting.seed, step), round=step)
 
 
-def train(setting: Setting, should_stop: Callable[[], bool] = lambda: False) -> TokenModel | None:
+def train(
+    setting: SimulationSettings, should_stop: Callable[[], bool] = lambda: False
+) -> TokenModel | None:
     """Return the trained model, or None if the run was stopped before its end."""
     model = build(setting)
     rule = parse_rule(setting.rule)
@@ -169,7 +171,7 @@ def train(setting: Setting, should_stop: Callable[[], bool] = lambda: False) -> 
 
 
 def simulate(
-    setting: Setting, should_stop: Callable[[], bool] = lambda: False
+    setting: SimulationSettings, should_stop: Callable[[], bool] = lambda: False
 ) -> list[float] | None:
     """Return the final loss by octave of token frequency, or None if the run was stopped.
 

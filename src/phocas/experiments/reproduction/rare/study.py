@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from phocas.experiments.config import ConfigError, read_toml
 from phocas.experiments.reproduction.rare.simulation import (
     HONEST,
-    Setting,
+    SimulationSettings,
     frequencies,
     octaves,
     simulate,
@@ -50,7 +50,7 @@ class _PartFile(BaseModel):
     grid: list[dict[str, Any]] = Field(min_length=1)
 
 
-class _StudyFile(BaseModel):
+class _RareStudyFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     title: str
@@ -62,7 +62,7 @@ class _StudyFile(BaseModel):
 
 
 @dataclass(frozen=True)
-class Case:
+class StudyCase:
     """One line of a table: a run to be repeated.
 
     Attributes:
@@ -71,16 +71,16 @@ class Case:
     """
 
     label: str
-    setting: Setting
+    setting: SimulationSettings
 
-    def repeats(self, number: int) -> list[Setting]:
+    def repeats(self, number: int) -> list[SimulationSettings]:
         """Return the settings of so many repeats."""
         seed = self.setting.seed
         return [self.setting.model_copy(update={"seed": seed + k}) for k in range(number)]
 
 
 @dataclass(frozen=True)
-class Part:
+class StudyPart:
     """One table and one figure of the study.
 
     Attributes:
@@ -92,8 +92,8 @@ class Part:
 
     name: str
     title: str
-    reference: Case
-    cases: tuple[Case, ...]
+    reference: StudyCase
+    cases: tuple[StudyCase, ...]
 
     @property
     def faults(self) -> list[str]:
@@ -106,18 +106,18 @@ class Study:
     """The parts of the study and the number of repeats of each run."""
 
     title: str
-    parts: tuple[Part, ...]
+    parts: tuple[StudyPart, ...]
     repeats: int
 
-    def runs(self) -> list[Setting]:
+    def runs(self) -> list[SimulationSettings]:
         """Return all distinct runs; all first repeats come before the second ones."""
         cases = [case for part in self.parts for case in (part.reference, *part.cases)]
         every = [case.repeats(self.repeats) for case in cases]
         return list(dict.fromkeys(itertools.chain.from_iterable(zip(*every, strict=True))))
 
-    def names(self) -> dict[Setting, str]:
+    def names(self) -> dict[SimulationSettings, str]:
         """Return the name of each run, for messages: its part, its case and its fault."""
-        found: dict[Setting, str] = {}
+        found: dict[SimulationSettings, str] = {}
         for part in self.parts:
             for case in (part.reference, *part.cases):
                 name = f"{part.name}: {case.label}, {case.setting.fault}"
@@ -147,7 +147,7 @@ def plan_study(
     """
     path = task_path(task)
     try:
-        file = _StudyFile.model_validate(read_toml(path))
+        file = _RareStudyFile.model_validate(read_toml(path))
     except ValidationError as error:
         raise _explained(error, str(path)) from None
     if scale not in file.scale:
@@ -168,7 +168,7 @@ def plan_study(
     )
 
 
-def _part(file: _PartFile, shared: dict[str, Any], rates: dict[str, float], path: str) -> Part:
+def _part(file: _PartFile, shared: dict[str, Any], rates: dict[str, float], path: str) -> StudyPart:
     where = f"{path}: part {file.name}"
     plain = {**shared, **file.settings}
     cases = []
@@ -182,17 +182,19 @@ def _part(file: _PartFile, shared: dict[str, Any], rates: dict[str, float], path
                 for key, value in own.items()
                 if key not in ("rule", "fault")
             ]
-            cases.append(Case(", ".join([label_of_rule(setting.rule), *named]), setting))
-    reference = Case("Mean", _setting({**plain, "rule": "mean", "fault": HONEST}, rates, where))
-    return Part(file.name, file.title, reference, tuple(cases))
+            cases.append(StudyCase(", ".join([label_of_rule(setting.rule), *named]), setting))
+    reference = StudyCase(
+        "Mean", _setting({**plain, "rule": "mean", "fault": HONEST}, rates, where)
+    )
+    return StudyPart(file.name, file.title, reference, tuple(cases))
 
 
-def _setting(values: dict[str, Any], rates: dict[str, float], where: str) -> Setting:
+def _setting(values: dict[str, Any], rates: dict[str, float], where: str) -> SimulationSettings:
     optimizer = str(values.get("optimizer", "adamw"))
     if "lr" not in values and optimizer in rates:
         values = {**values, "lr": rates[optimizer]}
     try:
-        return Setting.model_validate(values)
+        return SimulationSettings.model_validate(values)
     except ValidationError as error:
         raise _explained(error, where) from None
 
@@ -216,7 +218,7 @@ class Losses:
         repeats: losses by octave, of each finished repeat; NaN if the model was lost.
     """
 
-    setting: Setting
+    setting: SimulationSettings
     repeats: tuple[tuple[float, ...], ...]
 
     @property
@@ -257,7 +259,7 @@ class StudyResults:
     """
 
     path: Path
-    found: dict[Setting, tuple[float, ...]] = field(default_factory=dict)
+    found: dict[SimulationSettings, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Read the file, if there is one."""
@@ -268,7 +270,7 @@ class StudyResults:
                 values = json.loads(line)
                 version, losses = values.pop("version"), values.pop("losses")
                 if version == RESULTS_VERSION:
-                    setting = Setting.model_validate(values)
+                    setting = SimulationSettings.model_validate(values)
                     self.found[setting] = _read_losses(losses, setting)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 reason = str(error).splitlines()[0]
@@ -277,7 +279,7 @@ class StudyResults:
                     " delete the line to run it again"
                 ) from None
 
-    def add(self, setting: Setting, losses: Sequence[float]) -> None:
+    def add(self, setting: SimulationSettings, losses: Sequence[float]) -> None:
         """Append a finished run."""
         rounded = [float(f"{loss:.{DIGITS}g}") for loss in losses]
         finite = [loss if math.isfinite(loss) else None for loss in rounded]
@@ -288,17 +290,17 @@ class StudyResults:
         with self.path.open("ab", buffering=0) as file:
             file.write(f"{text}\n".encode())  # in one write: other processes append too
 
-    def missing(self, runs: Sequence[Setting]) -> list[Setting]:
+    def missing(self, runs: Sequence[SimulationSettings]) -> list[SimulationSettings]:
         """Return the runs that are not finished."""
         return [setting for setting in runs if setting not in self.found]
 
-    def losses(self, case: Case, repeats: int) -> Losses | None:
+    def losses(self, case: StudyCase, repeats: int) -> Losses | None:
         """Return the losses of a case, or None if none of its repeats is finished."""
         done = [self.found[s] for s in case.repeats(repeats) if s in self.found]
         return Losses(case.setting, tuple(done)) if done else None
 
 
-def _read_losses(values: Sequence[float | None], setting: Setting) -> tuple[float, ...]:
+def _read_losses(values: Sequence[float | None], setting: SimulationSettings) -> tuple[float, ...]:
     expected = len(octaves(setting.vocabulary))
     if len(values) != expected:
         raise ValueError(f"{len(values)} losses instead of {expected}")
@@ -306,11 +308,11 @@ def _read_losses(values: Sequence[float | None], setting: Setting) -> tuple[floa
 
 
 def run_all(
-    missing: Sequence[Setting],
+    missing: Sequence[SimulationSettings],
     results: StudyResults,
     *,
     processes: int | None = None,
-    watch: Callable[[Setting], None] = lambda _: None,
+    watch: Callable[[SimulationSettings], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Execute runs, one in each process, and store each when it is finished.
@@ -323,7 +325,7 @@ def run_all(
     with ProcessPoolExecutor(
         number, mp_context=context, initializer=_begin, initargs=(stop,)
     ) as pool:
-        running: dict[Future[list[float] | None], Setting] = {
+        running: dict[Future[list[float] | None], SimulationSettings] = {
             pool.submit(_run, setting): setting for setting in missing
         }
         try:
@@ -359,5 +361,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _run(setting: Setting) -> list[float] | None:
+def _run(setting: SimulationSettings) -> list[float] | None:
     return simulate(setting, _stops[0].is_set)
