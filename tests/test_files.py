@@ -71,7 +71,7 @@ def test_what_another_process_of_this_number_left_is_replaced(
 
 
 @BOTH
-def test_who_may_read_it_is_what_the_user_has_set(tmp_path: Path, *, named: bool) -> None:
+def test_permissions_of_a_file_follow_the_umask(tmp_path: Path, *, named: bool) -> None:
     code = (
         "import os, sys; from pathlib import Path; from phocas import files; os.umask(0o027);"
         f"files._NUMBERED = Path({str(files._NUMBERED)!r});"

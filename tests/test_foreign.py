@@ -394,7 +394,7 @@ def test_subclasses_of_row_attacks_inherit_q_and_who() -> None:
         made(q=-1)
 
 
-def test_a_mix_of_an_author_has_fair_blame() -> None:
+def test_a_mix_of_an_author_has_the_expected_dropped_share() -> None:
     assert Mix.average(np.ones(4)).fair == 0.25
     for wrong in (np.zeros(3), np.array([1.0, -1.0]), np.array([np.inf])):
         with pytest.raises(ValueError, match="one weight >= 0 for each row"):

@@ -100,7 +100,7 @@ def test_text_that_is_no_rule(text: str, words: list[str]) -> None:
         parse_rule(text)
 
 
-def test_the_nearest_name_and_all_names_are_told() -> None:
+def test_the_nearest_name_and_all_names_are_shown() -> None:
     assert unknown("rule", "Trimed_Mean", RULES).startswith(
         "unknown rule 'Trimed_Mean'; did you mean 'trimmed-mean'? rules: mean, "
     )

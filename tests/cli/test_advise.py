@@ -133,7 +133,7 @@ def test_where_most_are_wrong_no_b_is_enough(folder: Path) -> None:
     assert "b >=" not in screen
 
 
-def test_who_only_watches_is_told_that_the_mean_survives_nothing(folder: Path) -> None:
+def test_advice_for_monitor_says_that_the_mean_tolerates_nothing(folder: Path) -> None:
     screen, told = advised(folder, "watched")
     assert (told["needed"], told["tolerated"], told["would"]) == (2, 0, 3)
     assert told["watched"].startswith("heraclius:b=3")

@@ -200,7 +200,7 @@ sys.exit(run())
         assert "0.5" in lines[0] or len(lines) == 2 * (1 + 2 * 39)
 
 
-def test_a_results_file_with_any_bit_flipped_is_read_or_named(
+def test_results_file_with_any_bit_flipped_is_read_or_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)

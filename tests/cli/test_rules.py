@@ -72,7 +72,7 @@ def test_each_is_described_in_80_columns(phocas: Phocas, name: str) -> None:
             assert " ".join(step[key].split()[:2]) in text
 
 
-def test_a_pipeline_has_its_own_promise(phocas: Phocas) -> None:
+def test_a_pipeline_has_its_own_guarantee(phocas: Phocas) -> None:
     known = json.loads(phocas("rules", "nnm:b=2|phocas:b=2", "--num-workers", "11", "--json"))
     assert [step["name"] for step in known["steps"]] == ["nnm", "phocas"]
     rule = parse_rule("nnm:b=2|phocas:b=2")

@@ -146,7 +146,7 @@ def test_rows_that_mix_more_than_seeds_say_so(phocas: Phocas, here: Path) -> Non
     ]
 
 
-def test_runs_of_other_lengths_are_told_apart(phocas: Phocas, here: Path) -> None:
+def test_runs_of_other_lengths_are_distinguished(phocas: Phocas, here: Path) -> None:
     common = {key: value for key, value in GRID.items() if key != "grid"}
     longer = {"rule": "mean", "attack": "gaussian:q=2", "seed": 3, "rounds": 9}
     execute(make_config({**common, **longer}))
@@ -160,7 +160,7 @@ def test_runs_of_other_lengths_are_told_apart(phocas: Phocas, here: Path) -> Non
     assert phocas("results", "list").splitlines()[1].split().count("rounds") == 1
 
 
-def test_who_is_averaged_can_be_chosen(phocas: Phocas, here: Path) -> None:
+def test_runs_to_average_are_chosen_by_status(phocas: Phocas, here: Path) -> None:
     assert (
         phocas("results", "list", "--by", "rule", "--status", "running", "--json").strip() == "[]"
     )

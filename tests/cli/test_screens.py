@@ -234,7 +234,7 @@ def test_the_module_is_the_command(phocas: Phocas, words: tuple[str, ...]) -> No
     assert re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", done.stdout) == phocas(*words)
 
 
-def test_runs_are_told_apart_by_what_differs(tmp_path: Path, phocas: Phocas) -> None:
+def test_runs_are_distinguished_by_the_settings_that_differ(tmp_path: Path, phocas: Phocas) -> None:
     (tmp_path / "grid.toml").write_text(GRID)
     dry = phocas("sweep", "grid.toml", "--dry-run").splitlines()
     assert dry[0] == "to run      phocas:b=2, lr 0.1, iid"

@@ -307,7 +307,7 @@ def test_missing_tool_is_skipped(
 
 
 @pytest.mark.parametrize("damage", ["cut", "grown", "flipped", "header", "empty", "folder"])
-def test_damaged_file_is_named_and_repaired(server: Server, tmp_path: Path, damage: str) -> None:
+def test_damaged_file_is_reported_and_repaired(server: Server, tmp_path: Path, damage: str) -> None:
     spec = published(server.url)
     fetch(spec, tmp_path)
     path = tmp_path / "tiny" / "train-images"

@@ -25,10 +25,10 @@ def apart_of(rows: np.ndarray) -> np.ndarray:
     return np.asarray(distances(products(rows))[0])
 
 
-def named(
+def first_flagged(
     lie: Lie, *, m: int = M, b: int = B, rounds: int = 60, seed: int = 0, columns: int = COLUMNS
 ) -> dict[int, int]:
-    """Let workers draw noise and liars change it; return who is named, and in which round."""
+    """Let workers draw noise that an attack changes; return the round in which each was flagged."""
     rng = np.random.default_rng(seed)
     detector = Detector(m, b)
     for number in range(rounds):
@@ -63,34 +63,40 @@ def scaled(q: int, scale: float, *, first: int = 0, often: float = 1.0) -> Lie:
         *((1, 9, 200, 6), (6, 9, 2, 30), (6, 6, math.nan, 20), (2, 6, -math.inf, 8)),
     ],
 )
-def test_liars_are_named_soon_and_nobody_else(q: int, b: int, scale: float, limit: int) -> None:
-    found = named(scaled(q, scale), b=b)
+def test_only_byzantine_workers_are_flagged_and_soon(
+    q: int, b: int, scale: float, limit: int
+) -> None:
+    found = first_flagged(scaled(q, scale), b=b)
     assert set(found) == set(range(q))
     assert max(found.values()) <= limit
 
 
 @pytest.mark.parametrize(("m", "b", "limit"), [(4, 1, 15), (5, 1, 10), (5, 2, 15), (64, 20, 5)])
 def test_worlds_of_other_sizes(m: int, b: int, limit: int) -> None:
-    found = named(scaled(1, 3.0), m=m, b=b, rounds=limit)
+    found = first_flagged(scaled(1, 3.0), m=m, b=b, rounds=limit)
     assert set(found) == {0}
 
 
 @pytest.mark.parametrize(
     ("scale", "often", "limit"), [(50, 0.2, 40), (50, 0.05, 140), (1.5, 0.2, 160)]
 )
-def test_who_is_bad_now_and_then_is_named(scale: float, often: float, limit: int) -> None:
-    assert set(named(scaled(1, scale, often=often), rounds=limit)) == {0}
+def test_worker_that_is_faulty_now_and_then_is_flagged(
+    scale: float, often: float, limit: int
+) -> None:
+    assert set(first_flagged(scaled(1, scale, often=often), rounds=limit)) == {0}
 
 
 @pytest.mark.parametrize(("q", "scale", "limit"), [(1, 50, 5), (1, 1.5, 9), (3, 1.5, 17)])
-def test_who_turns_bad_late_is_named_as_soon(q: int, scale: float, limit: int) -> None:
-    found = named(scaled(q, scale, first=400), rounds=430)
+def test_worker_that_turns_faulty_late_is_flagged_as_soon(q: int, scale: float, limit: int) -> None:
+    found = first_flagged(scaled(q, scale, first=400), rounds=430)
     assert set(found) == set(range(q))
     assert max(found.values()) <= 400 + limit
 
 
 @pytest.mark.parametrize(("scale", "limit"), [(50, 9), (1.5, 24)])
-def test_who_turns_bad_while_few_rounds_are_observed_is_named_too(scale: float, limit: int) -> None:
+def test_worker_that_turns_faulty_while_few_rounds_are_observed_is_flagged(
+    scale: float, limit: int
+) -> None:
     rng = np.random.default_rng(0)
     detector = Detector(M, B)
     looked = 0
@@ -114,12 +120,12 @@ def test_a_few_wild_cells_are_enough() -> None:
     def lie(rows: np.ndarray, _: int, rng: np.random.Generator) -> None:
         rows[4, rng.random(rows.shape[1]) < 0.02] *= 1e20
 
-    assert set(named(lie, rounds=12)) == {4}
+    assert set(first_flagged(lie, rounds=12)) == {4}
 
 
 def test_honest_workers_are_left_alone() -> None:
-    assert named(honest, rounds=1000) == {}
-    assert named(heavy_tailed, rounds=1000) == {}
+    assert first_flagged(honest, rounds=1000) == {}
+    assert first_flagged(heavy_tailed, rounds=1000) == {}
 
 
 def framed_by_the_rule(strength: float) -> Lie:
@@ -133,10 +139,10 @@ def framed_by_the_rule(strength: float) -> Lie:
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0, 2.0])
-def test_liars_cannot_frame_through_the_rule(strength: float) -> None:
+def test_byzantine_workers_cannot_frame_through_the_rule(strength: float) -> None:
     """The dropped shares do point at the victim, which is why they accuse nobody."""
     lie = framed_by_the_rule(strength)
-    assert 19 not in named(lie, rounds=100)
+    assert 19 not in first_flagged(lie, rounds=100)
     rng = np.random.default_rng(1)
     detector = Detector(M, B)
     for number in range(30):
@@ -182,30 +188,30 @@ def framed_by_references(rows: np.ndarray, _: int, __: np.random.Generator) -> N
 @pytest.mark.parametrize(
     "lie", [framed_by_distance, framed_when_it_pays, framed_by_ties, framed_by_references]
 )
-def test_liars_cannot_frame_through_distances(lie: Lie) -> None:
-    found = [named(lie, rounds=60, seed=seed) for seed in range(12)]
+def test_byzantine_workers_cannot_frame_through_distances(lie: Lie) -> None:
+    found = [first_flagged(lie, rounds=60, seed=seed) for seed in range(12)]
     assert not any(set(one) - set(range(6)) for one in found)
 
 
-def test_liars_who_take_turns_do_not_incriminate_the_honest() -> None:
+def test_byzantine_workers_that_take_turns_cause_no_false_alarm() -> None:
     def lie(rows: np.ndarray, number: int, _: np.random.Generator) -> None:
         rows[number % 6] *= 30
 
-    assert set(named(lie, rounds=300)) <= set(range(6))
+    assert set(first_flagged(lie, rounds=300)) <= set(range(6))
 
 
 @pytest.mark.parametrize("attack", ["alie:q=6", "mimic:q=6", "ipm:q=6"])
-def test_who_hides_is_not_named_and_nobody_is_named_instead(attack: str) -> None:
+def test_attack_within_honest_noise_causes_no_false_alarm(attack: str) -> None:
     liars = parse_attack(attack)
 
     def lie(rows: np.ndarray, number: int, rng: np.random.Generator) -> None:
         liars.corrupt(rows, rng=rng, round=number)
 
-    assert set(named(lie, rounds=200)) <= set(range(6))
+    assert set(first_flagged(lie, rounds=200)) <= set(range(6))
 
 
 @pytest.mark.parametrize(("q", "rounds"), [(1, 24), (3, 24), (6, 32)])
-def test_who_pulls_back_in_noise_is_told_by_the_course(q: int, rounds: int) -> None:
+def test_worker_that_pulls_back_within_noise_is_flagged_by_direction(q: int, rounds: int) -> None:
     rng = np.random.default_rng(0)
     plain, directed = Detector(M, B), Detector(M, B, direction=True)
     way = rng.standard_normal(COLUMNS)
@@ -219,7 +225,7 @@ def test_who_pulls_back_in_noise_is_told_by_the_course(q: int, rounds: int) -> N
 
 
 @pytest.mark.parametrize("against", ["victim", "itself", "seen"])
-def test_liars_cannot_frame_through_the_course(against: str) -> None:
+def test_byzantine_workers_cannot_frame_through_the_direction(against: str) -> None:
     """Liars make the course what they like, from all that they saw before, and hide or pull."""
     rng = np.random.default_rng(0)
     detector = Detector(M, B, direction=True)
@@ -234,7 +240,7 @@ def test_liars_cannot_frame_through_the_course(against: str) -> None:
 
 
 @pytest.mark.parametrize("course", [0.0, np.nan, np.inf, None])
-def test_a_course_that_leads_nowhere_proves_nothing(course: float | None) -> None:
+def test_a_direction_without_progress_is_no_evidence(course: float | None) -> None:
     rng = np.random.default_rng(0)
     detector = Detector(8, 2, direction=True)
     way = None if course is None else np.full(COLUMNS, course)
@@ -250,7 +256,7 @@ def test_a_course_that_leads_nowhere_proves_nothing(course: float | None) -> Non
 
 
 def alarms(runs: int, rounds: int, m: int, b: int, together: int, seed: int) -> int:
-    """Count runs in which an honest worker is named, with one reference and the least slack.
+    """Count runs in which an honest worker is flagged, with one reference and the least slack.
 
     All references of a run are the worst that they can be: one and the same. The honest are so few
     that odds are fair to the last digit, and b liars are nearest to everyone.
@@ -274,13 +280,13 @@ def alarms(runs: int, rounds: int, m: int, b: int, together: int, seed: int) -> 
     return found
 
 
-def test_false_alarms_are_as_rare_as_promised() -> None:
+def test_false_alarms_are_as_rare_as_guaranteed() -> None:
     assert alarms(runs=4000, rounds=60, m=20, b=6, together=2000, seed=0) <= 9  # 4 at the most
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("m", "b"), [(20, 6), (5, 1), (20, 9)])
-def test_false_alarms_are_as_rare_as_promised_in_many_runs(m: int, b: int) -> None:
+def test_false_alarms_are_as_rare_as_guaranteed_in_many_runs(m: int, b: int) -> None:
     runs = 100_000
     found = alarms(runs=runs, rounds=200, m=m, b=b, together=5000, seed=1)
     assert found <= runs * FALSE_ALARM
@@ -296,7 +302,7 @@ def rich(m: int, b: int, *, by_score: bool = False) -> EValueTest:
 
 
 @pytest.mark.parametrize("lie", ["near", "infinite", "tied", "chosen"])
-def test_no_bet_is_won_on_average(lie: str) -> None:
+def test_e_value_of_an_honest_worker_does_not_grow_on_average(lie: str) -> None:
     """An honest worker has each place among the honest once, and liars answer to each of them."""
     m, b = 8, 2
     reference, worker, honest_count = m - 1, m - 2, m - b - 1
@@ -321,7 +327,7 @@ def test_no_bet_is_won_on_average(lie: str) -> None:
 
 
 @pytest.mark.parametrize("lie", ["near", "infinite", "tied"])
-def test_no_bet_on_scores_is_won_on_average(lie: str) -> None:
+def test_e_value_by_scores_of_an_honest_worker_does_not_grow_on_average(lie: str) -> None:
     """An honest worker has each place among the honest once, whatever the scores of the faulty."""
     m, b = 8, 2
     worth = []
@@ -337,7 +343,7 @@ def test_no_bet_on_scores_is_won_on_average(lie: str) -> None:
         assert np.mean(worth, axis=0)[:, :3].min() >= 1 - 1e-9  # fair: nothing is given away
 
 
-def test_a_reference_that_is_missing_neither_wins_nor_loses() -> None:
+def test_a_missing_reference_changes_no_e_value() -> None:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((8, 50))
     rows[3] = np.nan
@@ -345,16 +351,16 @@ def test_a_reference_that_is_missing_neither_wins_nor_loses() -> None:
     bets.observe(distances(products(rows)))
     assert (bets.wealth[..., 3, :] == 1).all()
     assert (bets.wealth[..., 4, :] != 1).any()
-    assert named(lambda rows, _, __: rows.fill(np.nan), rounds=40) == {}
+    assert first_flagged(lambda rows, _, __: rows.fill(np.nan), rounds=40) == {}
 
 
 @pytest.mark.parametrize(("m", "b"), [(1, 0), (2, 0), (2, 1), (3, 1), (20, 0), (20, 19), (5, 4)])
-def test_where_nobody_can_be_named_nobody_is(m: int, b: int) -> None:
-    assert named(scaled(1, 1e6), m=m, b=b, rounds=100) == {}
+def test_no_worker_is_flagged_where_detection_is_impossible(m: int, b: int) -> None:
+    assert first_flagged(scaled(1, 1e6), m=m, b=b, rounds=100) == {}
 
 
 @pytest.mark.parametrize("m", [4, 5, 8, 20])
-def test_without_b_as_many_liars_as_can_be_are_allowed_for(m: int) -> None:
+def test_without_b_the_largest_possible_b_is_assumed(m: int) -> None:
     detector = Detector(m)
     rng = np.random.default_rng(0)
     for _ in range(60):
@@ -371,11 +377,11 @@ def test_only_the_order_of_distances_matters(scale: float) -> None:
         rows[2] *= 2
         rows *= scale
 
-    found = named(lie, rounds=8)
+    found = first_flagged(lie, rounds=8)
     assert found == ({2: 5} if scale > 1e-100 else {})
 
 
-def test_liars_who_hold_columns_decide_nothing() -> None:
+def test_byzantine_holders_of_columns_decide_nothing() -> None:
     """Of eight holders two say that worker 7 lies, and that worker 0 does not."""
     m, b = 8, 2
     rng = np.random.default_rng(0)
@@ -392,7 +398,7 @@ def test_liars_who_hold_columns_decide_nothing() -> None:
     assert detector.flagged() == (0,)
 
 
-def test_a_server_is_told_from_a_worker() -> None:
+def test_a_faulty_server_is_distinguished_from_a_faulty_worker() -> None:
     d, s = 4000, 20
     bounds = shard_bounds(d, s)
     rng = np.random.default_rng(0)
@@ -450,7 +456,7 @@ def test_a_worker_that_differs_from_the_start_is_still_compared_to_its_own_past(
     assert detector.flagged() == (0, 1)  # both differ from the others
 
 
-def test_who_is_dropped_far_more_than_others_is_unusual_at_once() -> None:
+def test_worker_that_is_dropped_far_more_than_others_is_unusual_at_once() -> None:
     detector = Detector(M, B)
     shares = np.full(M, 0.01)
     shares[4] = 1.0
@@ -521,7 +527,7 @@ def test_state_goes_on() -> None:
         Detector(7, 2, bounds, direction=True).load_state(whole.state())
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
+def test_rows_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(ValueError, match="each of 6 workers: got shape"):
         Detector(6, 2).observe(np.zeros((5, 3)))
     with pytest.raises(ValueError, match="each of 6 workers: got shape"):

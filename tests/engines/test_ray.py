@@ -147,7 +147,7 @@ class AbsentOrStale(Attack):
         return Touched(scene.shape)
 
 
-def told(rounds: list[Round], number: int) -> str:
+def news_of(rounds: list[Round], number: int) -> str:
     return "; ".join(rounds[number - 1].news)
 
 
@@ -184,11 +184,11 @@ def test_every_fault_costs_its_own_rows_of_its_own_round(ray: Any, data: Dataset
     assert missing[5] == (0, 1)
     assert missing[6] == missing[7] == ()
     assert missing[8] == (2, 3)
-    assert "worker 1 sent shape" in told(rounds, 2)
-    assert "worker 5 sent float64 where float32 was due" in told(rounds, 3)
-    assert "workers 4 to 5 raised InjectedError: raise:round=4,worker=4" in told(rounds, 4)
-    assert "workers 0 to 1 is late: no row after " in told(rounds, 5)
-    assert "worker 3 sent its last row once more" in told(rounds, 6)
+    assert "worker 1 sent shape" in news_of(rounds, 2)
+    assert "worker 5 sent float64 where float32 was due" in news_of(rounds, 3)
+    assert "workers 4 to 5 raised InjectedError: raise:round=4,worker=4" in news_of(rounds, 4)
+    assert "workers 0 to 1 is late: no row after " in news_of(rounds, 5)
+    assert "worker 3 sent its last row once more" in news_of(rounds, 6)
     news = [line for done in rounds for line in done.news]
     # In round 8, or later if the machine is so busy that the death is not seen by the deadline.
     assert any("workers 2 to 3 died, and is started again" in line for line in news)
@@ -243,7 +243,7 @@ def test_run_that_waits_for_all_rows_has_the_bits_of_a_run_without_faults(
     for line in ("died, and is started", "server 0 died", "sent shape", "three deadlines"):
         assert any(line in text for text in news), line
     assert "server 0 has a process of its own again" in news
-    assert "server 1 died: its copy takes over" in told(rounds, len(rounds))
+    assert "server 1 died: its copy takes over" in news_of(rounds, len(rounds))
     assert np.array_equal(found, local_bits(data, len(rounds), **options))
 
 
@@ -463,8 +463,8 @@ def test_faults_change_the_numbers_of_bfloat16_rows_and_not_their_words(
     assert [int(done.dropped.argmax()) for done in rounds[:3]] == [1, 2, 3]
     assert [float(done.dropped.max()) for done in rounds[:3]] == [1.0, 1.0, 1.0]
     assert [done.missing for done in rounds] == [(), (), (3,), ()]
-    assert "worker 3 sent float64 where bfloat16 was due" in told(rounds, 3)
-    assert "worker 4 sent its last row once more" in told(rounds, 4)
+    assert "worker 3 sent float64 where bfloat16 was due" in news_of(rounds, 3)
+    assert "worker 4 sent its last row once more" in news_of(rounds, 4)
 
 
 def test_configured_run_is_recorded_as_with_the_local_engine(ray: Any, tmp_path: Path) -> None:
@@ -615,10 +615,10 @@ def test_nothing_that_a_hostile_process_sends_is_executed_or_costs_another_row(
         assert done.missing == ((0,) if how in due else ()), (how, done.news)
         assert done.action == "applied"
         if how in due:
-            assert due[how] in told(rounds, number), how
-    assert "worker 0 sent a row for worker 1: dropped" in told(rounds, 6)
-    assert "worker 0 sent a second row: dropped" in told(rounds, 7)
-    assert "worker 0 sent a row of an earlier round: dropped" in told(rounds, 8)
+            assert due[how] in news_of(rounds, number), how
+    assert "worker 0 sent a row for worker 1: dropped" in news_of(rounds, 6)
+    assert "worker 0 sent a second row: dropped" in news_of(rounds, 7)
+    assert "worker 0 sent a row of an earlier round: dropped" in news_of(rounds, 8)
     assert rounds[-1].missing == ()
     absent = tuple(tuple(done.missing) for done in rounds[:13])
     same = AbsentOrStale(absent, worker=0, late=-1)

@@ -220,7 +220,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_reported_and_the_previous_one_used(tmp_path: Path) -> None:
     whole = make_config({**TINY, "results": str(tmp_path / "whole.sqlite")})
     execute(whole)
     config = make_config({**TINY, "results": str(tmp_path / "r.sqlite")})

@@ -29,7 +29,7 @@ from tests.integrations.scenes import (
     act,
     dense_network,
     outcome,
-    refusal,
+    rejection,
     start_ranks,
     warned,
     with_patched,
@@ -281,7 +281,7 @@ def unused(rank: int) -> Any:
 
 
 @scene
-def suspects(rank: int) -> Any:
+def flagged_ranks(rank: int) -> Any:
     """Count suspects with a liar, and without one."""
     found = []
     for poison in (-3.0, 1.0):
@@ -413,7 +413,7 @@ def protected_again(rank: int) -> Any:
     """Protect a model whose guard is closed: the new guard aggregates, the old one rests."""
     model = DistributedDataParallel(network())
     first = protect(model, "mean")
-    twice = refusal(lambda: protect(model, "phocas:b=1"))
+    twice = rejection(lambda: protect(model, "phocas:b=1"))
     first.close()
     again = Recorded(model, protect(model, "phocas:b=1"), [[]])
     train(again, rank, 3)
@@ -423,7 +423,7 @@ def protected_again(rank: int) -> Any:
         "twice": twice,
         "steps": (first.steps, again.guard.steps),
         "finite": all(bool(weight.isfinite().all()) for weight in model.parameters()),
-        "hooked": refusal(lambda: protect(hooked, "phocas:b=1")),
+        "hooked": rejection(lambda: protect(hooked, "phocas:b=1")),
     }
 
 
@@ -550,21 +550,21 @@ def two_versions(rank: int) -> Any:
 
 
 @scene
-def refused(rank: int) -> Any:
+def rejected(rank: int) -> Any:
     model = DistributedDataParallel(network())
     sparse = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
     both = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     said = {
-        "too many": refusal(lambda: protect(model, phocas.Phocas(b=2))),
-        "krum": refusal(lambda: protect(model, phocas.Krum(b=1))),
-        "bare": refusal(lambda: protect(network(), phocas.Phocas(b=1))),  # type: ignore[arg-type]
-        "sparse": refusal(lambda: protect(sparse, phocas.Phocas(b=1))),
-        "unlike": refusal(lambda: protect(model, "median" if rank == LIAR else "mean")),
-        "unknown": refusal(lambda: protect(model, "phoca:b=1")),
-        "option": refusal(lambda: protect(model, "mean", exitcode=77)),  # type: ignore[call-arg]
-        "own option": refusal(lambda: protect(model, "mean", verfy=True)),  # type: ignore[call-arg]
-        "nobody": refusal(lambda: watch(model, b=0)),
-        "dtypes": refusal(lambda: protect(DistributedDataParallel(both), "krum:b=0")),
+        "too many": rejection(lambda: protect(model, phocas.Phocas(b=2))),
+        "krum": rejection(lambda: protect(model, phocas.Krum(b=1))),
+        "bare": rejection(lambda: protect(network(), phocas.Phocas(b=1))),  # type: ignore[arg-type]
+        "sparse": rejection(lambda: protect(sparse, phocas.Phocas(b=1))),
+        "unlike": rejection(lambda: protect(model, "median" if rank == LIAR else "mean")),
+        "unknown": rejection(lambda: protect(model, "phoca:b=1")),
+        "option": rejection(lambda: protect(model, "mean", exitcode=77)),  # type: ignore[call-arg]
+        "own option": rejection(lambda: protect(model, "mean", verfy=True)),  # type: ignore[call-arg]
+        "nobody": rejection(lambda: watch(model, b=0)),
+        "dtypes": rejection(lambda: protect(DistributedDataParallel(both), "krum:b=0")),
     }
     protect(model, phocas.Phocas(b=1))
     return said

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from tests.integrations.scenes import LIAR, Play, act, refusal, start_ranks
+from tests.integrations.scenes import LIAR, Play, act, rejection, start_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -263,9 +263,9 @@ def bad_samples(rank: int, engine: str) -> Any:
     found["missing"] = _raised(run)
     run = Run(engine, rank, {}, "heraclius:b=1")
     run.train(1)
-    found["late"] = refusal(partial(run.guard.samples, 32))
+    found["late"] = rejection(partial(run.guard.samples, 32))
     run = Run(engine, rank, {"threat": "adversaries"}, "heraclius:b=1")
-    found["adversaries"] = refusal(partial(run.guard.samples, 32))
+    found["adversaries"] = rejection(partial(run.guard.samples, 32))
     return found
 
 
@@ -296,15 +296,15 @@ def unobserved(rank: int, change: Change) -> Any:
     return {**result(run, fault), "apart": apart, "begin": begin, "counted": steps}
 
 
-def refused(rank: int) -> Any:
+def rejected(rank: int) -> Any:
     """Give an unknown threat, threats that differ, and the state of another guard."""
     model = DistributedDataParallel(network())
     state = integrations.watch(model, b=1).state_dict()
     found = {
-        "unknown": refusal(
+        "unknown": rejection(
             lambda: integrations.watch(DistributedDataParallel(network()), b=1, threat="fault")
         ),
-        "unlike": refusal(
+        "unlike": rejection(
             lambda: integrations.watch(
                 DistributedDataParallel(network()),
                 b=1,
@@ -313,9 +313,9 @@ def refused(rank: int) -> Any:
         ),
     }
     other = integrations.watch(DistributedDataParallel(network()), b=1, threat="adversaries")
-    found["other threat"] = refusal(lambda: other.load_state_dict(state))
+    found["other threat"] = rejection(lambda: other.load_state_dict(state))
     model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3)))
-    found["other model"] = refusal(lambda: integrations.watch(model, b=1).load_state_dict(state))
+    found["other model"] = rejection(lambda: integrations.watch(model, b=1).load_state_dict(state))
     return found
 
 
@@ -359,7 +359,7 @@ SCENES |= {
     "unobserved_nan_row": partial(unobserved, change=nan_row),
     "unobserved_bit_30": partial(unobserved, change=bit_30),
 }
-SCENES["refused"] = refused
+SCENES["rejected"] = rejected
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from tests.integrations.scenes import (
     act,
     dense_network,
     outcome,
-    refusal,
+    rejection,
     start_ranks,
     warned,
     with_patched,
@@ -600,7 +600,7 @@ def reactions(rank: int) -> Any:
 
 
 @scene
-def refused(rank: int) -> Any:
+def rejected(rank: int) -> Any:
     model = network()
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     two = sharded_on(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), pairs["b"])
@@ -612,36 +612,36 @@ def refused(rank: int) -> Any:
     flat = init_device_mesh("cpu", (WORLD,))
     odd: Any = fully_shard(nn.Linear(4, 4), mesh=pairs if rank == LIAR else flat)
     said = {
-        "too many": refusal(lambda: protect(model, phocas.Phocas(b=2))),
-        "krum": refusal(lambda: protect(model, "krum:b=0")),
-        "bare": refusal(lambda: protect(nn.Linear(3, 3), "phocas:b=1")),
-        "no model": refusal(lambda: protect("model", "phocas:b=1")),  # type: ignore[arg-type]
-        "ddp": refusal(
+        "too many": rejection(lambda: protect(model, phocas.Phocas(b=2))),
+        "krum": rejection(lambda: protect(model, "krum:b=0")),
+        "bare": rejection(lambda: protect(nn.Linear(3, 3), "phocas:b=1")),
+        "no model": rejection(lambda: protect("model", "phocas:b=1")),  # type: ignore[arg-type]
+        "ddp": rejection(
             lambda: protect(nn.parallel.DistributedDataParallel(nn.Linear(3, 3)), "mean")
         ),
-        "partly": refusal(lambda: protect(partly, "phocas:b=1")),
-        "two meshes": refusal(lambda: protect(two, "phocas:b=1")),
-        "small": refusal(lambda: protect(two, "phocas:b=1", small_groups="averaged")),  # type: ignore[arg-type]
-        "one shard": refusal(lambda: protect(unsharded, "phocas:b=1")),
-        "unlike b": refusal(lambda: protect(model, phocas.Phocas(b=2 if rank == LIAR else 1))),
-        "unlike meshes": refusal(lambda: protect(odd, "phocas:b=1")),
-        "unlike numbers": refusal(lambda: protect(two if rank == LIAR else model, "mean")),
-        "unlike": refusal(lambda: protect(model, "median" if rank == LIAR else "mean")),
-        "option": refusal(lambda: protect(model, "mean", per_units=True)),  # type: ignore[call-arg]
-        "nobody": refusal(lambda: watch(model, b=0)),
-        "pairs": refusal(lambda: protect(on_pairs, "phocas:b=1")),
-        "exit code": refusal(lambda: protect(model, "median", exit_code=256)),
-        "callback": refusal(lambda: protect(model, "median", on_flagged=3)),  # type: ignore[arg-type]
+        "partly": rejection(lambda: protect(partly, "phocas:b=1")),
+        "two meshes": rejection(lambda: protect(two, "phocas:b=1")),
+        "small": rejection(lambda: protect(two, "phocas:b=1", small_groups="averaged")),  # type: ignore[arg-type]
+        "one shard": rejection(lambda: protect(unsharded, "phocas:b=1")),
+        "unlike b": rejection(lambda: protect(model, phocas.Phocas(b=2 if rank == LIAR else 1))),
+        "unlike meshes": rejection(lambda: protect(odd, "phocas:b=1")),
+        "unlike numbers": rejection(lambda: protect(two if rank == LIAR else model, "mean")),
+        "unlike": rejection(lambda: protect(model, "median" if rank == LIAR else "mean")),
+        "option": rejection(lambda: protect(model, "mean", per_units=True)),  # type: ignore[call-arg]
+        "nobody": rejection(lambda: watch(model, b=0)),
+        "pairs": rejection(lambda: protect(on_pairs, "phocas:b=1")),
+        "exit code": rejection(lambda: protect(model, "median", exit_code=256)),
+        "callback": rejection(lambda: protect(model, "median", on_flagged=3)),  # type: ignore[arg-type]
     }
     other = "0" if rank == LIAR else phocas.__version__
     said["version"] = with_patched(
-        phocas, "__version__", other, lambda: refusal(lambda: protect(model, "mean"))
+        phocas, "__version__", other, lambda: rejection(lambda: protect(model, "mean"))
     )
     protect(model, phocas.Phocas(b=1))
-    said["twice"] = refusal(lambda: watch(model, b=1))
+    said["twice"] = rejection(lambda: watch(model, b=1))
 
     several: Any = sharded_model(Model(experts=True), shard_placement_fn=experts_on(pairs["b"]))
-    said["groups"] = refusal(lambda: protect(several, "phocas:b=1"))
+    said["groups"] = rejection(lambda: protect(several, "phocas:b=1"))
     together: Any = nn.Sequential(nn.Linear(30, 4), nn.Linear(4, 4))
     fully_shard(list(together))
     fully_shard(together)

@@ -20,7 +20,7 @@ from tests.integrations.mesh_models import (
     weights,
 )
 from tests.integrations.mesh_models import train as train_model
-from tests.integrations.scenes import Play, act, refusal, start_ranks
+from tests.integrations.scenes import Play, act, rejection, start_ranks
 from tests.integrations.scenes import scene as add_to
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -246,7 +246,7 @@ def unlike(rank: int) -> Any:
     mesh = mesh_of((4, 2), ("dp", "tp"))
     model: Any = fully_shard(network(), mesh=mesh["dp"])
     return [
-        refusal(partial(fsdp.protect, model, rule))
+        rejection(partial(fsdp.protect, model, rule))
         for rule in (
             "median" if rank == FAULTY else "mean",
             "phocas:b=2" if rank == FAULTY else "phocas:b=1",
@@ -267,7 +267,7 @@ def apart(rank: int) -> Any:
     group = mesh.get_group("dp")
     model = DistributedDataParallel(network(), process_group=group)
     pair = dist.new_group([rank], use_local_synchronization=True)
-    said = refusal(lambda: ddp.protect(model, "phocas:b=1", job_group=pair))
+    said = rejection(lambda: ddp.protect(model, "phocas:b=1", job_group=pair))
     guard = ddp.protect(model, "phocas:b=1")  # the others of the world protect nothing
     train(model, rank)
     found = {"said": said, "named": [one.rank for one in guard.flagged()]}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.integrations.scenes import Play, act, refusal, scene, start_ranks
+from tests.integrations.scenes import Play, act, rejection, scene, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -94,7 +94,7 @@ def sharded(rank: int) -> Any:
     model: Any = fully_shard(network(), mesh=mesh["shard"])
     inner = torch.optim.SGD(model.parameters(), 0.1)
     group = mesh.get_group("replica")
-    said = refusal(lambda: OuterStep(model, "geometric-median", every=1, group=group))
+    said = rejection(lambda: OuterStep(model, "geometric-median", every=1, group=group))
     outer = OuterStep(model, "mean", every=EVERY, group=group)
 
     def whole() -> torch.Tensor:
@@ -144,19 +144,21 @@ def spoilt(members: Exchange, head: int, message: bytes) -> Mapping[int, bytes]:
 
 
 @scene(SCENES)
-def refused(rank: int) -> Any:
+def rejected(rank: int) -> Any:
     model = network()
     two = dist.new_group([0, 1])
     said = {
-        "too many": refusal(lambda: OuterStep(model, "phocas:b=3", every=2)),
-        "unlike": refusal(lambda: OuterStep(model, "median" if rank == LIAR else "mean", every=2)),
-        "apart": refusal(lambda: OuterStep(network(rank), "mean", every=2)),
-        "sparse": refusal(
+        "too many": rejection(lambda: OuterStep(model, "phocas:b=3", every=2)),
+        "unlike": rejection(
+            lambda: OuterStep(model, "median" if rank == LIAR else "mean", every=2)
+        ),
+        "apart": rejection(lambda: OuterStep(network(rank), "mean", every=2)),
+        "sparse": rejection(
             lambda: OuterStep(model, "phocas:b=1", every=2, compress="top-k:share=0.1")
         ),
     }
     if rank < 2:
-        said["two peers"] = refusal(lambda: OuterStep(model, "phocas:b=1", every=2, group=two))
+        said["two peers"] = rejection(lambda: OuterStep(model, "phocas:b=1", every=2, group=two))
     return said
 
 
@@ -225,7 +227,7 @@ def leaving(rank: int) -> Any:
     fewer = (
         ""
         if rank > 1
-        else refusal(
+        else rejection(
             lambda: peer.outer.regroup(dist.new_group([0, 1], use_local_synchronization=True))
         )
     )

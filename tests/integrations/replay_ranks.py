@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.integrations.scenes import LIAR, Play, act, refusal, scene, start_ranks
+from tests.integrations.scenes import LIAR, Play, act, rejection, scene, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -356,12 +356,12 @@ def closed(rank: int) -> Any:
 
 
 @add
-def refused(rank: int) -> Any:
+def rejected(rank: int) -> Any:
     model = DistributedDataParallel(Network())
     return {
-        "unknown": refusal(lambda: ddp.watch(model, b=1, confirm="again")),  # type: ignore[arg-type]
-        "threat": refusal(lambda: ddp.watch(model, b=1, confirm="replay", threat="adversaries")),
-        "unlike": refusal(
+        "unknown": rejection(lambda: ddp.watch(model, b=1, confirm="again")),  # type: ignore[arg-type]
+        "threat": rejection(lambda: ddp.watch(model, b=1, confirm="replay", threat="adversaries")),
+        "unlike": rejection(
             lambda: ddp.watch(model, b=1, confirm="replay" if rank == LIAR else None)
         ),
     }
@@ -493,7 +493,7 @@ def sharded_closed(rank: int) -> Any:
 
 
 @add
-def sharded_refused(rank: int) -> Any:
+def sharded_rejected(rank: int) -> Any:
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rows = init_device_mesh("cpu", (4,))
     bare = nn.Sequential(nn.Linear(3, 3))
@@ -504,10 +504,10 @@ def sharded_refused(rank: int) -> Any:
     whole: Any = fully_shard(nn.Linear(3, 3), mesh=rows)
     replay: Any = {"confirm": "replay"}
     return {
-        "bare": refusal(lambda: fsdp.watch(bare, b=1, **replay)),
-        "meshes": refusal(lambda: fsdp.protect(two, "mean", **replay)),
-        "threat": refusal(lambda: fsdp.watch(whole, b=1, threat="adversaries", **replay)),
-        "unlike": refusal(lambda: fsdp.watch(whole, b=1, **(replay if rank == LIAR else {}))),
+        "bare": rejection(lambda: fsdp.watch(bare, b=1, **replay)),
+        "meshes": rejection(lambda: fsdp.protect(two, "mean", **replay)),
+        "threat": rejection(lambda: fsdp.watch(whole, b=1, threat="adversaries", **replay)),
+        "unlike": rejection(lambda: fsdp.watch(whole, b=1, **(replay if rank == LIAR else {}))),
     }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.integrations.scenes import LIAR, Play, act, refusal, scene, start_ranks, warned
+from tests.integrations.scenes import LIAR, Play, act, rejection, scene, start_ranks, warned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -119,14 +119,14 @@ def two_against_two(rank: int) -> Any:
 
 
 @add
-def refused(rank: int) -> Any:
+def rejected(rank: int) -> Any:
     model = DistributedDataParallel(nn.Linear(3, 3))
     plain = torch.optim.SGD(model.parameters(), 0.1)
     return {
-        "negative": refusal(lambda: ddp.watch(model, b=1, digest_every=-1)),
-        "type": refusal(lambda: ddp.watch(model, b=1, optimizer="sgd")),  # type: ignore[arg-type]
-        "unlike": refusal(lambda: ddp.watch(model, b=1, digest_every=7 if rank == LIAR else 8)),
-        "on some": refusal(
+        "negative": rejection(lambda: ddp.watch(model, b=1, digest_every=-1)),
+        "type": rejection(lambda: ddp.watch(model, b=1, optimizer="sgd")),  # type: ignore[arg-type]
+        "unlike": rejection(lambda: ddp.watch(model, b=1, digest_every=7 if rank == LIAR else 8)),
+        "on some": rejection(
             lambda: ddp.watch(model, b=1, optimizer=plain if rank == LIAR else None)
         ),
     }
@@ -156,8 +156,8 @@ def sharded(rank: int) -> Any:
         "before": before,
         "report": guard.report(),
         "warned": said,
-        "number": refusal(lambda: fsdp.watch(flat, b=1, digest_every=EVERY)),
-        "optimizer": refusal(
+        "number": rejection(lambda: fsdp.watch(flat, b=1, digest_every=EVERY)),
+        "optimizer": rejection(
             lambda: fsdp.watch(flat, b=1, optimizer=torch.optim.SGD(flat.parameters()))
         ),
         "zero": fsdp.watch(flat, b=1, digest_every=0).flagged(),

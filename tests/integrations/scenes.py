@@ -204,7 +204,7 @@ def check_rare(results: list[Any]) -> None:
         assert result["kept"] == result["watched"] == result["dense"] == []
 
 
-def refusal(call: Callable[[], Any]) -> str:
+def rejection(call: Callable[[], Any]) -> str:
     try:
         call()
     except (ValueError, TypeError) as error:

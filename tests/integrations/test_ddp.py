@@ -94,7 +94,7 @@ def test_heraclius_has_the_blocks_of_a_shard(ranks: Scene) -> None:
             assert bits(torch.cat(result[step]["got"])) == bits(torch.cat(parts))
 
 
-def test_the_liar_is_heard_and_buckets_are_several_and_rebuilt(ranks: Scene) -> None:
+def test_the_byzantine_row_is_sent_and_buckets_are_several_and_rebuilt(ranks: Scene) -> None:
     results = ranks("columns")
     layouts = [[len(flat) for flat in step["sent"]] for step in results[0]]
     assert layouts[0] != layouts[-1]
@@ -145,8 +145,8 @@ def test_unused_parameters(ranks: Scene) -> None:
     assert [result["never"] for result in results] == [[True, True]] * WORLD
 
 
-def test_suspects(ranks: Scene) -> None:
-    for lying, honest in ranks("suspects"):
+def test_only_the_byzantine_rank_is_flagged(ranks: Scene) -> None:
+    for lying, honest in ranks("flagged_ranks"):
         assert [rank for rank, _ in lying["suspects"]] == [LIAR]
         assert lying["suspects"][0][1] == pytest.approx(lying["dropped"][LIAR] - 1 / WORLD)
         assert lying["suspects"][0][1] > 0.5
@@ -191,7 +191,7 @@ def test_first_nonfinite_value_is_kept_when_the_model_is_lost(ranks: Scene) -> N
         assert "no rank is finite since step 5: evidence is void since" in text
 
 
-def test_a_suspect_is_of_the_kind_that_its_gradients_show(ranks: Scene) -> None:
+def test_a_flagged_rank_has_the_kind_that_its_gradients_show(ranks: Scene) -> None:
     results = ranks("kinds")
     for result in results:
         for name, kind in [
@@ -248,7 +248,7 @@ def test_a_rank_cannot_frame_another_by_what_it_says_of_its_shard(ranks: Scene) 
 
 
 def test_dropped_shares_are_those_of_one_process(ranks: Scene) -> None:
-    results = ranks("suspects")
+    results = ranks("flagged_ranks")
     for run in range(2):
         each = zip(*(result[run]["each"] for result in results), strict=True)
         shares = [phocas.Phocas(b=1).explain(torch.stack(rows)).dropped for rows in each]
@@ -257,7 +257,7 @@ def test_dropped_shares_are_those_of_one_process(ranks: Scene) -> None:
 
 
 @pytest.mark.parametrize("name", ["lying_aggregator", "lying_measurer", "lying_checker"])
-def test_who_aggregates_wrongly_is_named_on_every_rank(ranks: Scene, name: str) -> None:
+def test_rank_that_aggregates_wrongly_is_reported_on_every_rank(ranks: Scene, name: str) -> None:
     results = ranks(name)
     assert len(results) == WORLD
     for result in results:
@@ -281,8 +281,8 @@ def test_rare_tokens_are_warned_of_once_under_a_rule_and_never_when_watched_or_d
     check_rare(ranks("rare"))
 
 
-def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
-    for rank, said in enumerate(ranks("refused")):
+def test_impossible_options_are_rejected(ranks: Scene) -> None:
+    for rank, said in enumerate(ranks("rejected")):
         assert "2b < m: got b=2 with m=4 workers, the largest b is 1" in said["too many"]
         assert "the largest b is 0" in said["krum"]
         assert said["bare"].startswith("TypeError: model must be a DistributedDataParallel")
@@ -348,14 +348,14 @@ def test_measurements_survive_the_wire() -> None:
 @pytest.mark.parametrize(
     ("position", "value"), [(8, -1), (8, 99), (32, -6), (40, 1 << 62), (48, 3)]
 )
-def test_measurements_that_are_none_are_refused(position: int, value: int) -> None:
+def test_malformed_measurements_are_rejected(position: int, value: int) -> None:
     message = pack([Partial(4, ((0, np.ones((2, 6))),))])
     message[position : position + 8].view(torch.int64)[0] = value
     with pytest.raises(ValueError, match="measurements must be whole"):
         unpack(message)
 
 
-def test_measurements_that_break_off_or_go_on_are_refused() -> None:
+def test_measurements_that_are_too_short_or_too_long_are_rejected() -> None:
     message = pack([Partial(4, ((0, np.ones((2, 6))),))])
     for broken in (message[:-1], message[:12], torch.cat([message, message[:1]])):
         with pytest.raises(ValueError, match="measurements must be whole"):

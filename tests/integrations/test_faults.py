@@ -68,7 +68,7 @@ def check_local(ranks: Scene, engine: str, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    names = ["ddp_nan_row", "ddp_bit_30", "ddp_flipped_layer", "fsdp_nan_layer", "refused"]
+    names = ["ddp_nan_row", "ddp_bit_30", "ddp_flipped_layer", "fsdp_nan_layer", "rejected"]
     names += ["ddp_excluded", "fsdp_excluded", "ddp_long", "fsdp_long", "ddp_unknown_sizes"]
     names += [f"unobserved_{name}" for name in WATCHED]
     for engine in ("ddp", "fsdp"):
@@ -140,7 +140,7 @@ def test_bad_sizes_are_rejected_on_every_rank(quick: Scene, engine: str) -> None
 
 
 def test_threats_and_states_that_do_not_fit_are_rejected_on_every_rank(quick: Scene) -> None:
-    for said in quick("refused"):
+    for said in quick("rejected"):
         assert said["unknown"] == (
             "ValueError: threat must be one of faults, adversaries: got 'fault'"
         )

@@ -71,7 +71,7 @@ def test_every_rank_keeps_the_bits_of_one_process(
     compare(ranks(name), rule, factor)
 
 
-def test_units_are_of_the_type_that_was_asked_for_and_the_liar_is_heard(ranks: Scene) -> None:
+def test_units_have_the_requested_type_and_the_byzantine_row_is_sent(ranks: Scene) -> None:
     for name, dtype in [
         ("columns", torch.float32),
         ("bfloat16", torch.bfloat16),
@@ -189,7 +189,7 @@ def test_unused_parameters(ranks: Scene) -> None:
         assert bits(unit["got"]) == bits(phocas.Median()(rows[:, shard].contiguous()))
 
 
-def test_nan_in_one_parameter_is_survived_and_named(ranks: Scene) -> None:
+def test_nan_in_one_parameter_is_survived_and_flagged(ranks: Scene) -> None:
     for result in ranks("one_parameter"):
         assert result["finite"]
         (suspect,) = result["suspects"]
@@ -204,7 +204,7 @@ def test_nan_in_one_parameter_is_survived_and_named(ranks: Scene) -> None:
         assert max(map(len, result["text"].splitlines())) <= 80
 
 
-def test_silent_corruption_is_named_by_rank_and_parameter_within_ten_steps(ranks: Scene) -> None:
+def test_silent_corruption_is_flagged_by_rank_and_parameter_within_ten_steps(ranks: Scene) -> None:
     check_corrupted(ranks("corrupted"), seeds=2)
 
 
@@ -215,7 +215,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 @pytest.mark.slow
-def test_nobody_else_is_named_with_any_of_twenty_seeds(long: Scene) -> None:
+def test_no_honest_rank_is_flagged_with_any_of_twenty_seeds(long: Scene) -> None:
     check_corrupted(long("corrupted_long"), seeds=20)
 
 
@@ -239,7 +239,7 @@ def check_corrupted(results: list[Any], seeds: int) -> None:
         assert told[0]["line"][0].startswith(line)
 
 
-def test_nobody_is_named_where_nobody_is_wrong(ranks: Scene) -> None:
+def test_no_rank_is_flagged_if_all_are_honest(ranks: Scene) -> None:
     for result in ranks("honest"):
         report = result["report"]
         assert report["suspects"] == []
@@ -290,7 +290,7 @@ def test_a_rank_cannot_frame_another_by_what_it_says_to_have_found(ranks: Scene)
     assert ranks("framing") == [[]] * WORLD
 
 
-def test_who_is_named_is_told_and_logged_once_and_a_closed_guard_is_gone(ranks: Scene) -> None:
+def test_flagged_rank_is_reported_and_logged_once_and_a_closed_guard_is_gone(ranks: Scene) -> None:
     for result in ranks("reactions"):
         assert result["told"] == [LIAR]
         first, entry = map(json.loads, result["log"].splitlines())
@@ -323,8 +323,8 @@ def test_rare_tokens_are_warned_of_once_under_a_rule_and_never_when_watched_or_d
     check_rare(ranks("rare"))
 
 
-def test_what_cannot_hold_is_refused(ranks: Scene) -> None:
-    for rank, said in enumerate(ranks("refused")):
+def test_impossible_options_are_rejected(ranks: Scene) -> None:
+    for rank, said in enumerate(ranks("rejected")):
         assert "2b < m: got b=2 with m=4 workers, the largest b is 1" in said["too many"]
         assert "use a column rule" in said["krum"]
         assert "per_unit=True" in said["krum"]

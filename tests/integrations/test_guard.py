@@ -139,7 +139,7 @@ def test_a_report_has_layers_addresses_and_stride() -> None:
 
 
 @pytest.mark.parametrize("begin", range(80, 84))
-def test_most_quiet_steps_are_passed_over_and_a_late_fault_is_named_in_time(begin: int) -> None:
+def test_most_quiet_steps_are_not_observed_and_a_late_fault_is_flagged_in_time(begin: int) -> None:
     state = detection()
     observers = [state.observer(0) for _ in range(M)]
     seen = []
@@ -194,7 +194,7 @@ def test_first_nonfinite_value_is_found_in_steps_that_are_not_looked_at(poisoned
     assert state.report()["suspects"] == []
 
 
-def test_what_ranks_say_was_thrown_away_may_be_nonsense() -> None:
+def test_impossible_dropped_counts_of_ranks_are_tolerated() -> None:
     state = detection()
     told = np.zeros((M, state.observer(0).numbers.size))
     told[:, findings_at(M) :] = np.nan
@@ -235,7 +235,7 @@ def test_a_rank_on_another_host_is_new() -> None:
     assert [(one.rank, one.onset, one.flagged) for one in moved[0].flagged()] == [(2, 41, 43)]
 
 
-def test_evidence_of_another_job_is_refused() -> None:
+def test_evidence_of_another_job_is_rejected() -> None:
     guard, other = guards([detection(), detection(rank=1)])
     with pytest.raises(ValueError, match="must have 'rank1': got ledger, rank0"):
         other.load_state_dict(guard.state_dict())
@@ -379,7 +379,7 @@ def rare_parameter(rows: Callable[[torch.Tensor, int], None]) -> float:
     return told
 
 
-def test_rare_values_are_told_apart_from_unused_and_faulty_ones() -> None:
+def test_rare_values_are_distinguished_from_unused_and_faulty_ones() -> None:
     def tokens(values: torch.Tensor, number: int) -> None:
         seen = torch.rand(M, 64, generator=torch.Generator().manual_seed(number)) < 0.15
         values.mul_(seen.repeat_interleave(32, dim=1))
@@ -424,7 +424,7 @@ def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "log").read_text())["rank"] == 2
 
 
-def test_no_group_is_told_what_at_most_b_of_its_members_say() -> None:
+def test_flags_sent_by_at_most_b_members_of_a_group_are_ignored() -> None:
     """Ranks 4 and 5 tell of rank 6; rank 4 alone tells of rank 7, and rank 0 of another group."""
     job = Job(cast(Wire, SimpleNamespace(m=8)), [((0, 1, 2, 3), 1), ((4, 5, 6, 7), 1)])
     one, other = {"event": "suspect", "rank": 6}, {"event": "suspect", "rank": 7}
@@ -459,7 +459,7 @@ def test_addresses_of_a_shard_are_those_of_the_parameter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30, -1e30])
-def test_what_is_absurd_is_found_in_every_type(dtype: torch.dtype, value: float) -> None:
+def test_implausible_values_are_found_in_every_type(dtype: torch.dtype, value: float) -> None:
     observer = RankObserver(M, 1, 0)
     rows = torch.randn(M, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows[1, 100:200:10] = value

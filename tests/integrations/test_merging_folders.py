@@ -83,12 +83,12 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def lies_about_a_shard(index: Path) -> str:
+def wrong_shard(index: Path) -> str:
     (index.parent / "model-00002-of-00002.safetensors").unlink()
     return "names the shard model-00002-of-00002.safetensors, which is missing"
 
 
-def lies_about_a_place(index: Path) -> str:
+def wrong_location(index: Path) -> str:
     edit(index, lambda c: c["weight_map"].update(a="model-00002-of-00002.safetensors"))
     return "has 'a', and model.safetensors.index.json places it in model-00002-of-00002"
 
@@ -115,7 +115,7 @@ def lists_a_tensor_twice(index: Path) -> str:
     return "two of its tensors have the same name"
 
 
-def lies_about_the_size(index: Path) -> str:
+def wrong_size(index: Path) -> str:
     edit(index, lambda c: c["metadata"].update(total_size=1))
     return "says total_size 1: the tensors have 36 bytes"
 
@@ -152,13 +152,13 @@ def has_a_pickle_as_a_shard(index: Path) -> str:
 
 
 LIES = [
-    lies_about_a_shard,
-    lies_about_a_place,
+    wrong_shard,
+    wrong_location,
     lacks_a_tensor,
     invents_a_tensor,
     has_a_tensor_in_two_shards,
     lists_a_tensor_twice,
-    lies_about_the_size,
+    wrong_size,
     leads_out_of_its_folder,
     is_no_index,
     is_no_json,
@@ -169,7 +169,7 @@ LIES = [
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_index_that_lies_is_rejected(
+def test_index_with_wrong_entries_is_rejected(
     tmp_path: Path, lie: Callable[[Path], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {name: torch.ones(3) for name in "abc"}

@@ -52,7 +52,7 @@ def test_all_groups_name_one_global_rank(ranks: Scene, name: str, group: list[in
     check(ranks(name), group)
 
 
-def test_replicas_that_drift_are_named_by_global_rank_and_tensor(ranks: Scene) -> None:
+def test_replicas_that_drift_are_reported_by_global_rank_and_tensor(ranks: Scene) -> None:
     for result in ranks("drifting"):
         assert result["told"] == [2, FAULTY]
         assert [(one["rank"], one["kind"], one["since"]) for one in result["suspects"]] == [

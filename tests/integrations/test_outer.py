@@ -93,7 +93,7 @@ def test_hostile_bytes_cost_the_row_of_their_sender(ranks: Scene, compression: C
 
 
 def test_settings_that_cannot_work_are_rejected_by_all_peers(ranks: Scene) -> None:
-    for rank, said in enumerate(ranks("refused")):
+    for rank, said in enumerate(ranks("rejected")):
         assert "needs 2b < m: got b=3 with m=4" in said["too many"]
         assert "all ranks must be protected alike" in said["unlike"]
         assert "more than half of the peers must have the same parameters" in said["apart"]
@@ -313,7 +313,7 @@ def test_claimed_weights_are_bounded() -> None:
     torch.testing.assert_close(flat(outer.base), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_peer_with_other_parameters_is_named() -> None:
+def test_peer_with_other_parameters_is_reported() -> None:
     others = Others(5)
     outer = peer(others)
     move(outer)

@@ -116,7 +116,7 @@ def test_closed_guard_has_no_hooks_and_another_may_follow(ranks: Scene) -> None:
 
 
 def test_what_cannot_be_replayed_is_rejected_on_every_rank(ranks: Scene) -> None:
-    for said in ranks("refused"):
+    for said in ranks("rejected"):
         assert said["unknown"] == "ValueError: confirm must be 'replay' or None: got 'again'"
         assert "confirm needs threat='faults': got 'adversaries'" in said["threat"]
         assert "has confirm" in said["unlike"]
@@ -185,7 +185,7 @@ def test_closed_guard_under_fsdp_has_no_hooks(ranks: Scene) -> None:
 
 
 def test_what_cannot_be_replayed_under_fsdp_is_rejected_on_every_rank(ranks: Scene) -> None:
-    for said in ranks("sharded_refused"):
+    for said in ranks("sharded_rejected"):
         assert "call fully_shard on the model itself, too" in said["bare"]
         assert "the ranks of this job share samples or have several meshes" in said["meshes"]
         assert "confirm needs threat='faults': got 'adversaries'" in said["threat"]
@@ -248,7 +248,7 @@ def test_difference_is_relative_and_counts_values_that_are_not_finite() -> None:
 
 
 @pytest.mark.slow
-def test_twenty_seeds_of_silent_corruption_are_named_and_confirmed(tmp_path: Path) -> None:
+def test_twenty_seeds_of_silent_corruption_are_flagged_and_confirmed(tmp_path: Path) -> None:
     results = play(SCRIPT, tmp_path, 280, "seeds")("seeds")
     for result in results[1:]:
         assert result == results[0]

@@ -60,7 +60,7 @@ def test_state_of_an_optimizer_is_compared_if_it_is_given(ranks: Scene) -> None:
     assert alike([result["not"] for result in results])["report"]["suspects"] == []
 
 
-def test_two_against_two_cannot_be_told(ranks: Scene) -> None:
+def test_two_against_two_is_reported_as_a_split(ranks: Scene) -> None:
     results = ranks("two_against_two")
     result = alike(results)
     assert result["report"]["suspects"] == []
@@ -75,7 +75,7 @@ def test_two_against_two_cannot_be_told(ranks: Scene) -> None:
     assert "3.weight is the same on ranks 0, 1 and on ranks 2, 3" in said
 
 
-def test_two_replicas_of_a_shard_cannot_be_told(ranks: Scene) -> None:
+def test_two_replicas_of_a_shard_are_reported_as_a_split(ranks: Scene) -> None:
     """Ranks 0 and 2 keep the first shard, ranks 1 and 3 the second."""
     result = alike(ranks("sharded"))
     assert result["before"] is None
@@ -93,7 +93,7 @@ def test_mesh_without_replicas_is_rejected_if_they_should_be_compared(ranks: Sce
 
 
 def test_what_cannot_be_compared_is_rejected_on_every_rank(ranks: Scene) -> None:
-    for said in ranks("refused"):
+    for said in ranks("rejected"):
         assert said["negative"] == (
             "ValueError: protect needs digest_every >= 0: got digest_every=-1"
         )

@@ -165,7 +165,7 @@ print("not reached")
 """
 
 
-def test_torchrun_is_told_why_a_rank_exits(tmp_path: Path) -> None:
+def test_torchrun_error_file_says_why_a_rank_exits(tmp_path: Path) -> None:
     """A rank without a code does not end the job; torch's own classes read the error file."""
     verdict, error = tmp_path / "verdict.json", tmp_path / "error.json"
     done = subprocess.run(

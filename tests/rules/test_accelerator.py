@@ -80,7 +80,7 @@ def test_same_semantics_as_the_kernels(forced: Any, rule: Rule, dtype: str) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", [r for r in examples(M) if r.columnwise], ids=str)
-def test_windows_with_lies_in_any_cells(forced: Any, rule: Rule, dtype: str) -> None:
+def test_windows_with_byzantine_values_in_any_cells(forced: Any, rule: Rule, dtype: str) -> None:
     rng = np.random.default_rng(1)
     values = rng.normal(size=(M, 200))
     b = int(getattr(rule, "b", (M - 1) // 2 if not averages(rule) else 0))

@@ -125,7 +125,7 @@ def test_no_more_rows_are_out_than_what_follows_survives() -> None:
         np.testing.assert_allclose(value, reference(rule, rows), atol=1e-5)
 
 
-def test_honest_rows_that_liars_agree_against_do_not_lose_the_rule() -> None:
+def test_equal_byzantine_rows_do_not_lose_the_rule() -> None:
     """Equal liars make eight honest rows of fourteen implausible: more than NNM survives as NaN."""
     rows = np.zeros((20, D))
     rows[12:] = np.random.default_rng(2).normal(size=(8, D))
@@ -225,7 +225,7 @@ def test_no_second_matrix_is_made() -> None:
 # -- blame, watching, devices ----------------------------------------------------------------------
 
 
-def test_blame_counts_cells_and_rows() -> None:
+def test_dropped_shares_count_cells_and_rows() -> None:
     rng = np.random.default_rng(8)
     rows = rng.normal(size=(20, 5000)).astype(np.float32)
     rows[2, :1000] = 1e5
@@ -278,7 +278,7 @@ def test_an_accelerator_cleans_too(text: str) -> None:
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_cleaned_is_refused() -> None:
+def test_input_that_cannot_be_filtered_is_rejected() -> None:
     with pytest.raises(
         ValueError, match=r"pre-aggregator, which needs a rule after it: write cell-filter"
     ):

@@ -50,7 +50,7 @@ def test_examples_are_complete() -> None:
     assert names == set(PRE_AGGREGATORS.values())
 
 
-def with_lies(seed: int, rule: Rule, d: int = 37) -> Doubles:
+def rows_with_byzantine(seed: int, rule: Rule, d: int = 37) -> Doubles:
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(M, d))
     last: Any = rule.rule if isinstance(rule, Pipeline) else rule
@@ -64,7 +64,7 @@ def with_lies(seed: int, rule: Rule, d: int = 37) -> Doubles:
 @given(seed=SEEDS)
 def test_column_rules_do_not_see_the_order_of_rows(rule: Rule, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rows = with_lies(seed, rule).astype(np.float32)
+    rows = rows_with_byzantine(seed, rule).astype(np.float32)
     for column in rows.T[:20]:
         rng.shuffle(column)  # wrong values in another row of each column
     shuffled = rows[rng.permutation(M)]
@@ -94,7 +94,7 @@ UNORDERED = [
 @given(seed=SEEDS)
 def test_row_rules_do_not_see_the_order_of_rows(rule: Rule, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(M)
-    rows = with_lies(seed, rule)
+    rows = rows_with_byzantine(seed, rule)
     np.testing.assert_allclose(rule(rows[order]), rule(rows), rtol=0, atol=2e-5)
     told, other = rule.explain(rows), rule.explain(rows[order])
     np.testing.assert_allclose(told.dropped[order], other.dropped, atol=1.5 / 37)
@@ -113,7 +113,7 @@ def test_mda_does_not_see_the_order_of_rows_if_one_set_is_best(b: int, seed: int
 @pytest.mark.parametrize("rule", MOVING, ids=str)
 @given(seed=SEEDS)
 def test_rules_move_with_the_rows(rule: Rule, seed: int) -> None:
-    rows = with_lies(seed, rule)
+    rows = rows_with_byzantine(seed, rule)
     shift = np.random.default_rng(seed + 1).normal(size=rows.shape[1]) * 8
     nudge = np.random.default_rng(seed + 2).normal(size=rows.shape) * 1e-9
     with np.errstate(invalid="ignore"):
@@ -127,7 +127,7 @@ def test_rules_move_with_the_rows(rule: Rule, seed: int) -> None:
 @pytest.mark.parametrize("rule", COLUMN_RULES, ids=str)
 @given(seed=SEEDS, power=st.integers(-60, 20))
 def test_column_rules_scale_exactly(rule: Rule, dtype: str, seed: int, power: int) -> None:
-    rows = stored(with_lies(seed, rule), dtype)
+    rows = stored(rows_with_byzantine(seed, rule), dtype)
     rows[np.abs(rows) > 1e19] = np.inf
     factor = rows.dtype.type(2.0**power)
     assert bits(rule(rows * factor)) == bits(rule(rows) * factor)
@@ -136,7 +136,7 @@ def test_column_rules_scale_exactly(rule: Rule, dtype: str, seed: int, power: in
 @pytest.mark.parametrize("rule", FREE, ids=str)
 @given(seed=SEEDS, power=st.integers(-25, 25))
 def test_rules_scale(rule: Rule, seed: int, power: int) -> None:
-    rows = with_lies(seed, rule).astype(np.float32)
+    rows = rows_with_byzantine(seed, rule).astype(np.float32)
     rows[np.abs(rows) > 1e19] = np.nan
     factor = np.float32(2.0**power)
     got, wanted = doubles(rule(rows * factor)), doubles(rule(rows)) * float(factor)
@@ -163,7 +163,7 @@ def test_rules_keep_what_everyone_says(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", strongest(M) + pipelines(M), ids=str)
 def test_same_input_same_bits(rule: Rule) -> None:
-    rows = with_lies(3, rule, 5000).astype(np.float32)
+    rows = rows_with_byzantine(3, rule, 5000).astype(np.float32)
     assert len({bits(rule(rows)) for _ in range(5)}) == 1
 
 

@@ -66,7 +66,7 @@ def test_a_choice_is_heard(choice: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert device.path(torch.device("cpu"))[0] == choice
 
 
-def test_another_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_choice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.VARIABLE, "cuda")
     message = "PHOCAS_DEVICE_KERNELS must be triton or torch: got 'cuda'"
     with pytest.raises(ValueError, match=message):
@@ -93,7 +93,7 @@ def test_to_insist_without_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         median(matrix)
 
 
-def test_a_kernel_that_cannot_be_made_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_be_compiled_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In words, without another try; everything is then computed by torch."""
     tried = []
 
@@ -162,7 +162,7 @@ def test_nothing_of_triton_is_loaded_for_torch(monkeypatch: pytest.MonkeyPatch) 
     assert median(matrix).tolist() == [1.0] * 4
 
 
-def test_bad_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_rows_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_on_accelerator", lambda _: True)
     with pytest.raises(TypeError, match=r"values must be float16, .* got int32"):
         phocas.Median()(torch.ones(3, 4, dtype=torch.int32))

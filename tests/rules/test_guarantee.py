@@ -42,7 +42,7 @@ def honest_values(kind: str, rng: np.random.Generator, m: int, d: int, dtype: st
     return doubles(stored(values, dtype))
 
 
-def lies(kind: str, dtype: str) -> list[float]:
+def byzantine_values(kind: str, dtype: str) -> list[float]:
     """Return values that are far from the honest ones: a lie near by may pull, and rightly so."""
     everything = hostile_values(dtype)
     if kind in ("offset", "tight"):
@@ -68,7 +68,7 @@ COLUMN_RULES = ("median", "trimmed-mean:b={b}", "phocas:b={b}", "meamed:b={b}")
     m=st.sampled_from([1, 3, 4, 5, 8, 20]),
     share=st.floats(0, 1),
 )
-def test_column_rules_survive_b_lies_in_any_cells(
+def test_column_rules_survive_b_byzantine_values_in_any_cells(
     text: str, dtype: str, seed: int, kind: str, m: int, share: float
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -77,7 +77,7 @@ def test_column_rules_survive_b_lies_in_any_cells(
     honest = values.copy()
     for j in range(33):
         wrong = rng.permutation(m)[: rng.integers(0, b + 1)]
-        values[wrong, j] = rng.choice(lies(kind, dtype), len(wrong))
+        values[wrong, j] = rng.choice(byzantine_values(kind, dtype), len(wrong))
         honest[wrong, j] = np.nan
     rule = parse_rule(text.format(b=b))
     assert_among(doubles(rule(stored(values, dtype))), honest, (rule, kind))
@@ -85,7 +85,7 @@ def test_column_rules_survive_b_lies_in_any_cells(
 
 @pytest.mark.parametrize("text", COLUMN_RULES)
 @pytest.mark.parametrize("m", [129, 193, 1024])
-def test_column_rules_survive_b_lies_among_many(text: str, m: int) -> None:
+def test_column_rules_survive_b_byzantine_values_among_many(text: str, m: int) -> None:
     rng = np.random.default_rng(m)
     b = (m - 1) // 2
     rule = parse_rule(text.format(b=b))
@@ -94,7 +94,7 @@ def test_column_rules_survive_b_lies_among_many(text: str, m: int) -> None:
         honest = values.copy()
         for j in range(9):
             wrong = rng.permutation(m)[:b]
-            values[wrong, j] = rng.choice(lies(kind, "float32"), b)
+            values[wrong, j] = rng.choice(byzantine_values(kind, "float32"), b)
             honest[wrong, j] = np.nan
         assert_among(doubles(rule(stored(values, "float32"))), honest, (rule, kind))
 
@@ -107,9 +107,9 @@ def spoil(rng: np.random.Generator, values: Doubles, b: int, kind: str, dtype: s
     wrong = rng.permutation(len(values))[:b]
     for i in wrong:
         whole = rng.integers(3)
-        choice = rng.choice(lies(kind, dtype)[:7])
+        choice = rng.choice(byzantine_values(kind, dtype)[:7])
         if whole == 0:
-            values[i] = rng.choice(lies(kind, dtype)[:7], values.shape[1])
+            values[i] = rng.choice(byzantine_values(kind, dtype)[:7], values.shape[1])
         elif whole == 1:
             values[i] = choice  # the same for several, perhaps: they agree with one another
         else:
@@ -175,7 +175,7 @@ def test_row_rules_survive_b_wrong_rows(
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
     offset=st.sampled_from([0.0, 1.0, 1000.0]),
 )
-def test_geometric_median_stays_within_a_few_spreads(
+def test_geometric_median_stays_within_a_few_standard_deviations(
     dtype: str, seed: int, m: int, scale: float, offset: float
 ) -> None:
     """|GM - z| <= 2 (1 - a) / (1 - 2a) max |x - z| for any z, with a share a of wrong rows."""
@@ -231,7 +231,7 @@ def test_the_mean_alone_breaks() -> None:
     assert phocas.Mean().tolerates(20) == phocas.Tolerance(0, 0)
 
 
-def test_more_wrong_rows_than_told_are_not_hidden() -> None:
+def test_more_than_b_wrong_rows_are_not_hidden() -> None:
     """A rule that finds nothing to hold on to says NaN rather than choose a liar."""
     rows = np.ones((9, 4))
     rows[:6] = np.nan

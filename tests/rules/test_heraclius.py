@@ -66,7 +66,7 @@ def test_it_is_its_twin(m: int, dtype: str, cutoff: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [3, 20, 200])
-def test_without_reach_it_is_phocas(m: int, dtype: str) -> None:
+def test_without_cutoff_it_is_phocas(m: int, dtype: str) -> None:
     rows = stored(sparse_rows(m, m), dtype)
     b = (m - 1) // 2
     assert bits(Heraclius(b, cutoff=0)(rows)) == bits(Phocas(b)(rows))
@@ -74,7 +74,7 @@ def test_without_reach_it_is_phocas(m: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("m", [5, 20, 200])
-def test_with_a_huge_reach_it_is_the_mean_of_the_finite_values(m: int) -> None:
+def test_with_a_huge_cutoff_it_is_the_mean_of_the_finite_values(m: int) -> None:
     rows = sparse_rows(m, m).astype(np.float32)
     rows[:2, ::3] = [[np.nan], [-np.inf]]
     told = Heraclius(2, cutoff=1e30).explain(rows)
@@ -104,7 +104,7 @@ def test_dropped_values_are_those_without_weight() -> None:
     )
 
 
-def test_honest_workers_lose_nothing_and_liars_everything() -> None:
+def test_all_byzantine_values_are_dropped_and_no_honest_ones() -> None:
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(20, 5000)).astype(np.float32) / 100
     rows[:6] = rng.normal(size=(6, 5000)) * 200
@@ -113,7 +113,7 @@ def test_honest_workers_lose_nothing_and_liars_everything() -> None:
     assert dropped[6:].max() < 0.001
 
 
-def test_a_block_gives_a_spread_to_columns_that_have_none() -> None:
+def test_a_block_gives_a_deviation_to_columns_that_have_none() -> None:
     """Where most gradients are zero, a single honest value is not implausible."""
     rows = np.random.default_rng(0).normal(size=(20, BLOCK_COLUMNS))
     rows[:, 0] = 0
@@ -130,7 +130,7 @@ def test_a_block_gives_a_spread_to_columns_that_have_none() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [5, 20, 200])
 @given(seed=SEEDS)
-def test_it_survives_b_of_anything_within_the_honest_reach(m: int, dtype: str, seed: int) -> None:
+def test_it_survives_b_of_anything_within_the_honest_cutoff(m: int, dtype: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     b = (m - 1) // 2
     honest = rng.normal(size=(m, 40))
@@ -200,7 +200,7 @@ def test_it_is_within_what_it_keeps(seed: int, m: int) -> None:
     assert ((got >= rows.min(axis=0)) & (got <= rows.max(axis=0))).all()
 
 
-def test_a_reach_is_a_number_from_0_on() -> None:
+def test_a_cutoff_is_a_number_from_0_on() -> None:
     for wrong in (-1.0, np.nan, np.inf, -np.inf, 1e31):
         with pytest.raises(ValueError, match=r"Heraclius needs 0 <= cutoff <= 1e\+30: got cutoff="):
             Heraclius(2, cutoff=wrong)
@@ -222,7 +222,7 @@ def test_the_twin_has_the_same_blocks() -> None:
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [1, 7, 8, 16, 17, 500, BLOCK_COLUMNS])
-def test_the_spread_is_that_of_the_kernel(kind: Any, size: int) -> None:
+def test_the_deviation_is_that_of_the_kernel(kind: Any, size: int) -> None:
     rng = np.random.default_rng(size)
     for power in (-148, -130, -126, -60, 0, 100, 126):
         rows = (np.clip(rng.standard_t(2, size=(5, size)), -3, 3) * 2.0**power).astype(kind)
@@ -306,7 +306,7 @@ def test_a_shard_may_have_blocks_of_its_own() -> None:
     assert bits(evaluation.finish(rows[:, 100:1500])) == bits(Heraclius(8)(rows[:, 100:1500]))
 
 
-def test_cut_blocks_must_be_answered_and_placed() -> None:
+def test_cut_blocks_need_answers_and_locations() -> None:
     rows = sparse_rows(4)
     evaluation = ShardedAggregation(Heraclius(8), 20)
     with pytest.raises(ValueError, match="needs an answer to Radii"):
@@ -449,7 +449,9 @@ def test_a_tail_that_is_no_length_is_rejected(tail: float) -> None:
     "text",
     ["mean", "median", "phocas:b=3", "heraclius:b=3", "krum:b=3", "nnm:b=3|phocas:b=3", "cge:b=2"],
 )
-def test_watching_is_the_mean_with_the_blame_of_the_rule(text: str, m: int, dtype: str) -> None:
+def test_monitor_is_the_mean_with_the_dropped_shares_of_the_rule(
+    text: str, m: int, dtype: str
+) -> None:
     rule = phocas.parse_rule(text)
     values = sparse_rows(5, m)
     values[2] *= 1000

@@ -151,7 +151,7 @@ def test_whole_numbers_become_their_lower_median(dtype: str, m: int) -> None:
     np.testing.assert_array_equal(found.numpy(), wanted)
 
 
-def test_counters_and_flags_survive_fewer_liars_than_half() -> None:
+def test_counters_and_flags_survive_fewer_wrong_rows_than_half() -> None:
     states = [
         {"w": np.ones(3), "batches": np.array(1000 + i), "on": np.array(True)} for i in range(M)
     ]
@@ -164,7 +164,7 @@ def test_counters_and_flags_survive_fewer_liars_than_half() -> None:
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=str)
-def test_blame_leaves_whole_numbers_out(rule: Rule) -> None:
+def test_dropped_shares_leave_whole_numbers_out(rule: Rule) -> None:
     rows = hostile_rows(200)
     told = rule.explain([{"n": np.full(1000, i), "w": row} for i, row in enumerate(rows)])
     wanted = rule.explain(rows)
@@ -218,7 +218,7 @@ def test_lists_of_arrays_give_the_bits_of_the_matrix(rule: Rule) -> None:
         ({"w": np.ones(2)}, TypeError, "worker 3 must be a list of arrays .* got dict"),
     ],
 )
-def test_lists_that_differ_are_refused(strange: Any, error: type[Exception], words: str) -> None:
+def test_lists_that_differ_are_rejected(strange: Any, error: type[Exception], words: str) -> None:
     workers: list[Any] = [[np.ones(2), np.ones((2, 2))] for _ in range(5)]
     workers[3] = strange
     with pytest.raises(error, match=words):

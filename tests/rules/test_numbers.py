@@ -34,7 +34,7 @@ MEASURING = [
 LIARS = 2
 
 
-def with_liars() -> np.ndarray:
+def rows_with_byzantine() -> np.ndarray:
     """Return eleven rows, two of them four hundred times as long as the others."""
     rows = np.random.default_rng(4).normal(size=(11, 1500)) + 0.5
     rows[:LIARS] = 400.0
@@ -43,9 +43,9 @@ def with_liars() -> np.ndarray:
 
 @pytest.mark.parametrize("rule", MEASURING, ids=str)
 @pytest.mark.parametrize("exponent", [-990, -700, -560, -500, 500, 660, 1010])
-def test_no_scale_lets_a_liar_in(rule: Rule, exponent: int) -> None:
+def test_byzantine_rows_are_dropped_at_every_scale(rule: Rule, exponent: int) -> None:
     """A power of two changes no digit of a number, and so should change none of the result."""
-    rows = with_liars()
+    rows = rows_with_byzantine()
     wanted = np.ldexp(rule(rows), exponent)
     got = rule(np.ldexp(rows, exponent))
     np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=0)
@@ -54,7 +54,7 @@ def test_no_scale_lets_a_liar_in(rule: Rule, exponent: int) -> None:
 
 
 @pytest.mark.parametrize("rule", MEASURING, ids=str)
-def test_subnormal_liars_stay_out(rule: Rule) -> None:
+def test_subnormal_byzantine_rows_are_dropped(rule: Rule) -> None:
     counts = np.random.default_rng(5).integers(1, 2000, size=(11, 300)).astype(np.float64)
     counts[:LIARS] = 900_000
     got = rule(counts * 5e-324) / 5e-324
@@ -65,7 +65,7 @@ def test_subnormal_liars_stay_out(rule: Rule) -> None:
 
 @pytest.mark.parametrize("exponent", [-560, 660])
 def test_shards_scale_alike(exponent: int) -> None:
-    rows = np.ldexp(with_liars(), exponent)
+    rows = np.ldexp(rows_with_byzantine(), exponent)
     for rule in MEASURING:
         evaluation = ShardedAggregation(rule, len(rows), d=rows.shape[1])
         while evaluation.request is not None:
@@ -75,7 +75,7 @@ def test_shards_scale_alike(exponent: int) -> None:
         assert bits(np.concatenate(parts)) == bits(rule(rows)), str(rule)
 
 
-def test_equal_rows_do_not_hide_who_is_farther() -> None:
+def test_equal_rows_do_not_hide_farther_rows() -> None:
     """Most rows are equal, so that nothing is typical: the others' distances stay what they are."""
     rows = np.zeros((9, 5))
     rows[6] = 1.0
@@ -89,7 +89,7 @@ def test_equal_rows_do_not_hide_who_is_farther() -> None:
 
 @pytest.mark.parametrize("power", [-40, 40])
 def test_scaled_requests_are_exact(power: int) -> None:
-    rows = with_liars().astype(np.float32)
+    rows = rows_with_byzantine().astype(np.float32)
     matrix = open_rows(rows)
     for request, scaled in (
         (Distances(wide=True), Distances(wide=True, scale=2.0**power)),
@@ -200,7 +200,7 @@ def test_the_longest_row_is_clipped_to_its_radius(dtype: str, radius: float, m: 
 
 @pytest.mark.parametrize("exponent", [-560, 500])
 def test_a_radius_may_be_of_any_scale(exponent: int) -> None:
-    rows = with_liars()
+    rows = rows_with_byzantine()
     for iterations in (1, 3):
         wanted = np.ldexp(phocas.CenteredClipping(30.0, iterations)(rows), exponent)
         rule = phocas.CenteredClipping(float(np.ldexp(30.0, exponent)), iterations)

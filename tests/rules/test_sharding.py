@@ -123,7 +123,7 @@ def test_shards_draw_the_same_buckets() -> None:
     assert bits(whole) != bits(rule(rows))
 
 
-def test_shards_are_blamed_alike() -> None:
+def test_shards_have_the_same_dropped_shares() -> None:
     rows = rows_of_shards(3000)
     for rule in strongest(M):
         evaluation = ShardedAggregation(rule, M)
@@ -164,7 +164,7 @@ def test_columns_must_be_measured_once_each() -> None:
     assert ask((0, 3000), (3000, 4096), d=4096).request is None
 
 
-def test_evaluations_refuse_what_is_out_of_turn() -> None:
+def test_calls_out_of_order_are_rejected() -> None:
     rows = rows_of_shards(100)
     waiting = ShardedAggregation(Krum(b=2), M)
     with pytest.raises(ValueError, match="needs an answer"):

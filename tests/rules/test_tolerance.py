@@ -48,7 +48,7 @@ def possible(m: int) -> list[Rule]:
     return found
 
 
-def lies(honest: Doubles, q: int, rng: np.random.Generator) -> Iterator[Doubles]:
+def byzantine_rows(honest: Doubles, q: int, rng: np.random.Generator) -> Iterator[Doubles]:
     """Yield what q liars may send who see the honest rows: far away, near by, alone or together."""
     mean, spread = honest.mean(axis=0), honest.std(axis=0) + 1e-9
     ones = np.ones((q, 1))
@@ -84,7 +84,7 @@ def attack_rows(rule: Rule, m: int, seed: int) -> None:
     chosen = rng.permutation(m)[:q]
     wrong = np.zeros((m, D), bool)
     wrong[chosen] = True
-    for lie in lies(np.delete(rows, chosen, axis=0), q, rng):
+    for lie in byzantine_rows(np.delete(rows, chosen, axis=0), q, rng):
         attacked = rows.copy()
         attacked[chosen] = lie
         assert_survived(rule, attacked, wrong, q, seed)
@@ -98,7 +98,7 @@ def attack_values(rule: Rule, m: int, seed: int) -> None:
     order = np.argsort(rng.random((m, D)), axis=0)
     wrong = order < q
     honest = np.take_along_axis(rows, np.argsort(order, axis=0)[q:], axis=0)
-    for lie in lies(honest, q, rng):
+    for lie in byzantine_rows(honest, q, rng):
         attacked = rows.copy()
         attacked.T[wrong.T] = lie.T.ravel()
         assert_survived(rule, attacked, wrong, q, seed)
@@ -117,13 +117,13 @@ def promised(m: int, draws: int) -> None:
 
 
 @pytest.mark.parametrize("m", [7, 11])
-def test_what_is_promised_is_survived(m: int) -> None:
+def test_guarantee_holds(m: int) -> None:
     promised(m, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("m", range(5, 42))
-def test_what_is_promised_is_survived_for_every_m(m: int) -> None:
+def test_guarantee_holds_for_every_m(m: int) -> None:
     promised(m, 8)
 
 
@@ -189,11 +189,11 @@ def test_one_more_is_not_survived(text: str, m: int) -> None:
         ("cell-filter:b=8|centered-clipping:radius=1", 0, 0),
     ],
 )
-def test_promises_by_hand(text: str, rows: int, values: int) -> None:
+def test_guarantees_by_hand(text: str, rows: int, values: int) -> None:
     assert parse_rule(text).tolerates(20) == Tolerance(rows, values)
 
 
-def test_an_impossible_rule_promises_nothing() -> None:
+def test_an_impossible_rule_guarantees_nothing() -> None:
     for rule in (phocas.Phocas(4), phocas.Krum(3), phocas.MDA(4), phocas.NNM(4) | phocas.Median()):
         with pytest.raises(ValueError, match="largest b is"):
             rule.tolerates(8)
@@ -201,7 +201,7 @@ def test_an_impossible_rule_promises_nothing() -> None:
             rule.error_bound(8, 0)
 
 
-def test_honest_rows_beyond_the_radius_are_why_clipping_promises_nothing() -> None:
+def test_honest_rows_beyond_the_radius_are_why_clipping_guarantees_nothing() -> None:
     rows = np.full((9, 3), 100.0)
     for text in ("clipping:radius=1|median", "centered-clipping:radius=1"):
         assert np.linalg.norm(phocas.aggregate(rows, text)) < 2

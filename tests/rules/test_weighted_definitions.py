@@ -296,7 +296,7 @@ def test_shards_of_weighted_pipelines_give_the_same_bits(text: str) -> None:
     assert np.concatenate(parts).tobytes() == weighted(rows).tobytes()
 
 
-def test_blame_of_a_weighted_mean_goes_by_weight() -> None:
+def test_dropped_shares_of_a_weighted_mean_go_by_weight() -> None:
     rows = np.eye(5, 40)
     rows[2] *= 4
     why = parse_rule("clipping:radius=1|mean").explain(rows, weights=[1, 2, 3, 4, 0])

@@ -154,7 +154,7 @@ def test_half_precision_and_mappings(dtype: str) -> None:
         np.testing.assert_allclose(got, wanted, rtol=2**-7, atol=2**-7)
 
 
-def test_who_was_dropped_is_told() -> None:
+def test_dropped_workers_are_reported() -> None:
     rows = np.arange(5.0)[:, None] * np.ones(40)
     rows[3] = 1e9
     why = phocas.Phocas(b=1).explain(rows, weights=[2, 3, 2, 4, 3])
@@ -187,13 +187,13 @@ def test_who_was_dropped_is_told() -> None:
         ([1, 2, 2, 1, 6], "the heaviest of 5 workers has 50.0% of all weight"),
     ],
 )
-def test_bad_weights_are_refused(weights: Any, complaint: str) -> None:
+def test_bad_weights_are_rejected(weights: Any, complaint: str) -> None:
     rows = np.ones((5, 3))
     with pytest.raises((ValueError, TypeError), match=complaint):
         phocas.Phocas(b=1)(rows, weights=weights)
 
 
-def test_what_a_refusal_advises_holds() -> None:
+def test_advice_of_an_error_holds() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
         m = int(rng.integers(3, 30))
@@ -214,7 +214,7 @@ def test_what_a_refusal_advises_holds() -> None:
 
 
 @pytest.mark.parametrize("share", [0, -1, 0.19, 1.1, float("nan"), True])
-def test_bad_caps_are_refused(share: float) -> None:
+def test_bad_caps_are_rejected(share: float) -> None:
     with pytest.raises(ValueError, match="max_share must be between 1/5"):
         phocas.Mean()(np.ones((5, 3)), weights=[1, 2, 3, 4, 5], max_share=share)
 
@@ -244,7 +244,7 @@ def test_cap_that_lowers_no_weight_changes_no_bit() -> None:
     assert not np.array_equal(phocas.Mean()(rows, weights=weights, max_share=0.5), plain)
 
 
-def test_nobody_is_above_the_cap_and_it_is_reached() -> None:
+def test_no_share_is_above_the_cap_and_the_cap_is_attained() -> None:
     rng = np.random.default_rng(4)
     for _ in range(300):
         m = int(rng.integers(2, 40))
@@ -278,7 +278,7 @@ def candidates(honest: Doubles, rng: np.random.Generator, count: int) -> Doubles
 @pytest.mark.parametrize(
     "kind", [phocas.TrimmedMean, phocas.Phocas, phocas.MeaMed, phocas.Heraclius]
 )
-def test_the_promise_holds_under_a_search_for_the_worst(kind: type[Rule]) -> None:
+def test_the_guarantee_holds_under_a_search_for_the_worst(kind: type[Rule]) -> None:
     rng = np.random.default_rng(8)
     worst = 0.0
     for _ in range(60):
@@ -317,7 +317,7 @@ def test_the_promise_holds_under_a_search_for_the_worst(kind: type[Rule]) -> Non
     assert worst > 0.1  # the search comes near: the bound is not idle
 
 
-def test_nobody_moves_a_trimmed_mean_by_more_than_its_share() -> None:
+def test_no_worker_moves_a_trimmed_mean_by_more_than_its_share() -> None:
     """|f(x) - f(x')| <= w / (T - 2B) (H - L), whatever one worker sends (docs/theory.md)."""
     rng = np.random.default_rng(9)
     closest = 0.0

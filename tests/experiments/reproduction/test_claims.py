@@ -273,7 +273,9 @@ def test_worst_errors_are_measured_once(tmp_path: Path) -> None:
         ("bit-flip", "honest", 0.035, {"dropped-honest"}),
     ],
 )
-def test_wrong_blame_is_detected(figure: str, whose: str, share: float, broken: set[str]) -> None:
+def test_wrong_dropped_shares_are_detected(
+    figure: str, whose: str, share: float, broken: set[str]
+) -> None:
     outcomes = made_up(as_we_say, task="heraclius")
     getattr(outcomes.get(figure, "Heraclius"), f"dropped_of_{whose}")[:] = share
     found = verdicts(outcomes)

@@ -225,7 +225,7 @@ def test_tracker_that_cannot_be_created_is_rejected_before_the_run(
     assert not Path("phocas.sqlite").exists()
 
 
-def test_missing_library_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "wandb").mkdir()  # wandb leaves such a folder behind
     monkeypatch.setattr(sys, "path", [str(folder)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)

@@ -27,7 +27,7 @@ def scene(run: Play) -> Play:
     return run
 
 
-def told(guard: Guard | None, model: nn.Module) -> dict[str, Any]:
+def summary(guard: Guard | None, model: nn.Module) -> dict[str, Any]:
     assert guard is not None
     finite = []
     for parameter in model.parameters():
@@ -72,7 +72,7 @@ def plain_loop(rank: int) -> Any:
         optimizer.zero_grad()
         (model(batch["x"]) - batch["labels"]).square().mean().backward()
         optimizer.step()
-    return told(guard, model)
+    return summary(guard, model)
 
 
 def accelerated(rank: int, plugin: Any = None) -> Any:
@@ -94,7 +94,7 @@ def accelerated(rank: int, plugin: Any = None) -> Any:
         optimizer.zero_grad()
         accelerator.backward((model(batch["x"]) - batch["labels"]).square().mean())
         optimizer.step()
-    return {**told(guard, model), "kind": type(model).__name__}
+    return {**summary(guard, model), "kind": type(model).__name__}
 
 
 @scene
@@ -175,8 +175,8 @@ def lightning(rank: int) -> Any:
     fit(watch, 2)
     assert watch.guard is not None
     return {
-        **told(protect.guard, module),
-        "resumed": told(resumed.guard, module),
+        **summary(protect.guard, module),
+        "resumed": summary(resumed.guard, module),
         "logged": Numbers.seen[:1],
         "watched": str(watch.guard.rule),
     }
@@ -221,7 +221,7 @@ def trainer(rank: int) -> Any:
         protect = Protect(training, "heraclius:b=1")
         training.add_callback(protect)
         training.train(resume_from_checkpoint=resume)
-        return told(protect.guard, training.model), training.state.log_history
+        return summary(protect.guard, training.model), training.state.log_history
 
     first, logged = train(STEPS, resume=False)
     resumed, _ = train(STEPS + 2, resume=True)

@@ -21,7 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 @pytest.mark.parametrize(
     "name", ["plain_loop", "accelerate_ddp", "accelerate_fsdp", "lightning", "trainer"]
 )
-def test_the_bad_rank_is_named_and_the_model_stays_finite(ranks: Scene, name: str) -> None:
+def test_the_faulty_rank_is_flagged_and_the_model_stays_finite(ranks: Scene, name: str) -> None:
     results = ranks(name)
     assert len(results) == WORLD
     for result in results:
@@ -31,7 +31,7 @@ def test_the_bad_rank_is_named_and_the_model_stays_finite(ranks: Scene, name: st
         assert result["finite"]
 
 
-def test_accelerate_wraps_by_what_it_was_told(ranks: Scene) -> None:
+def test_accelerate_wraps_by_its_plugin(ranks: Scene) -> None:
     kinds = {name: ranks(name)[0]["kind"] for name in ("accelerate_ddp", "accelerate_fsdp")}
     assert kinds == {
         "accelerate_ddp": "DistributedDataParallel",

@@ -87,7 +87,7 @@ def as_tensors(params: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.from_numpy(np.array(value)) for name, value in params.items()}
 
 
-def told(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == level]
 
 
@@ -167,7 +167,7 @@ def test_damaged_result_costs_its_own_row(kind: str, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         found = aggregated(prepared("phocas:b=1"), [result("s0", damaged(kind)), *honest])
     assert flat(found.params).tobytes() == flat(wanted.params).tobytes()
-    (said,) = told(caplog, logging.WARNING)
+    (said,) = logged(caplog, logging.WARNING)
     assert "s0 is left out: " in said
 
 
@@ -182,7 +182,7 @@ def test_client_that_sends_another_kind_than_most_is_left_out(
         found = aggregated(prepared("phocas:b=1"), [other, *honest])
     assert found.params_type is ParamsType.FULL
     assert flat(found.params).tobytes() == flat(wanted.params).tobytes()
-    assert "s0 is left out: it must send what most do, FULL" in told(caplog, logging.WARNING)[0]
+    assert "s0 is left out: it must send what most do, FULL" in logged(caplog, logging.WARNING)[0]
 
 
 def test_nan_and_absurd_values_are_tolerated_and_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,10 +192,10 @@ def test_nan_and_absurd_values_are_tolerated_and_reported(caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO):
         found = aggregated(prepared("phocas:b=2"), results)
     assert np.abs(flat(found.params)).max() < 10
-    (line,) = [each for each in told(caplog, logging.INFO) if "dropped" in each]
+    (line,) = [each for each in logged(caplog, logging.INFO) if "dropped" in each]
     assert "round 0: 7 of 7 results are usable; dropped by phocas:b=2 (29% by chance)" in line
     assert all(f"s{seed} " in line for seed in range(1, 8))
-    (warned,) = told(caplog, logging.WARNING)
+    (warned,) = logged(caplog, logging.WARNING)
     assert warned.endswith("far more values dropped than of others: s2, s5")
 
 
@@ -214,7 +214,7 @@ def test_non_finite_aggregate_is_skipped(rule: str, caplog: pytest.LogCaptureFix
     assert found.params_type is ParamsType.FULL
     assert flat(found.params).tobytes() == flat(a_model()).tobytes()
     assert found.metrics == {"loss": 0.5}
-    (said,) = [line for line in told(caplog, logging.WARNING) if "not finite" in line]
+    (said,) = [line for line in logged(caplog, logging.WARNING) if "not finite" in line]
     assert "skipped round 0: 3 of 3 results are usable: 3000 values of the aggregate" in said
     assert said.endswith("NaN or inf came from s1, s2")
 

@@ -42,7 +42,7 @@ def test_phocas_fits_in_registers_and_is_memory_bound(device: str, m: int) -> No
 
 
 @pytest.mark.parametrize("element", ["float16", "bfloat16", "float32"])
-def test_blame_fits_in_registers(element: str) -> None:
+def test_counting_of_dropped_values_fits_in_registers(element: str) -> None:
     assert static.window("sm_80", element, 64, Window(16, 16), blame=True).local == 0
 
 

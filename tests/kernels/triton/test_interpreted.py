@@ -162,7 +162,7 @@ def test_windows_with_byzantine_values_in_any_cells(m: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_spreads_have_the_bits_of_the_cpu(dtype: str) -> None:
+def test_deviations_of_blocks_have_the_bits_of_the_cpu(dtype: str) -> None:
     rng = np.random.default_rng(0)
     block = kernels.BLOCK_COLUMNS
     drawn = np.abs(rng.normal(size=9 * block + 5)) * 10.0 ** rng.integers(-3, 3, 9 * block + 5)

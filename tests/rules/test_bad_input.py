@@ -1,4 +1,4 @@
-"""Bad shapes and impossible promises are refused, with what must hold, what was got, the limit."""
+"""Bad input is rejected: errors say what must hold, what was got and the limit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_bulyan_needs_four_times_as_many() -> None:
         Bulyan(largest)(np.ones((m, 2)))
 
 
-def test_multi_krum_does_not_select_liars() -> None:
+def test_multi_krum_selects_no_byzantine_rows() -> None:
     message = says("select <= m - b", "select=8", "b=2", "m=9", "largest select is 7")
     with pytest.raises(ValueError, match=message):
         MultiKrum(b=2, select=8)(ROWS)

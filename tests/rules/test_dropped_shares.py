@@ -1,4 +1,4 @@
-"""Who was thrown away: shares by a slow count, and the wrong rows stand out."""
+"""Dropped shares: compared with a slow count; wrong rows have large shares."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_wrong_rows_stand_out(rule: Rule, lie: float) -> None:
         assert told.dropped[wrong].min() > 0.8
 
 
-def test_selecting_rules_say_who_was_chosen() -> None:
+def test_selecting_rules_report_the_chosen_rows() -> None:
     rows = np.random.default_rng(2).normal(size=(20, 50))
     rows[:4] += 50
     told = phocas.MultiKrum(b=4).explain(rows)
