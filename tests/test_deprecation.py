@@ -84,11 +84,13 @@ def test_former_class_of_a_flagged_rank(module: str) -> None:
         assert found.Suspect is found.FlaggedRank
 
 
-def test_former_class_of_merging() -> None:
-    from phocas.integrations import merging
+def test_former_classes_of_integrations() -> None:
+    from phocas.integrations import clients, merging
 
     with pytest.warns(DeprecationWarning, match=r"Request is .* use .*merging\.MergeRequest$"):
         assert merging.Request is merging.MergeRequest
+    with pytest.warns(DeprecationWarning, match=r"Blame is .* use .*clients\.ClientDrops$"):
+        assert clients.Blame is clients.ClientDrops
 
 
 def test_former_names_of_detection() -> None:

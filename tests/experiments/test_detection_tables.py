@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.experiments.test_results import a_round, begin
 
-from phocas.experiments import blame
+from phocas.experiments import detection_tables
 from phocas.experiments.config import RunConfig, make_config
 from phocas.experiments.results import Results
 from phocas.experiments.runner import execute
@@ -91,7 +91,7 @@ def test_interrupted_run_stores_the_same_as_an_uninterrupted_one(tmp_path: Path)
 def test_stored_size_of_a_long_run_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blame, "MOST_ROUNDS", 10)
+    monkeypatch.setattr(detection_tables, "MOST_ROUNDS", 10)
     with Results(tmp_path / "r.sqlite") as results:
         run = begin(results)  # of 500 rounds
         results.record(run, [a_round(number, by_server=True) for number in range(1, 501)])
@@ -104,7 +104,7 @@ def test_files_without_these_tables_are_read_and_upgraded(tmp_path: Path) -> Non
     path = tmp_path / "r.sqlite"
     record = execute(config(path))
     with sqlite3.connect(path) as connection:
-        for table in blame.TABLES:
+        for table in detection_tables.TABLES:
             connection.execute(f"DROP TABLE {table}")
     connection.close()
     with Results(path, read=True) as results:

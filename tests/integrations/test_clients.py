@@ -12,7 +12,7 @@ from tests.rules.test_weighted_definitions import PIPELINES, slowly, some_rows
 from phocas import CenteredClipping, FLTrust, Mean, Median, Rule, TrimmedMean, parse_rule
 from phocas.floats import from_bfloat16, to_bfloat16
 from phocas.integrations.client_replies import Client
-from phocas.integrations.clients import Blame, Terms
+from phocas.integrations.clients import ClientDrops, Terms
 from phocas.integrations.merging.tensors import Tensor, in_memory
 
 Arrays = dict[str, NDArray[Any]]
@@ -42,11 +42,11 @@ def aggregated(
         if not as_updates:
             sent |= {name: model[name] + sent[name] for name in ("a", "b")}
         clients.append(Client(number, None, tensors(sent), 1.0))
-    found, blame = terms.aggregate(
+    found, drops = terms.aggregate(
         clients, tensors(model), turn, lambda _, parts: np.concatenate(parts), updates=as_updates
     )
     assert found is not None
-    assert blame.dropped.shape == (len(updates),)
+    assert drops.dropped.shape == (len(updates),)
     assert found["n"].tolist() == [3]
     whole = np.concatenate([found["a"], found["b"]])
     return whole if as_updates else whole - np.concatenate([model["a"].ravel(), model["b"]])
@@ -232,6 +232,6 @@ def test_rule_over_sums_of_groups_tolerates_b_clients(attack: float) -> None:
 
 def test_client_that_lost_all_values_is_unusual_whatever_others_lost() -> None:
     names = list("abcdef")
-    assert Blame(np.array([0.05, 0.2, 1.0, 0.4, 0.1, 0.65]), 0.2, 0).unusual(names) == ["c"]
+    assert ClientDrops(np.array([0.05, 0.2, 1.0, 0.4, 0.1, 0.65]), 0.2, 0).unusual(names) == ["c"]
     chosen = np.array([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])  # Krum drops all rows but one
-    assert Blame(chosen, 0.8, 0).unusual(names) == []
+    assert ClientDrops(chosen, 0.8, 0).unusual(names) == []

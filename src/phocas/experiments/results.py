@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from phocas.experiments import blame
+from phocas.experiments import detection_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -308,7 +308,7 @@ class Results:
                 self._connection.execute(statement)
             version = self._version()
             if version == SCHEMA_VERSION:  # otherwise the file belongs to another program
-                for statement in (*blame.SCHEMA.split(";"), _VIRTUAL):
+                for statement in (*detection_tables.SCHEMA.split(";"), _VIRTUAL):
                     self._connection.execute(statement)
             return version
 
@@ -385,14 +385,14 @@ class Results:
                 ),
             )
             assert cursor.lastrowid is not None
-            blame.write_layers(self._connection, cursor.lastrowid, layers)
+            detection_tables.write_layers(self._connection, cursor.lastrowid, layers)
         return cursor.lastrowid
 
     def rewind(self, run: int, rounds_done: int) -> None:
         """Delete what a run wrote after its checkpoint; resuming writes it again."""
         with self.transaction():
-            kept = ("rounds", "evaluations", "dropped", "implausible", "virtual", *blame.BY_ROUND)
-            for table in kept:
+            kept = ("rounds", "evaluations", "dropped", "implausible", "virtual")
+            for table in (*kept, *detection_tables.BY_ROUND):
                 self._connection.execute(
                     f"DELETE FROM {table} WHERE run = ? AND round > ?",  # noqa: S608
                     (run, rounds_done),
@@ -438,7 +438,7 @@ class Results:
                     f" FROM {table} WHERE run = ?1 AND {regular}",
                     (origin, run, rounds_done, evaluate_every),
                 )
-            for table in ("implausible", "virtual", *blame.BY_ROUND):
+            for table in ("implausible", "virtual", *detection_tables.BY_ROUND):
                 self._connection.execute(
                     f"INSERT INTO {table} SELECT ?2, {', '.join(self._columns(table))}"  # noqa: S608
                     f" FROM {table} WHERE run = ?1 AND round <= ?3",
@@ -536,7 +536,7 @@ class Results:
                 (total,) = self._connection.execute(
                     "SELECT rounds FROM runs WHERE id = ?", (run,)
                 ).fetchone()
-                blame.write(self._connection, run, rounds, total, evidence, absurd)
+                detection_tables.write(self._connection, run, rounds, total, evidence, absurd)
                 self._connection.execute(
                     "UPDATE runs SET rounds_done = ?, updated = ?, suspects = ?, unusual = ?,"
                     " suspect_servers = ?, lost = ? WHERE id = ?",
@@ -652,29 +652,29 @@ class Results:
         cursor.execute(text)
         return [each[0] for each in cursor.description], cursor.fetchall()
 
-    def shares(self, run: int) -> blame.DroppedShares | None:
+    def shares(self, run: int) -> detection_tables.DroppedShares | None:
         """Return the dropped share of each worker of a run by round, or None if not stored."""
-        return blame.read_shares(self._connection, run)
+        return detection_tables.read_shares(self._connection, run)
 
     def evidence(self, run: int) -> list[Evidence]:
         """Return the evidence against each worker of a run."""
-        return blame.read_evidence(self._connection, run)
+        return detection_tables.read_evidence(self._connection, run)
 
-    def exclusions(self, run: int) -> list[blame.Exclusion]:
+    def exclusions(self, run: int) -> list[detection_tables.Exclusion]:
         """Return the rounds in which clients of a run are excluded."""
-        return blame.read_exclusions(self._connection, run)
+        return detection_tables.read_exclusions(self._connection, run)
 
     def absurd(self, run: int) -> npt.NDArray[np.bool_] | None:
         """Return which workers sent absurd values to which servers of a run, (s, m)."""
-        return blame.read_absurd(self._connection, run)
+        return detection_tables.read_absurd(self._connection, run)
 
     def layers(self, run: int) -> list[tuple[str, int]]:
         """Return the names and sizes of a run's parameters, in the order of the columns."""
-        return blame.read_layers(self._connection, run)
+        return detection_tables.read_layers(self._connection, run)
 
-    def pictures(self, run: int) -> Iterator[blame.RecordedPicture]:
+    def pictures(self, run: int) -> Iterator[detection_tables.RecordedPicture]:
         """Yield the pictures of a run's matrices."""
-        return blame.read_pictures(self._connection, run)
+        return detection_tables.read_pictures(self._connection, run)
 
     def close(self) -> None:
         """Close the file."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from phocas.data import load
 from phocas.engines import EngineError
-from phocas.experiments.blame import MOST_PICTURES, picture_sample
+from phocas.experiments.detection_tables import MOST_PICTURES, picture_sample
 from phocas.experiments.locks import checkpoint_path, claim, previous_path, state_path
 from phocas.experiments.recording import RunRecorder
 from phocas.experiments.results import ENDED, Results, RunRecord, Status

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.deprecation import former_attributes
+from phocas.deprecation import former_attributes, former_names
 from phocas.detection import Detector
 from phocas.detection.exclusion import EXCLUSIONS, Never
 from phocas.detection.own_past import check_worker_data
@@ -24,6 +24,8 @@ from phocas.integrations.server_state import UNREADABLE, damaged, read_state, wr
 from phocas.rules import Relative, Rule
 from phocas.rules.weighting import check_cap
 from phocas.specs import check_on_nonfinite
+
+__getattr__ = former_names(__name__, {"Blame": "ClientDrops"})
 
 MOST = 0.5
 """A client with a smaller dropped share than this is not unusual, however small the others'."""
@@ -41,10 +43,10 @@ Reference: TypeAlias = Update | Callable[[dict[str, NDArray[Any]], int], Update]
 
 @former_attributes(suspects="unusual")
 @dataclass(frozen=True, slots=True, eq=False)
-class Blame:
+class ClientDrops:
     """The share of each client's values that was dropped in one round.
 
-    >>> Blame(np.array([0.3, 0.9, 0.3]), 0.3, 0).unusual(["a", "b", "c"])
+    >>> ClientDrops(np.array([0.3, 0.9, 0.3]), 0.3, 0).unusual(["a", "b", "c"])
     ['b']
     """
 
@@ -250,7 +252,7 @@ class Terms:
         make: Callable[[Tensor, list[NDArray[Any]]], Made],
         *,
         updates: bool = False,
-    ) -> tuple[dict[str, Made] | None, Blame]:
+    ) -> tuple[dict[str, Made] | None, ClientDrops]:
         """Aggregate the clients key by key, and return the new values and the dropped shares.
 
         Besides the replies, only the result is in memory.
@@ -283,16 +285,16 @@ class Terms:
         shares = Shares(m)
         parts = {name: list(merge.parts(tensor, shares)) for name, tensor in model.items()}
         sources = rows_not_finite(rows) if merge.not_finite else []
-        blame = Blame(shares.total(), expected, merge.not_finite, tuple(sources))
+        drops = ClientDrops(shares.total(), expected, merge.not_finite, tuple(sources))
         if merge.not_finite and self.on_nonfinite != "apply":
-            return None, blame
+            return None, drops
         if self.rule.needs_reference == "previous" and not merge.not_finite:
             for name in merge.starts:
                 new = np.concatenate([_numbers(part, model[name]) for part in parts[name]])
                 old = 0 if updates else _numbers(model[name].open(), model[name])
                 self._previous[name] = new - old
         # Release parts as they are used: two copies of the result need not fit into memory.
-        return {name: make(model[name], parts.pop(name)) for name in list(parts)}, blame
+        return {name: make(model[name], parts.pop(name)) for name in list(parts)}, drops
 
     def _reference_row(
         self, model: Mapping[str, Tensor], turn: int, *, updates: bool

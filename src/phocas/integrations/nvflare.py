@@ -27,7 +27,7 @@ from phocas.integrations.client_replies import (
     middle,
     usable,
 )
-from phocas.integrations.clients import Blame, Terms
+from phocas.integrations.clients import ClientDrops, Terms
 from phocas.integrations.merging.tensors import Tensor, in_memory
 from phocas.rules import Rule
 from phocas.rules.inputs import is_tensor, like
@@ -179,7 +179,7 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         if excluded := self._terms.history.excluded():
             self.info(f"{said}; excluded by {self.exclude}: {', '.join(excluded)}")
         try:
-            params, blame = self._terms.aggregate(
+            params, drops = self._terms.aggregate(
                 clients,
                 wanted,
                 turn,
@@ -192,14 +192,14 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
             self.warning(f"skipped {said}: {error}")
             return FLModel(params_type=ParamsType.FULL, params=model.params)
         metrics = middle([client.sent.metrics or {} for client in clients]) or None
-        lost = blame.lost(self._terms.rule, [client.name for client in clients])
+        lost = drops.lost(self._terms.rule, [client.name for client in clients])
         if params is None and self.on_nonfinite == "stop":
             raise ValueError(f"{said}: {lost}")
-        self._log_shares(said, clients, blame)
+        self._log_shares(said, clients, drops)
         if self.data == "differ":
             self._terms.history.observe(clients, wanted, updates=kind is ParamsType.DIFF)
             self._log_history(said, [client.name for client in clients])
-        if blame.not_finite:
+        if drops.not_finite:
             self.warning(f"{'skipped' if params is None else 'applied'} {said}: {lost}")
         if params is None:
             return FLModel(params_type=ParamsType.FULL, params=model.params, metrics=metrics)
@@ -219,14 +219,16 @@ class RobustAggregator(ModelAggregator):  # type: ignore[misc]  # nvflare may no
         steps = claimed(result.meta.get(key), key)
         return tensors, 1.0 if self.max_share is None else steps, steps
 
-    def _log_shares(self, said: str, clients: list[Client[str, FLModel]], blame: Blame) -> None:
+    def _log_shares(
+        self, said: str, clients: list[Client[str, FLModel]], drops: ClientDrops
+    ) -> None:
         """Log the share that was dropped of each client, and the clients that stand out."""
         names = [client.name for client in clients]
         shares = ", ".join(
-            f"{name} {share:.0%}" for name, share in zip(names, blame.dropped, strict=True)
+            f"{name} {share:.0%}" for name, share in zip(names, drops.dropped, strict=True)
         )
-        self.info(f"{said}; dropped by {self.rule} ({blame.expected:.0%} by chance): {shares}")
-        unusual = blame.unusual(names)
+        self.info(f"{said}; dropped by {self.rule} ({drops.expected:.0%} by chance): {shares}")
+        unusual = drops.unusual(names)
         if unusual:
             self.warning(f"{said}; far more values dropped than of others: {', '.join(unusual)}")
 

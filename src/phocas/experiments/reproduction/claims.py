@@ -328,13 +328,13 @@ HERACLIUS: tuple[Claim, ...] = (
     ),
     Claim(
         "dropped-honest",
-        "Blame",
+        "Dropped shares",
         "Honest workers lose at most 3% of their values.",
         every(drops(figure, "Heraclius", "honest", at_most=0.03) for figure in SETTINGS),
     ),
     Claim(
         "dropped-liars",
-        "Blame",
+        "Dropped shares",
         "Under the Gaussian attack Byzantine workers lose at least 95% of theirs.",
         drops("gaussian", "Heraclius", "byzantine", at_least=0.95),
     ),

@@ -234,7 +234,7 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
         history = self.terms.history
         clients = self.terms.select(sent, model)
         try:
-            arrays, blame = self.terms.aggregate(clients, model, server_round, self._stepped)
+            arrays, drops = self.terms.aggregate(clients, model, server_round, self._stepped)
         except ValueError as error:
             reason = f"round {server_round}: {len(clients)} usable replies, {failed} not: {error}"
             if self.terms.on_too_few == "stop":
@@ -242,7 +242,7 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
             log(WARNING, "aggregate_train: skipped %s", reason)
             return None, MetricRecord({"phocas/replies": len(clients), "phocas/failed": failed})
         nodes = [client.name for client in clients]
-        lost = f"round {server_round}: {blame.lost(self.terms.rule, nodes)}"
+        lost = f"round {server_round}: {drops.lost(self.terms.rule, nodes)}"
         if arrays is None and self.terms.on_nonfinite == "stop":
             raise AggregationError(lost)
         contents = [client.sent.content for client in clients]
@@ -250,15 +250,15 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
             metrics = dict(self._own_metrics(contents, self.weighted_by_key))
         else:
             metrics = dict(middle_metrics(contents, self.weighted_by_key))
-        unusual = blame.unusual(nodes)
+        unusual = drops.unusual(nodes)
         metrics |= {
             "phocas/replies": len(clients),
             "phocas/failed": failed,
             "phocas/nodes": nodes,
-            "phocas/dropped": blame.dropped.tolist(),
-            "phocas/expected": blame.expected,
+            "phocas/dropped": drops.dropped.tolist(),
+            "phocas/expected": drops.expected,
             "phocas/unusual": unusual,
-            "phocas/not-finite": blame.not_finite,
+            "phocas/not-finite": drops.not_finite,
         }
         if self.terms.data == "differ":
             metrics["phocas/excluded"] = history.excluded()
@@ -270,8 +270,8 @@ class RobustStrategy(FedAvg):  # type: ignore[misc]  # flwr may not be installed
                 log(WARNING, "aggregate_train: %s", describe(flagged))
         if unusual:
             log(WARNING, "aggregate_train: far more values dropped than of others: %s", unusual)
-        if blame.not_finite:
-            metrics["phocas/not-finite-nodes"] = [nodes[index] for index in blame.sources]
+        if drops.not_finite:
+            metrics["phocas/not-finite-nodes"] = [nodes[index] for index in drops.sources]
             done = "skipped" if arrays is None else "applied"
             log(WARNING, "aggregate_train: %s %s", done, lost)
         if arrays is None:

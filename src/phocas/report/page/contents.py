@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.detection import FALSE_ALARM
-from phocas.experiments.blame import DroppedShares, RecordedPicture
 from phocas.experiments.config import RECORDED, option_of
 from phocas.experiments.curves import columns, cost, elapsed
+from phocas.experiments.detection_tables import DroppedShares, RecordedPicture
 from phocas.experiments.locks import actual_status
 from phocas.experiments.results import PHASES, Results, RunRecord
 from phocas.report.palette import BASELINE, STYLES, Palette, Style, distinct_dashes
@@ -126,7 +126,7 @@ class Contents:
             "command": command(record.config),
             "curve": _curve(rounds, evaluations),
             "cost": {key: _number(each) for key, each in cost(rounds, evaluations).items()},
-            "blame": None if shares is None else _blame(shares, rounds),
+            "blame": None if shares is None else _dropped(shares, rounds),
             "evidence": [
                 [each.worker, _number(each.e_value), each.flagged, _number(each.dropped)]
                 for each in results.evidence(record.id)
@@ -231,7 +231,7 @@ def _curve(rounds: dict[str, Any], evaluations: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _blame(shares: DroppedShares, rounds: dict[str, Any]) -> dict[str, Any]:
+def _dropped(shares: DroppedShares, rounds: dict[str, Any]) -> dict[str, Any]:
     starts = np.array(_places(len(shares.rounds) + 1, MOST_BINS + 1)[:-1])
     ends = np.append(starts[1:], len(shares.rounds))
     means = np.add.reduceat(shares.workers.astype(np.float64), starts, axis=0)
