@@ -3,7 +3,7 @@
 
     python examples/flower/app.py                      # FedAvg, then RobustStrategy
     python examples/flower/app.py --rule phocas:b=2    # another rule
-    python examples/flower/app.py --attackers 0        # nobody is malicious
+    python examples/flower/app.py --attackers 0        # all clients are honest
     python examples/flower/app.py --work normalized    # one epoch each, see below
 
 The data of the clients differ: each class is divided over them by Dirichlet(0.3), so some have few

@@ -141,7 +141,7 @@ _LATER = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import a subpackage on first use, because not everyone needs it."""
+    """Import a subpackage on first use, because many programs do not need it."""
     if name in _LATER:
         return importlib.import_module(f"phocas.{name}")
     return former_names("phocas", FORMER_NAMES)(name)

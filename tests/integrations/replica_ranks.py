@@ -134,7 +134,7 @@ def rejected(rank: int) -> Any:
 
 @add
 def sharded(rank: int) -> Any:
-    """Let two replicas differ, where it cannot be told which is wrong; try a mesh without any."""
+    """Let two replicas differ, of which either may be the wrong one; try a mesh without any."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model: Any = fully_shard(network(), mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)

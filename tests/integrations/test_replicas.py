@@ -70,7 +70,7 @@ def test_two_against_two_is_reported_as_a_split(ranks: Scene) -> None:
         "ranks": [[0, 1], [2, 3]],
     }
     assert "weights differ since step 8: ranks 0, 1 against 2, 3" in result["text"]
-    assert "it cannot be told which are wrong" in result["text"]
+    assert "no majority: the wrong ranks are unknown" in result["text"]
     (said,) = [text for each in results for text in each["warned"]]
     assert "3.weight is the same on ranks 0, 1 and on ranks 2, 3" in said
 

@@ -54,7 +54,7 @@ def picture(
 
     shared = bool(getattr(assignment, "shared", False))
     counts = holdings(assignment[:1] if shared else assignment, labels, len(classes) or None)
-    table = Table(title="who holds what", box=None, padding=(0, 0))
+    table = Table(title="samples by worker and class", box=None, padding=(0, 0))
     table.add_column("worker ", justify="right")
     width = max(len(f"{counts.max():,}"), 4) + 1
     for column in range(counts.shape[1]):

@@ -89,7 +89,7 @@ class Flag:
 
 
 def telling(locations: dict[int, Location]) -> list[tuple[int, Location]]:
-    """Return the parameters in which a worker is absurd; if there are none, where it is unusual."""
+    """Return the parameters with absurd values; if there are none, those with unusual values."""
     found = sorted(locations.items(), key=lambda item: (-item[1].weight, -item[1].share))
     least = np.inf if found and found[0][1].weight == np.inf else _TELLING
     return [(parameter, location) for parameter, location in found if location.weight >= least]

@@ -1,4 +1,4 @@
-"""Lengths of rows that are usual among workers, and lengths that are absurd."""
+"""Usual lengths of rows, and lengths that show absurd values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def middle(values: Floats) -> float:
 
 
 def absurd(lengths: Floats, usual: float, b: int) -> NDArray[np.bool_]:
-    """Return which workers are absurd, by the length of each worker's row of a parameter.
+    """Return which workers send absurd values, by the length of each worker's row of a parameter.
 
-    A worker is absurd if its row is 16 times as long as the median row of the parameter and as
-    ``usual``, the usual length of a row of the whole unit. If more than b workers would be absurd,
-    none is: they cannot all be faulty. If both lengths are zero, as when others do not use the
-    parameter, only a row that is not finite is absurd.
+    A row has absurd values if it is 16 times as long as the median row of the parameter and as
+    ``usual``, the usual length of a row of the whole unit. If this holds for more than b rows, no
+    worker is returned: they cannot all be faulty. If both lengths are zero, as when others do not
+    use the parameter, only a row that is not finite has absurd values.
 
     >>> absurd(np.array([1.0, 2.0, np.nan, 1.0]), usual=1.0, b=1)
     array([False, False,  True, False])
@@ -34,7 +34,7 @@ def absurd(lengths: Floats, usual: float, b: int) -> NDArray[np.bool_]:
 
 
 def plausible(lengths: Floats) -> bool:
-    """Return whether rows are so short that no worker can be absurd in any of its parameters.
+    """Return whether rows are so short that none can have absurd values in any parameter.
 
     A row of a parameter is no longer than the whole row. (Lengths between 15 and 16 times the usual
     are left to :func:`absurd`, since lengths are rounded.)

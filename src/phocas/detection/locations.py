@@ -4,8 +4,8 @@ Distances show that a worker is faulty; locations help an operator to tell broke
 unusual data. A holder is a rank or server that holds a range of columns. Every holder inspects its
 columns and reports a few findings in each round to all other holders.
 
-A worker is *absurd* in a parameter if its values there are not finite, or many times as large as
-is usual among workers. A single value is *gross* if it is so far from the centre of its column that
+A worker's values in a parameter are *absurd* if they are not finite, or many times as large as is
+usual among workers. A single value is *gross* if it is so far from the centre of its column that
 its address is remembered. Hardware that corrupts silently does so at the same addresses again and
 again; the addresses of outliers that come from data change.
 """
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 Addresses = npt.NDArray[np.int64]
 
 TIMES = 3
-"""How often a worker must be absurd at the same addresses before it is flagged."""
+"""How often a worker must send absurd values at the same addresses before it is flagged."""
 
 _WITHIN = 8  # rounds from one time to the next
 _OFTEN = 64  # rounds in which a worker is not finite TIMES times
@@ -250,14 +250,14 @@ class Location:
 
 
 class Locations:
-    """The locations of all workers, and the workers that many holders found absurd.
+    """The locations of all workers, and the workers whose values many holders found absurd.
 
-    A worker is flagged once more than b holders other than itself have each found it absurd TIMES
+    A worker is flagged once more than b other holders have each found its values absurd TIMES
     times at the same addresses of a parameter, with at most 8 rounds from one time to the next. At
     most b holders are faulty, so one of these is honest. That honest values are never absurd in
     this way is not a matter of chance: it holds where workers draw from the same data.
 
-    Where holders do not lie, one witness is enough (``trusted``). A worker is flagged at once by a
+    If holders are ``trusted``, the report of one is enough. A worker is flagged at once by a
     value that is finite and that no honest worker can produce. It is flagged by values that are not
     finite in three of 64 rounds, or in the last round before no worker is finite any more: an
     honest worker's loss may overflow once, when a loss scale grows. If more than b workers send
@@ -381,7 +381,7 @@ class Locations:
         )
 
     def flag(self, round: int) -> None:
-        """Flag the workers that enough holders have found absurd."""
+        """Flag the workers whose values enough holders have found absurd."""
         if not self.b:
             return
         for worker, locations in enumerate(self.workers):

@@ -204,7 +204,7 @@ class RankObserver:
         self._locate(rows, segments, clean if broken is None else broken, place)
 
     def _plausible(self, lengths: Floats, place: int) -> bool:
-        """Return whether no rank can be absurd in these columns, and remember the usual length."""
+        """Return whether no rank can have absurd values here, and remember the usual length."""
         if not plausible(lengths):
             return False
         self.usual[place] = max(self.usual.get(place, 0.0), middle(lengths))
@@ -221,7 +221,7 @@ class RankObserver:
     def _locate(
         self, rows: torch.Tensor, segments: Sequence[Segment], broken: NDArray[np.bool_], place: int
     ) -> None:
-        """Find the parameters in which a rank is absurd or not finite."""
+        """Find the parameters in which a rank has absurd or non-finite values."""
         lengths = np.array([lengths_of(rows[:, part.begin : part.end]) for part in segments])
         with np.errstate(over="ignore"):
             usual = middle(np.sqrt(np.square(lengths).sum(axis=0))) if len(lengths) else 0.0

@@ -262,7 +262,7 @@ class RunConfig(_Declared):
         try:
             policy = read_policy(said)
         except ValueError:
-            return values  # refused by its key
+            return values  # rejected later, with its key
         lone = isinstance(policy, Policy) and not policy.uses_rule
         return {**values, "rule": "mean"} if lone else values
 

@@ -160,7 +160,7 @@ def warn_of_split(split: SplitReport) -> None:
     sides = " and on ranks ".join(", ".join(map(str, ranks)) for ranks in split["ranks"])
     warnings.warn(
         f"the weights of ranks differ since step {split['step']}, and no value has a majority:"
-        f" {split['tensors'][0]} is the same on ranks {sides}. It cannot be told which are wrong:"
+        f" {split['tensors'][0]} is the same on ranks {sides}. The wrong ranks are unknown:"
         " load a checkpoint from before that step",
         RuntimeWarning,
         stacklevel=3,

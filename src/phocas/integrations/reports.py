@@ -321,7 +321,7 @@ def _confirmation(found: ConfirmationReport) -> Iterator[str]:
 def _split(split: SplitReport) -> Iterator[str]:
     sides = " against ".join(", ".join(map(str, ranks)) for ranks in split["ranks"])
     yield f"weights differ since step {split['step']}: ranks {sides}"
-    yield "  no majority: it cannot be told which are wrong"
+    yield "  no majority: the wrong ranks are unknown"
     yield from (f"  {name}" for name in split["tensors"][:_LAYERS_SHOWN])
     yield from _more(split["tensors"])
 

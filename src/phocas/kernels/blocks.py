@@ -5,13 +5,13 @@ These kernels are needed for windows with a cutoff, and to count the dropped val
 - Block: a fixed number of columns, counted from column 0 of the whole matrix.
 - Radius of a column: the distance from the centre to the farthest value that is always kept.
 - Spread of a block: the root mean square of the radii of the columns of the block.
-- Blame: the number of dropped values of each row.
+- Counts: the number of dropped values of each row.
 - Marks of a block: the centre and the limit of each column, for each row the number of values
   beyond the limits, and the spread. A cell filter and the tail of a window need the marks.
 
 The first pass over a block sorts each column. It writes the bounds of the kept values to scratch
 memory and, with a cutoff, which values were dropped. The second pass weights the dropped values by
-the spread. The last pass counts blame while the rows are still in cache. It processes a few rows at
+the spread. The last pass counts dropped values while rows are in cache. It processes a few rows at
 a time along the block, so that counters stay in registers.
 
 The spread is summed in a number of lanes that is the same on every processor, so that the spread

@@ -37,17 +37,17 @@ class Window:
     ``drop`` values farthest from it are averaged.
 
     With a ``cutoff``, dropped values that are plausible are included again. Their weight is 1 up to
-    ``cutoff`` spreads from the centre and falls to 0 at twice that distance. The radius of a column
-    is the distance from the centre to the farthest value that is not dropped. The spread of a
-    column is the larger of two numbers: its radius, and the root mean square of the radii of its
-    block of columns.
+    ``cutoff`` deviations from the centre and falls to 0 at twice that distance. The radius of a
+    column is the distance from the centre to the farthest value that is not dropped. The deviation
+    of a column is the larger of two numbers: its radius, and the root mean square of the radii of
+    its block of columns.
 
     Args:
         trim: number of values cut from each end to find the centre.
         drop: number of values farthest from the centre that are dropped; None averages the trimmed
             values themselves.
         plain: whether everything is averaged, NaN included.
-        cutoff: number of spreads up to which a dropped value counts in full; 0 for none.
+        cutoff: number of deviations up to which a dropped value counts in full; 0 for none.
 
     >>> Window(trim=2).kept(9), Window(trim=2, drop=2).kept(9)
     (5, 7)

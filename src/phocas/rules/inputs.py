@@ -211,7 +211,7 @@ def _piece(start: int, rows: Sequence[Any], place: str) -> ColumnRange:
     element = ""
     for row in rows:
         array, element = _array(row, place)
-        arrays.append(array.reshape(-1))  # a view wherever the values are adjacent
+        arrays.append(array.reshape(-1))  # without a copy if the values are contiguous
     return ColumnRange(start, arrays[0].size, arrays, element)
 
 

@@ -49,12 +49,12 @@ class MeasuredError:
 
     Attributes:
         error: the mean squared error.
-        spread: its standard error.
+        standard_error: the standard error of ``error``.
         distribution: name of the distribution of the honest values.
     """
 
     error: float
-    spread: float
+    standard_error: float
     distribution: str
 
 

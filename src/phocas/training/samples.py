@@ -99,7 +99,7 @@ class Samples:
         return samples
 
     def load_parts(self, num_workers: int, first: int, last: int) -> tuple[Self, Assignment]:
-        """Return samples with those of workers first to last - 1, and who has which of them.
+        """Return samples with those of workers first to last - 1, and their assignment to workers.
 
         A worker whose samples are elsewhere has the first sample of all, which is never drawn.
         """

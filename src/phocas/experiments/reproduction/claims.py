@@ -47,8 +47,8 @@ BIASED = (
     " bias is gone. That the step is shorter explains only a fifth of the gap to Mean."
 )
 CLEAN_ROW = (
-    "44% of the values at the first server are 0, which no factor makes a lie: Krum found and chose"
-    " a clean row in 198 of 200 rounds (171 at the last server)."
+    "44% of the values at the first server are 0, which no factor changes: Krum found and chose a"
+    " clean row in 198 of 200 rounds (171 at the last server)."
 )
 ONE_BATCH = (
     "Krum follows one worker's 32 samples. A single honest worker alone is as far behind over the"

@@ -1,4 +1,4 @@
-"""Files of named tensors: .safetensors, .npz, .npy and .pt of torch, told apart by their content.
+"""Files of named tensors: .safetensors, .npz, .npy and .pt of torch, recognized by their content.
 
 Nothing in a file is ever executed: arrays of objects are rejected, and torch unpickles with
 ``weights_only=True``. Files are mapped into memory, so that files larger than the memory can be

@@ -44,7 +44,7 @@ def window_source(
 ) -> str:
     """Generate the Triton source of ``kernel(rows, out, tallies, columns, BLOCK)``.
 
-    ``rows`` is a table of m addresses. With blame, each program writes m numbers to ``tallies``:
+    ``rows`` is a table of m addresses. With ``blame``, a program writes m numbers to ``tallies``:
     how many values of each row are dropped in the program's columns. With ``radii``, the output is
     the radius of every column; with ``mean``, the plain mean of all rows. A window with a cutoff
     takes three more arguments before ``columns``: the spreads of all blocks, the cutoff, and the

@@ -42,7 +42,7 @@ function show(article, guard) {
     guard.nonfinite.map((first) => el("p", { class: "alarm" },
       `The first non-finite value came from rank ${first.rank} in step ${whole(first.step)}: ${first.parameters.join(", ")}; seen by ${count(first.seen_by, "other rank")}.`)),
     guard.lost === null ? null : el("p", { class: "alarm" }, `No rank is finite since step ${whole(guard.lost)}: later evidence is not counted.`),
-    guard.split ? el("p", { class: "alarm" }, `Weights differ since step ${whole(guard.split.step)} without a majority, so that it cannot be told which are wrong: ranks ${guard.split.ranks.map((ranks) => ranks.join(", ")).join(" against ")} in ${guard.split.tensors.join(", ")}.`) : null,
+    guard.split ? el("p", { class: "alarm" }, `Weights differ since step ${whole(guard.split.step)} without a majority, so that it is not known which are wrong: ranks ${guard.split.ranks.map((ranks) => ranks.join(", ")).join(" against ")} in ${guard.split.tensors.join(", ")}.`) : null,
     guard.unusual.length ? el("p", {}, `Unusual in the last steps, which is no proof of a fault: ${listing(guard.unusual)}.`) : null,
     guard.suspects.map(rankDetails),
     el("figure", {}, el("figcaption", {}, "Dropped values of each rank, over all steps"), map));
