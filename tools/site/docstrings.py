@@ -5,6 +5,7 @@ mkdocstrings reads docstrings as Markdown, in which ``>>>`` would start nested q
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -27,9 +28,28 @@ def as_markdown(text: str) -> str:
 
 
 class Markdown(griffe.Extension):  # type: ignore[misc]  # griffe is not there where types are checked
-    """A griffe extension that converts every docstring before it is parsed."""
+    """A griffe extension that converts every docstring, and the declarations of settings."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Convert the docstring of one object."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Reduce ``setting(3, "its help", check)`` to 3, and keep the help."""
+        value = attr.value
+        if isinstance(value, griffe.ExprCall) and str(value.function) == "setting":
+            default, text = (getattr(each, "value", each) for each in value.arguments[:2])
+            attr.value = None if str(default) == "MISSING" else default
+            attr.extra["setting"]["help"] = ast.literal_eval(str(text))
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        """List the settings of a class, with their help, as its parameters."""
+        helps = {
+            name: member.extra["setting"]["help"]
+            for name, member in cls.members.items()
+            if "setting" in member.extra
+        }
+        if helps and cls.docstring is not None:
+            lines = [f"    {name}: {text}" for name, text in helps.items()]
+            cls.docstring.value += "\n\nArgs:\n" + "\n".join(lines)
