@@ -88,6 +88,11 @@ def test_reasons_name_what_runs_the_block_instead(page: str) -> None:
             assert (ROOT / path).exists(), f"{page} says that {path} runs a block"
 
 
+def joined(text: str) -> str:
+    """Join the lines of commands that a backslash continues on the next line."""
+    return text.replace("\\\n", "")
+
+
 def known_commands() -> dict[str, set[str]]:
     group: Any = typer.main.get_command(application())
     commands = {**group.commands, "train": train.complete()}
@@ -106,7 +111,9 @@ def test_commands_that_are_shown_exist_with_their_options() -> None:
     for page in PAGES:
         for block in blocks(page):
             if block.kind in ("", "sh", "bash", "console"):
-                for line in re.findall(r"^(?:\$ )?phocas ([a-z].*)$", block.text, re.MULTILINE):
+                for line in re.findall(
+                    r"^(?:\$ )?phocas ([a-z].*)$", joined(block.text), re.MULTILINE
+                ):
                     command, *words = shlex.split(line, comments=True)
                     if words and f"{command} {words[0]}" in known:
                         command = f"{command} {words[0]}"
@@ -127,7 +134,7 @@ def test_the_page_for_a_paper_runs_as_it_stands(tmp_path: Path) -> None:
         if file is not None:
             (tmp_path / file[1]).write_text(block.text)
         elif not block.kind:
-            for line in block.text.splitlines():
+            for line in joined(block.text).splitlines():
                 words = [sys.executable, "-m", *shlex.split(line)]
                 subprocess.run(words, cwd=tmp_path, check=True, timeout=240)
     table = (tmp_path / "table.tex").read_text()

@@ -195,12 +195,16 @@ def _unbroken(cost: str) -> str:
 
 def _entry(name: str, cls: type[Spec], spec: str, picture: str, cost: str | None) -> str:
     found = words(cls)
-    parts = [f"## {name}\n", f'<div class="entry">{picture}</div>\n', f"**{found.line}**\n"]
+    parts = [f"## {name}\n", f"**{found.line}**\n"]
     parts.append(f"Shown: `{spec}`. Parameters: `{cls.parameters() or 'none'}`.")
     if cls.aliases:
         parts.append("Also called " + ", ".join(f"`{alias}`" for alias in cls.aliases) + ".")
     parts.append("")
-    parts += [f"{paragraph}\n" for paragraph in found.body]
+    body = [f"{paragraph}\n" for paragraph in found.body]
+    # Text flows around the picture; the formulas before it have the whole width of the page.
+    after = max((at for at, each in enumerate(found.body, 1) if each in found.formulas), default=0)
+    body.insert(after, f'<div class="entry">{picture}</div>\n')
+    parts += body
     for heading in ("Breakdown", "Reference"):
         if heading in found.sections:
             parts.append(f"**{heading}.** {_capital(found.sections[heading])}\n")

@@ -59,6 +59,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Convert the formulas of a page; raise if one cannot be converted or should not be there."""
     try:
-        return maths.typeset(html, allowed=page.file.src_uri in maths.PAGES)
+        return maths.typeset(sources.breakable(html), allowed=page.file.src_uri in maths.PAGES)
     except maths.FormulaError as error:
         raise PluginError(f"{page.file.src_uri}: {error} (tools/site/maths.py)") from error

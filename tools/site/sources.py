@@ -24,6 +24,9 @@ ELSEWHERE = {
 
 _SCRIPT = re.compile(r"^(docs/tutorials/\w+)\.py$")
 _CODE = re.compile(r"`[^`\n]+`")
+_CELL = re.compile(r"(<t[dh][^>]*>)(.*?)(?=</t[dh]>)", re.DOTALL)
+_CELL_CODE = re.compile(r"(?<=<code>)[^<]+")
+_PRAGMA = re.compile(r"^# ruff: .*\n|  # (?:type: ignore|noqa).*", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
@@ -33,7 +36,7 @@ def pages_from_elsewhere() -> dict[str, str]:
     for file, page in ELSEWHERE.items():
         text = (ROOT / file).read_text()
         if file.endswith(".py"):
-            text = f"# `{file}`\n\n```python\n{text.rstrip()}\n```\n"
+            text = f"# `{file}`\n\n```python\n{without_pragmas(text).rstrip()}\n```\n"
         pages[page] = turned(text, file, page)
     return pages
 
@@ -65,6 +68,29 @@ def bare_bars(text: str) -> str:
     | adversaries | `nnm:b=6|phocas:b=6` |
     """
     return _CODE.sub(lambda found: found[0].replace(r"\|", "|"), text)
+
+
+def breakable(page: str) -> str:
+    """Let inline code in the tables of an HTML page break after the separators of a rule or path.
+
+    >>> breakable("<td><code>nnm:b=6|phocas:b=6</code></td>, <code>nnm:b=6</code>")
+    '<td><code>nnm:<wbr>b=6|<wbr>phocas:<wbr>b=6</code></td>, <code>nnm:b=6</code>'
+    """
+
+    def marked(cell: re.Match[str]) -> str:
+        code = _CELL_CODE.sub(lambda found: re.sub(r"(?<=[|/:])(?=\w)", "<wbr>", found[0]), cell[2])
+        return cell[1] + code
+
+    return _CELL.sub(marked, page)
+
+
+def without_pragmas(script: str) -> str:
+    r"""Remove the comments of a script that are for linters.
+
+    >>> without_pragmas("# ruff: noqa: INP001\nimport os  # noqa: F401\nx = 1  # a number\n")
+    'import os\nx = 1  # a number\n'
+    """
+    return _PRAGMA.sub("", script)
 
 
 def tutorials() -> dict[str, str]:
