@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 FLOWER := .venv-flower
 TRACKERS := .venv-trackers
 
-.PHONY: demo test test-slow test-ray test-gpu test-page test-integrations test-flower bench docs dist lint format clean
+.PHONY: demo test test-slow test-ray test-gpu test-page chromium test-integrations test-flower bench docs dist lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -49,11 +49,13 @@ test-gpu: $(VENV)/.installed
 		tests/kernels/triton/test_contract.py
 	$(BIN)/python -m pytest tests/kernels/triton/test_compiled.py
 
-# In Debian's chromium, which is installed where that is allowed; -rs says loudly where it is not.
-test-page: $(VENV)/.installed
+# Debian's chromium, for the tests that open pages in it; pytest -rs says loudly where it is missing.
+chromium:
+	@command -v chromium chromium-browser || apt-get install -qq -y chromium || \
+		echo "chromium cannot be installed here: no page is tried in a browser"
+
+test-page: $(VENV)/.installed chromium
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
-	command -v chromium chromium-browser || apt-get install -qq -y chromium || \
-		echo "chromium cannot be installed here: the page is not tried in a browser"
 	$(BIN)/python -m pytest -rs tests/report/page
 
 # Flower, and NVFlare, which gets along with it: in an environment of its own, since Flower wants
@@ -71,11 +73,14 @@ test-flower: $(FLOWER)/.installed
 		tests/integrations/nvflare src/phocas/integrations/nvflare.py
 
 # The site, in site/: pages made from the code, no broken link, no public name without words.
-# tests/site needs no mkdocs, and is in make test.
-docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
+# Every page is then opened in chromium, as wide as a laptop and as a phone. The rest of tests/site
+# needs neither mkdocs nor a browser, and is in make test.
+docs: $(VENV)/.installed chromium
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[dev,docs,browser]"
 	$(BIN)/python -m pytest tools/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	BUILT_SITE=site $(BIN)/python -m pytest -rs tests/site/test_browser.py
 
 # What would be released, in dist/, and installed with each extra where the sources are not.
 dist: $(VENV)/.installed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +95,6 @@ def many_runs(path: Path, runs: int, rounds: int, m: int = 20) -> None:
             ]
             results.record(run, template, metrics, (), evidence)
             results.end(run, "complete")
-
-
-def chromium() -> str | None:
-    """Return the path of the browser, or None."""
-    return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def embedded_data(page: str) -> dict[str, Any]:

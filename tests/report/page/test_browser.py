@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import resource
@@ -18,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.browser import browser_installed, launched
 from tests.report.page.scenes import (
     HOSTILE,
     SMALL,
     SUSPECT,
     a_round,
-    chromium,
     guard_report,
     many_runs,
     real_runs,
@@ -38,26 +37,15 @@ from phocas.report.page.server import PageServer
 from phocas.report.page.writing import write_report
 from phocas.training.evaluation import Metrics
 
-if importlib.util.find_spec("playwright") is None or chromium() is None:
+if not browser_installed():
     pytest.skip(
         "THE HTML REPORT IS NOT TRIED IN A BROWSER: there is no playwright or no chromium here;"
         " make test-page installs them where it can",
         allow_module_level=True,
     )
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
-CHROMIUM = chromium()
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 PHONE = {"width": 360, "height": 740}
 ORANGE = np.array([213, 94, 0])
 Open = Callable[..., Page]
@@ -65,10 +53,8 @@ Open = Callable[..., Page]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
