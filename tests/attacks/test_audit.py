@@ -307,6 +307,20 @@ def test_command_prints_a_table_and_no_broken_guarantee() -> None:
     assert "\x1b" not in output
 
 
+@pytest.mark.parametrize(
+    ("rule", "m", "q"),
+    [("trimmed-mean:b=2", 11, 2), ("phocas:b=8", 20, 8), ("mean", 20, 6), ("mean", 7, 3)],
+)
+def test_audit_tries_as_many_byzantine_rows_as_the_rule_tolerates(
+    rule: str, m: int, q: int
+) -> None:
+    words = ("audit", "--rule", rule, "--num-workers", str(m), "--dims", "50", "--rounds", "1")
+    _, output = run(*words)
+    assert output.splitlines()[0].endswith(f" attacks: m = {m}, q = {q}, d = 50")
+    trials = audit(rule, num_workers=m, dims=50, rounds=1)
+    assert str(Gaussian(q)) in {trial.attack for trial in trials}
+
+
 def test_json_output_of_an_attack_beyond_the_guarantee() -> None:
     arguments = ["--rule", "mean", "--dims", "100", "--attack", "constant:q=6,value=nan"]
     status, output = run("audit", *arguments, "--json")

@@ -48,6 +48,9 @@ from phocas.specs import count, positive
 LIMIT = 2.0
 """Limit, in honest standard deviations, for attacks that the rule does not guarantee to survive."""
 
+_UNTOLERATED = 6
+"""Byzantine workers against a rule that tolerates none: those of the paper's experiments."""
+
 Source = Literal["paper", "rule", "claim", "none"]
 TIMEOUT = 120.0
 """Seconds after which the trial of one attack ends."""
@@ -118,7 +121,7 @@ def audit(
     rows: Any = None,
     *,
     num_workers: int = 20,
-    byzantine: int = 6,
+    byzantine: int | None = None,
     dims: int = 20_000,
     attacks: Iterable[Attack | str] | None = None,
     rounds: int = 3,
@@ -133,7 +136,8 @@ def audit(
         rule: the rule, or its spec text.
         rows: an (m, d) matrix of honest gradients; None draws a matrix for each round.
         num_workers: m, if the matrix is drawn.
-        byzantine: q, the number of Byzantine workers, or of Byzantine values per column.
+        byzantine: q, the number of Byzantine workers, or of Byzantine values per column; None is
+            that of :func:`usual_byzantine`.
         dims: d, if the matrix is drawn.
         attacks: attacks to run, as values or spec texts; None runs all of ``suite``.
         rounds: number of rounds to average over.
@@ -152,16 +156,17 @@ def audit(
         raise ValueError(
             f"{rule} needs trusted samples, which an audit has not: use it in training"
         )
-    q = count("audit", "byzantine", byzantine)
     count("audit", "rounds", rounds, 1)
     matrices = _Matrices(rows, num_workers, dims, positive("audit", "signal", signal), seed)
     m, d = matrices.shape
+    rule.check(m)
+    wanted = usual_byzantine(rule, m) if byzantine is None else byzantine
+    q = count("audit", "byzantine", wanted)
     if 2 * q >= m:
         raise ValueError(
             f"audit needs an honest majority, 2 * byzantine < workers: got byzantine={q} with"
             f" {m} workers, the largest is {(m - 1) // 2}"
         )
-    rule.check(m)
     chosen = (
         suite(rule, m, d, q, matrices.dtype)
         if attacks is None
@@ -180,6 +185,20 @@ def audit(
         watch(index, chosen)
         trials.append(_try(rule, attack, matrices, rounds, seed, limit))
     return trials
+
+
+def usual_byzantine(rule: Rule, m: int) -> int:
+    """Return the q of an audit that is given none: the number of rows that the rule tolerates.
+
+    For a rule that tolerates none it is 6, or fewer where 6 of m workers are half or more.
+
+    >>> from phocas import Mean, TrimmedMean
+    >>> usual_byzantine(TrimmedMean(b=2), 11)
+    2
+    >>> usual_byzantine(Mean(), 20), usual_byzantine(Mean(), 7)
+    (6, 3)
+    """
+    return min(rule.tolerates(m).rows or _UNTOLERATED, max(1, (m - 1) // 2))
 
 
 def suite(rule: Rule, m: int, d: int, q: int, dtype: Any) -> list[Attack]:

@@ -29,7 +29,13 @@ def audit(
         int | None,
         typer.Option(help="Number of workers, m.", show_default="20, or the rows of the matrix"),
     ] = None,
-    byzantine: Annotated[int, typer.Option(help="Number of Byzantine workers, q.")] = 6,
+    byzantine: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of Byzantine workers, q.",
+            show_default="as many as the rule tolerates; if none, 6 or the largest minority",
+        ),
+    ] = None,
     dims: Annotated[int, typer.Option(help="Columns of the synthetic matrix, d.")] = 20_000,
     matrix: Annotated[
         Path | None, typer.Option(help="Saved (m, d) matrix of gradients: .npy or .safetensors.")
@@ -57,6 +63,7 @@ def audit(
     The exit status is 1 if the rule breaks its guarantee, or if a trial fails.
     """
     from phocas.attacks.audit import audit as run_audit
+    from phocas.attacks.audit import usual_byzantine
     from phocas.rules import parse_rule
 
     if matrix is None:
@@ -90,16 +97,16 @@ def audit(
         watch=_progress() if sys.stderr.isatty() else lambda *_: None,
     )
     m, d = (wanted, dims) if rows is None else rows.shape
+    q = usual_byzantine(parsed, m) if byzantine is None else byzantine
     broken = [trial for trial in trials if trial.broken_promise]
     if as_json:
         tolerance = dataclasses.asdict(parsed.tolerates(m))
-        q = None if attack else byzantine
-        heading = {"rule": str(parsed), "workers": m, "byzantine": q, "dims": d}
+        heading = {"rule": str(parsed), "workers": m, "byzantine": None if attack else q, "dims": d}
         report = {**heading, "tolerates": tolerance, "rounds": rounds}
         report["trials"] = [_plain(trial) for trial in trials]
         print(json.dumps({**report, "broken_promises": len(broken)}, indent=2))
     else:
-        size = f"m = {m}, d = {d}" if attack else f"m = {m}, q = {byzantine}, d = {d}"
+        size = f"m = {m}, d = {d}" if attack else f"m = {m}, q = {q}, d = {d}"
         _show(trials, parsed, m, size)
     if broken or any(trial.error for trial in trials):
         raise typer.Exit(1)
