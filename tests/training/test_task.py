@@ -125,12 +125,19 @@ def test_editors_see_the_settings_of_a_trainer() -> None:
 
 @pytest.mark.parametrize(
     ("given", "right"),
-    [("workers", "num_workers"), ("m", "num_workers"), ("learning_rate", "lr"), ("f", None)],
+    [
+        ("workers", "'num_workers'"),
+        ("m", "'num_workers'"),
+        ("learning_rate", "'lr'"),
+        ("f", "rule='phocas:b=3'"),
+        ("b", "rule='phocas:b=3'"),
+        ("num_byzantine", r"rule='phocas:b=3'.* or attack='gaussian:q=3'"),
+    ],
 )
-def test_usual_spellings_are_answered_with_the_right_one(given: str, right: str | None) -> None:
+def test_usual_spellings_are_answered_with_the_right_one(given: str, right: str) -> None:
     settings: Any = {"rule": "mean", given: 3}
-    words = "" if right is None else f"did you mean '{right}'"
-    with pytest.raises(TypeError, match=f"unknown setting of a Trainer '{given}'.*{words}"):
+    words = f"unknown setting of a Trainer '{given}'; did you mean {right}.* settings: rule"
+    with pytest.raises(TypeError, match=words):
         Trainer("mlp", data=DATA, **settings)
 
 

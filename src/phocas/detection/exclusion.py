@@ -57,11 +57,11 @@ class Exclusions(Generic[Name]):
 
     >>> excluded = Exclusions(AfterEvidence(rounds=1))
     >>> excluded.judge([("site-3", 1e7), ("site-4", 1.0)], clients=20)
-    ['excluded for 1 rounds, false alarm probability 0.001: site-3']
+    ['excluded for 1 round, false alarm probability 0.001: site-3']
     >>> excluded.end_round(acquit=lambda name: None), list(excluded.since)
     ([], ['site-3'])
     >>> excluded.end_round(acquit=lambda name: None), list(excluded.since)
-    (['readmitted after 1 rounds: site-3'], [])
+    (['readmitted after 1 round: site-3'], [])
     """
 
     def __init__(self, policy: Never | AfterEvidence | None = None) -> None:
@@ -85,7 +85,7 @@ class Exclusions(Generic[Name]):
         enough = clients / chance
         found = [name for name, e in e_values if e >= enough and name not in self.since]
         self.since.update(dict.fromkeys(found, self.round))
-        until = "for good" if rounds is None else f"for {rounds} rounds"
+        until = "for good" if rounds is None else f"for {_rounds(rounds)}"
         said = f"excluded {until}, false alarm probability {chance:g}: {listed(found)}"
         return [said] if found else []
 
@@ -96,12 +96,16 @@ class Exclusions(Generic[Name]):
             acquit: discards the evidence against a client.
         """
         self.round += 1
-        rounds = getattr(self.policy, "rounds", None)
+        rounds: int = getattr(self.policy, "rounds", None) or 0
         over = [n for n, since in self.since.items() if rounds and self.round - since > rounds]
         for name in over:
             del self.since[name]
             acquit(name)
-        return [f"readmitted after {rounds} rounds: {listed(over)}"] if over else []
+        return [f"readmitted after {_rounds(rounds)}: {listed(over)}"] if over else []
+
+
+def _rounds(number: int) -> str:
+    return "1 round" if number == 1 else f"{number} rounds"
 
 
 def listed(names: Iterable[int | str]) -> str:

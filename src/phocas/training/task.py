@@ -45,7 +45,7 @@ from phocas.settings import (
     setting,
     word,
 )
-from phocas.specs import OnNonfinite, Spec, count, positive, unknown
+from phocas.specs import SPELLINGS, OnNonfinite, Spec, count, positive, unknown
 from phocas.training.augmentation import AUGMENTATIONS, Augmentation, crop_and_flip
 from phocas.training.devices import find_device
 from phocas.training.gradients import worker_gradients
@@ -604,11 +604,22 @@ def _asked(settings: Mapping[str, Any]) -> TaskSettings:
     known = [declared.name for declared in fields(TaskSettings)]
     for name in settings:
         if name not in known:
-            raise TypeError(unknown("setting of a Trainer", name, known, plural="settings"))
+            raise TypeError(_unknown_setting(name, settings[name], known))
     given = {name: value for name, value in settings.items() if value is not None}
     if "rule" not in given:
         raise TypeError("Trainer needs a rule: write rule='phocas:b=8', or pass a rule")
     return TaskSettings(**given)
+
+
+def _unknown_setting(name: str, value: object, known: Sequence[str]) -> str:
+    """Return the error text; b and q, by any usual name, belong to the rule and to the attack."""
+    if name not in ("b", "q") and not {"b", "q"} & {*SPELLINGS.get(name, ())}:
+        return unknown("setting of a Trainer", name, known, plural="settings")
+    return (
+        f"unknown setting of a Trainer {name!r}; did you mean rule='phocas:b={value}', for the"
+        f" values that the rule tolerates, or attack='gaussian:q={value}', for Byzantine workers?"
+        f" settings: {', '.join(known)}"
+    )
 
 
 def _check_parts(asked: TaskSettings, split: Split) -> None:
