@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phocas.cli.completion import MODELS
+from phocas.cli.completion import MODELS, complete_task
+from phocas.experiments.reproduction.tasks import scales, tasks
 from phocas.training.models import MODELS as TABLE
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from tests.cli.conftest import Phocas
 
+SCALES = ("medium", "paper", "small")
 OWN = """
 raise RuntimeError("completion must not import this")
 
@@ -43,6 +45,7 @@ def _private(): ...
         ("phocas audit --rule krum:b=2 --attack alie --attack omni", ["omniscient"]),
         ("phocas rules nnm:b=2|medi", ["nnm:b=2|median"]),
         ("phocas attacks mimi", ["mimic"]),
+        ("phocas reproduce cifar10", ["cifar10", *(f"cifar10-{scale}" for scale in SCALES)]),
         ("phocas attacks nothing-like-it", []),
     ],
 )
@@ -55,6 +58,11 @@ def test_the_shell_completes(
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
     assert phocas().split() == found
+
+
+def test_tasks_are_completed_with_their_scales() -> None:
+    every = [f"{task}-{scale}" for task in tasks() for scale in scales(task)]
+    assert complete_task("") == sorted([*tasks(), *every])
 
 
 def test_names_of_models_are_those_of_their_table() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from importlib import resources
 from pathlib import Path
 
 MODELS = ("mlp", "cnn", "softmax", "cnn-bucketing", "cnn-byzfl", "resnet18")
@@ -45,6 +47,20 @@ def _dataset(incomplete: str) -> list[str]:
 
 def _model(incomplete: str) -> list[str]:
     return _matching(MODELS, incomplete)
+
+
+def complete_task(incomplete: str) -> list[str]:
+    """Return the tasks of ``phocas reproduce`` that begin so, and each with its scales.
+
+    The files are read here because :mod:`phocas.experiments.reproduction.tasks` would load torch.
+    """
+    folder = Path(str(resources.files("phocas.experiments.reproduction")))
+    files = {path.stem: tomllib.loads(path.read_text("utf-8")) for path in folder.glob("*.toml")}
+    found = []
+    for name, file in files.items():
+        scales = file.get("scale") or files.get(file.get("like", ""), {}).get("scale", {})
+        found += [name, *(f"{name}-{scale}" for scale in scales)] if scales else []
+    return sorted(name for name in found if name.startswith(incomplete))
 
 
 SETTINGS: dict[str, Callable[[str], list[str]]] = {

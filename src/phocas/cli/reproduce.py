@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phocas.cli import reject_unused
+from phocas.cli.completion import complete_task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,8 +39,9 @@ def reproduce(
         str,
         typer.Argument(
             help="mnist, cifar10, complexity, heraclius, choosing, choosing-momentum,"
-            " choosing-cifar10, rare,"
-            " bucketing, byzfl, or a TOML file."
+            " choosing-cifar10, rare, bucketing, byzfl, one of them with its scale, as"
+            " cifar10-medium, or a TOML file.",
+            autocompletion=complete_task,
         ),
     ],
     repeats: Annotated[
@@ -103,8 +105,12 @@ def reproduce(
     from phocas.experiments.reproduction.complexity import is_complexity, plan_complexity
     from phocas.experiments.reproduction.published import is_published, plan_published
     from phocas.experiments.reproduction.rare.study import StudyResults, is_study, plan_study
-    from phocas.experiments.reproduction.tasks import plan
+    from phocas.experiments.reproduction.tasks import plan, task_and_scale
 
+    task, of_task = task_and_scale(task)
+    if of_task is not None:
+        reject_unused(context, ["scale"], f"with {task}-{of_task}, which has a scale")
+        scale = of_task
     if dry_run:
         reject_unused(context, ["judge"], "with --dry-run")
     if judge:
@@ -281,7 +287,7 @@ def _report(
                 if errors is None
                 else known_errors(reproduction, errors)
             )
-            draw_front(outcomes, by_label, folder / "front.png")
+            draw_front(outcomes, by_label, folder / "front")
             text += "\n" + "\n".join(front_lines(outcomes, by_label))
             errors = [asdict(each) for each in by_label.values()]
         except MissingError as error:

@@ -319,6 +319,17 @@ def test_dry_run_lists_the_runs(tmp_path: Path, reproduce: Reproduce) -> None:
     assert not (tmp_path / "phocas-tiny-paper").exists()
 
 
+def test_scale_may_be_a_part_of_the_name(reproduce: Reproduce) -> None:
+    joined = reproduce(Path("cifar10-medium"), "--dry-run")
+    assert joined.stdout == reproduce(Path("cifar10"), "--scale", "medium", "--dry-run").stdout
+    assert joined.stdout.splitlines()[-1].endswith("into phocas-cifar10-medium/results.sqlite")
+    twice = reproduce(Path("cifar10-medium"), "--scale", "small", "--dry-run")
+    assert twice.returncode == 2
+    assert "--scale has no effect with cifar10-medium, which has a scale" in twice.stderr
+    unknown = reproduce(Path("cifar10-large"), "--dry-run")
+    assert "unknown task 'cifar10-large'; did you mean 'cifar10'" in unknown.stderr
+
+
 def test_missing_results_are_reported_in_one_line(tmp_path: Path, reproduce: Reproduce) -> None:
     ended = reproduce(task_file(tmp_path), "--judge")
     assert ended.returncode == 2

@@ -262,6 +262,27 @@ def task_path(task: str) -> Path:
     return _folder() / f"{task}.toml"
 
 
+def task_and_scale(text: str) -> tuple[str, str | None]:
+    """Split ``TASK-SCALE``, such as ``cifar10-medium``; the scale of a task alone is None.
+
+    >>> task_and_scale("cifar10-medium"), task_and_scale("choosing-cifar10")
+    (('cifar10', 'medium'), ('choosing-cifar10', None))
+    """
+    task, _, scale = text.rpartition("-")
+    if text.endswith(".toml") or text in tasks() or task not in tasks():
+        return text, None
+    return (task, scale) if scale in scales(task) else (text, None)
+
+
+def scales(task: str) -> list[str]:
+    """Return the scales of a task of the package.
+
+    >>> scales("cifar10"), scales("choosing-momentum")
+    (['paper', 'medium', 'small'], ['paper', 'small'])
+    """
+    return list(_read_with_base(task_path(task))["scale"])
+
+
 def _read_with_base(path: Path) -> dict[str, Any]:
     """Read a task; take missing keys from the task named by ``like``, if there is one."""
     own = read_toml(path)
