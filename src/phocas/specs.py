@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import numbers
@@ -384,11 +385,17 @@ def build(cls: type[S], arguments: Mapping[str, str], **given: Any) -> S:
     return cls(**given, **{key: loaded(value) for key, value in values.items()})
 
 
+@functools.lru_cache(maxsize=256)
+def _hints(cls: type[Spec]) -> Mapping[str, Any]:
+    """Return the types of a class's fields; to evaluate them takes most of the time of a read."""
+    return typing.get_type_hints(cls)
+
+
 def read_arguments(
     cls: type[Spec], arguments: Mapping[str, str], given: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
     """Read the text of a class's arguments; raise for unknown and missing ones."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     fields = {
         field.name: field
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]

@@ -13,7 +13,13 @@ import pytest
 
 from phocas import PRE_AGGREGATORS, RULES
 from phocas.cli import main
-from phocas.report.figures import RunCurve, accuracy_figure
+from phocas.report.figures import (
+    RunCurve,
+    accuracy_figure,
+    panel_figure,
+    save_figure,
+    save_png_and_svg,
+)
 from phocas.report.palette import BASELINE, STYLES, Palette, distinct_dashes, without_b
 from phocas.report.tables import listing
 
@@ -50,6 +56,26 @@ def test_a_figure_draws_every_curve(tmp_path: Path) -> None:
     other = RunCurve("two", [0, 20], [0.1, 0.2], STYLES["phocas"])
     accuracy_figure([curve, other], many, title="t")
     assert few.read_bytes() != many.read_bytes()
+
+
+def test_png_and_svg_of_a_figure_have_the_same_layout(tmp_path: Path) -> None:
+    curve = RunCurve("one", [0, 10, 20], [0.1, 0.5, 0.9], STYLES["mean"])
+    figure = panel_figure("t", {"left": [curve], "right": [curve]}, "accuracy")
+    drawn = 0
+
+    def count(*_: object) -> None:
+        nonlocal drawn
+        drawn += 1
+
+    figure.canvas.mpl_connect("draw_event", count)
+    png, svg = save_png_and_svg(figure, tmp_path / "figure")
+    places = [axes.get_position().bounds for axes in figure.axes]
+    alone = panel_figure("t", {"left": [curve], "right": [curve]}, "accuracy")
+    save_figure(alone, tmp_path / "alone.svg")
+    assert [axes.get_position().bounds for axes in alone.axes] == places
+    assert svg.read_bytes() == (tmp_path / "alone.svg").read_bytes()
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert drawn == 2  # once for each file
 
 
 def test_a_coinciding_curve_does_not_hide_the_baseline(tmp_path: Path) -> None:

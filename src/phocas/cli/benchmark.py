@@ -134,7 +134,8 @@ def _number(values: dict[str, Any] | None, key: str) -> str:
 
 
 def _draw(plan: Benchmark, outcomes: list[dict[str, Any]], path: Path, title: str) -> None:
-    from phocas.report.heatmap import HeatMap, draw_heatmaps
+    from phocas.report.figures import save_figure
+    from phocas.report.heatmap import HeatMap, heatmap_figure
 
     found = {
         (each["rule"], each["split"], each["byzantine"]): each["accuracy"] for each in outcomes
@@ -148,4 +149,5 @@ def _draw(plan: Benchmark, outcomes: list[dict[str, Any]], path: Path, title: st
         cells = [[found[rule, split, f] for f in numbers] for split in splits]
         values = [[None if cell is None else cell["mean"] for cell in row] for row in cells]
         maps.append(HeatMap(rule, splits, list(map(str, numbers)), values))
-    draw_heatmaps(maps, path, title=f"{title}: accuracy under the worst attack", x="Byzantine f")
+    title = f"{title}: accuracy under the worst attack"
+    save_figure(heatmap_figure(maps, title=title, x="Byzantine f"), path)

@@ -148,9 +148,8 @@ def figures(
         *(strongly_convex(rule, m, q, step=0.4, rounds=rounds) for rule in RULES),
         *(smooth_problem(rule, m, q, rounds=rounds) for rule in RULES),
     ]
-    for kind in ("png", "svg"):
-        draw_models(output / f"figure-1.{kind}")
-        draw_trajectories(runs, output / f"theorems.{kind}")
+    draw_models(output / "figure-1")
+    draw_trajectories(runs, output / "theorems")
     columns = {
         "theorem": [str(run.theorem) for run in runs],
         "rule": [f"{run.rule}:b={q}" for run in runs],

@@ -9,7 +9,7 @@ import numpy as np
 from phocas.experiments.reproduction.complexity import BOUND, series
 from phocas.experiments.reproduction.growth import exponent_of
 from phocas.report.claims_table import claim_lines
-from phocas.report.figures import new_figure, plain, save_figure
+from phocas.report.figures import new_figure, plain, save_png_and_svg
 from phocas.report.palette import Palette
 
 if TYPE_CHECKING:
@@ -68,10 +68,7 @@ def draw_complexity(study: Complexity, found: Measurements, stem: Path) -> list[
         plain(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8, loc="upper left")
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    for path in paths:
-        save_figure(figure, path)
-    return paths
+    return save_png_and_svg(figure, stem)
 
 
 def _draw(

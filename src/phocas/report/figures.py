@@ -263,6 +263,7 @@ def save_figure(figure: Figure, path: Path, dpi: int = 100) -> None:
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"a figure is written as .png, .svg or .pdf: got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
+    _lay_out(figure, dpi)
     if path.suffix == ".pdf":
         figure.savefig(path, metadata={"CreationDate": None})
         return
@@ -274,6 +275,24 @@ def save_figure(figure: Figure, path: Path, dpi: int = 100) -> None:
     figure.savefig(memory, format="png", dpi=dpi)
     with Image.open(memory) as image:  # a palette of 256 colours makes a third of the bytes
         image.convert("RGB").quantize(256).save(path, optimize=True)
+
+
+def save_png_and_svg(figure: Figure, stem: Path) -> list[Path]:
+    """Write a figure as ``stem.png`` and ``stem.svg`` and return the paths."""
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    for path in paths:
+        save_figure(figure, path)
+    return paths
+
+
+def _lay_out(figure: Figure, dpi: int) -> None:
+    """Place the parts of a figure once: each file would repeat it, and draw the figure twice."""
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        figure.set_dpi(dpi)
+        engine.execute(figure)
+        with mpl.rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
+            figure.set_layout_engine(None)
 
 
 def plain(axes: Axes) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from matplotlib.transforms import Bbox
 
 from phocas.experiments.reproduction.tasks import BASELINE
-from phocas.report.figures import new_figure, plain, save_figure
+from phocas.report.figures import new_figure, plain, save_png_and_svg
 from phocas.report.palette import STYLES, Palette
 
 if TYPE_CHECKING:
@@ -59,10 +59,11 @@ def lowest_accuracies(outcomes: Outcomes) -> dict[str, Lowest]:
     return {label: Lowest(*min(found), len(found)) for label, found in ends.items()}
 
 
-def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> None:
+def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], stem: Path) -> None:
     """Draw accuracy without failures against the worst error, and against the lowest accuracy.
 
-    The second panel is omitted if no rule was run under an attack.
+    The second panel is omitted if no rule was run under an attack. The files are ``stem.png`` and
+    ``stem.svg``.
     """
     quiet = quiet_accuracies(outcomes)
     lowest = lowest_accuracies(outcomes)
@@ -98,7 +99,7 @@ def draw_front(outcomes: Outcomes, errors: Mapping[str, Errors], path: Path) -> 
     _names(left, shown)
     for right in others:
         _names(right, weakest)
-    save_figure(canvas, path)
+    save_png_and_svg(canvas, stem)
 
 
 def _points(

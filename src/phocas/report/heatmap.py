@@ -9,11 +9,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from phocas.report.figures import save_figure
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 _DARK = 0.6
 """Accuracies below this value are written in white."""
@@ -36,14 +33,11 @@ class HeatMap:
     values: Sequence[Sequence[float | None]]
 
 
-def draw_heatmaps(
-    maps: Sequence[HeatMap], path: Path, *, title: str, x: str, across: int = 2
-) -> None:
-    """Write heat maps side by side, all with the same colours.
+def heatmap_figure(maps: Sequence[HeatMap], *, title: str, x: str, across: int = 2) -> Figure:
+    """Draw heat maps side by side, all with the same colours.
 
     Args:
         maps: the panels.
-        path: the file, .png or .svg.
         title: the title of the figure.
         x: the label of the columns.
         across: number of panels in a row.
@@ -76,4 +70,4 @@ def draw_heatmaps(
         axes.set_visible(False)
     if image is not None:
         figure.colorbar(image, ax=panels.tolist(), shrink=0.8, label="accuracy")
-    save_figure(figure, path)
+    return figure

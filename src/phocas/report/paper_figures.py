@@ -9,7 +9,7 @@ import numpy as np
 
 from phocas.experiments.reproduction.tasks import BASELINE, label_of
 from phocas.report import palette
-from phocas.report.figures import RunCurve, crashes, panel_figure, save_figure, zoomed_figure
+from phocas.report.figures import RunCurve, crashes, panel_figure, save_png_and_svg, zoomed_figure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,10 +68,7 @@ def draw(figure: Figure, outcomes: Outcomes, stem: Path) -> list[Path]:
     else:
         curves = [curve(case, f"{_name(case)}  {case.final.mean():.3f}") for case in cases]
         canvas = zoomed_figure(title, curves, metric, figure.zoom)
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    for path in paths:
-        save_figure(canvas, path)
-    return paths
+    return save_png_and_svg(canvas, stem)
 
 
 def _repeats(cases: Sequence[Repeats]) -> str:

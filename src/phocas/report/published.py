@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from phocas.experiments.attack_benchmark import judge_cell
 from phocas.experiments.reproduction.published import VERDICTS, judge
-from phocas.report.heatmap import HeatMap, draw_heatmaps
+from phocas.report.figures import save_png_and_svg
+from phocas.report.heatmap import HeatMap, heatmap_figure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -118,8 +119,8 @@ def draw_tables(tables: Mapping[PublishedTable, Sequence[Judged]], folder: Path)
             )
             for title, values in (("published", theirs), ("ours", ours))
         ]
-        paths.append(folder / f"{table.name}.png")
-        draw_heatmaps(maps, paths[-1], title=table.title, x="")
+        figure = heatmap_figure(maps, title=table.title, x="")
+        paths += save_png_and_svg(figure, folder / table.name)
     return paths
 
 

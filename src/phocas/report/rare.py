@@ -10,7 +10,7 @@ from rich.table import Table
 
 from phocas.experiments.reproduction.rare.simulation import FAULTS, HONEST, octaves
 from phocas.experiments.reproduction.rare.study import BINS
-from phocas.report.figures import RunCurve, panel_figure, save_figure
+from phocas.report.figures import RunCurve, panel_figure, save_png_and_svg
 from phocas.report.palette import BASELINE, Palette
 
 if TYPE_CHECKING:
@@ -113,7 +113,10 @@ def summary(study: Study, results: StudyResults) -> list[str]:
 
 
 def draw_study(study: Study, results: StudyResults, folder: Path) -> list[Path]:
-    """Draw a figure for each part, a panel for each fault; and one of all parts without a fault."""
+    """Draw a figure for each part, and one of all parts without a fault; return the files.
+
+    The figure of a part has a panel for each fault.
+    """
     drawn = {}
     for part in study.parts:
         panels = _panels(part, study, results)
@@ -135,10 +138,12 @@ def draw_study(study: Study, results: StudyResults, folder: Path) -> list[Path]:
         for axes in figure.axes:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            if high > 100 * low:  # enough ticks without the minor ones, half of the time to draw
+                axes.minorticks_off()
             ticks = [8**k for k in range(6) if 8**k < axes.get_xlim()[1]]
             axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        paths.append(folder / f"{name}.png")
-        save_figure(figure, paths[-1])
+        paths += save_png_and_svg(figure, folder / name)
     return paths
 
 

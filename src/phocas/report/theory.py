@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phocas.report.figures import new_figure, plain, save_figure
+from phocas.report.figures import new_figure, plain, save_png_and_svg
 from phocas.report.palette import GREY, STYLES
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def byzantine_values(
     return wrong
 
 
-def draw_models(path: Path) -> None:
-    """Draw the paper's Figure 1: 5 workers, 8 dimensions, Byzantine values shaded."""
+def draw_models(stem: Path) -> None:
+    """Draw the paper's Figure 1, as PNG and SVG: 5 workers, 8 dimensions, Byzantine ones shaded."""
     title = "Figure 1: Byzantine values (shaded) among 5 workers and 8 dimensions, 2 per dimension"
     figure = new_figure(8.5, 2.6, title)
     names = ("(a) Classic Byzantine", "(b) Generalized Byzantine")
@@ -58,11 +58,11 @@ def draw_models(path: Path) -> None:
         axes.set_xlabel("dimension")
         axes.set_ylabel("worker")
         axes.set_aspect("equal")
-    save_figure(figure, path)
+    save_png_and_svg(figure, stem)
 
 
-def draw_trajectories(trajectories: Sequence[Trajectory], path: Path) -> None:
-    """Draw runs against their bounds, one panel for each theorem and step size."""
+def draw_trajectories(trajectories: Sequence[Trajectory], stem: Path) -> None:
+    """Draw runs against their bounds, as PNG and SVG; one panel for each theorem and step."""
     panels: dict[tuple[int, float], list[Trajectory]] = {}
     for each in trajectories:
         panels.setdefault((each.theorem, each.step), []).append(each)
@@ -85,4 +85,4 @@ def draw_trajectories(trajectories: Sequence[Trajectory], path: Path) -> None:
         axes.set_ylabel("distance to optimum" if theorem == 3 else "mean squared gradient so far")
         plain(axes)
         axes.legend(frameon=False, fontsize=8)
-    save_figure(figure, path)
+    save_png_and_svg(figure, stem)

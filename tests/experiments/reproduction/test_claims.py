@@ -212,7 +212,7 @@ def test_front_is_drawn_and_reported(tmp_path: Path) -> None:
         label_of(case.config): Errors(case.config.rule, 0.1, None if case.label == "Mean" else 2.0)
         for case in outcomes.reproduction.figures[0].cases
     }
-    draw_front(outcomes, errors, tmp_path / "front.png")
+    draw_front(outcomes, errors, tmp_path / "front")
     assert (tmp_path / "front.png").stat().st_size > 10_000
     low = lowest_accuracies(outcomes)["NNM + Trmean"]
     assert low.accuracy == pytest.approx(0.1, abs=0.01)
@@ -226,7 +226,7 @@ def test_front_is_drawn_and_reported(tmp_path: Path) -> None:
         dataclasses.replace(outcomes.reproduction, figures=tuple(quiet)),
         {"none": outcomes.figure("none")},
     )
-    draw_front(alone, errors, tmp_path / "alone.png")
+    draw_front(alone, errors, tmp_path / "alone")
     sizes = [imread(tmp_path / name).shape for name in ("front.png", "alone.png")]
     assert sizes[0][1] > sizes[1][1] > 0  # one bar instead of two
 

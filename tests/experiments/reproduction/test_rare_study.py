@@ -208,7 +208,8 @@ def test_command_prints_draws_and_resumes_to_the_same_numbers(
         np.testing.assert_allclose(losses, again, rtol=1e-3)
     folder = tmp_path / "phocas-small-paper"
     assert {path.name for path in folder.iterdir()} == {
-        "first.png", "second.png", "parts.png", "results.md", "results.jsonl"
+        "first.png", "second.png", "parts.png", "first.svg", "second.svg", "parts.svg",
+        "results.md", "results.jsonl",
     }  # fmt: skip
     text = (folder / "results.md").read_text()
     assert "7 of 7 runs are complete" in text
