@@ -22,6 +22,7 @@ from phocas import Mean, data, parse_rule
 from phocas.integrations.client_replies import Client
 from phocas.integrations.clients import Terms
 from phocas.integrations.merging.tensors import in_memory
+from phocas.report.statistics import spread
 
 CLIENTS, IN_A_ROUND, MALICIOUS = 15, 10, (0, 1)
 STEPS, BATCH, LR, HIDDEN = 25, 16, 0.1, 32
@@ -151,5 +152,7 @@ if __name__ == "__main__":
             by_seed = [
                 accuracy(rule, work, attack, seed, arguments.rounds) for seed in arguments.seeds
             ]
-            cells.append(f"{np.mean(by_seed):.3f} ± {np.std(by_seed):.3f}")
+            found = spread(by_seed)
+            half = 0.0 if found["high"] is None else found["high"] - np.mean(by_seed)
+            cells.append(f"{np.mean(by_seed):.3f} ± {half:.3f}")
         print(f"| {rule.replace('|', ', ')} | {work} |", " | ".join(cells), "|", flush=True)
