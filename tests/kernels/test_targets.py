@@ -58,6 +58,7 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     ),
     "weighted pairs": lambda t, e: weighted.weighted_module(t, e, True, True, True, radii=False),
     "combine": mixing.combine_module,
+    "combine few": mixing.combine_few_module,
     "combine wide": lambda t, e: mixing.combine_module(t, e.wide()),
     "fused": mixing.fused_module,
     "fused wide": lambda t, e: mixing.fused_module(t, e.wide()),
@@ -65,6 +66,8 @@ MODULES: dict[str, Callable[[Target, Element], str]] = {
     "pairs": distances.pairs_module,
     "pairs wide": lambda t, e: distances.pairs_module(t, e.wide()),
     "norms": distances.norms_module,
+    "origin": distances.origin_module,
+    "origin wide": lambda t, e: distances.origin_module(t, e.wide()),
     "products": lambda t, e: (
         # Doubles are for rows whose products would overflow.
         products.products_module(t, e) if e.compute == "float" else distances.pairs_module(t, e)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from phocas import (
     ShardedAggregation,
     parse_rule,
 )
+from phocas.rules.algebra import Distances, Norms
+from phocas.rules.execution import Measurement
+from phocas.rules.inputs import open_rows
 from phocas.rules.reference import reference
 
 RULES = [
@@ -97,6 +101,80 @@ def test_shards_have_the_same_bits(text: str) -> None:
     parts = [evaluation.finish(everything[:, a:b], start=a) for a, b in shards]
     whole = rule.rule(everything[:M], reference=everything[M])
     assert np.concatenate(parts).tobytes() == whole.tobytes()
+
+
+def requests_of(rule: Rule, rows: NDArray[Any], vector: NDArray[Any]) -> list[Measurement]:
+    """Return all measurements that a rule requests."""
+    everything = np.vstack([rows, vector])
+    evaluation = ShardedAggregation(Referenced(rule), M + 1)
+    found = []
+    while evaluation.request is not None:
+        found.append(evaluation.request)
+        evaluation.answer([evaluation.partial(everything, start=0)])
+    return found
+
+
+@pytest.mark.parametrize("radius", [30.0, "median"])
+def test_one_iteration_of_clipping_requests_no_pairs(radius: Any) -> None:
+    rule = CenteredClipping(radius, 1, "previous")
+    rows, vector = some_rows("opposite")
+    assert requests_of(rule, rows, vector) == [Distances(origin=M)]
+    rows, vector = some_rows("missing")
+    assert requests_of(rule, rows, vector) == [Distances(origin=M), Norms()]
+
+
+def test_fl_trust_scales_rows_before_measuring_only_if_lengths_differ_much() -> None:
+    rows, vector = some_rows("opposite")
+    assert requests_of(FLTrust(), rows, vector) == [Norms(), Distances(wide=True, origin=M)]
+    rows[4] *= 1e9
+    second = requests_of(FLTrust(), rows, vector)[1]
+    assert isinstance(second, Norms)
+    assert second.weights is not None
+
+
+def test_rows_that_are_all_far_from_the_start_are_measured_once() -> None:
+    """The published radius of 10 is much less than the distances of a large model's rows."""
+    rows, vector = some_rows()
+    rule = CenteredClipping(1e-3, 3, "previous")
+    assert requests_of(rule, rows, vector) == [Distances()]
+    rows[2] = vector  # distances from far rows would hide this one
+    assert len(requests_of(rule, rows, vector)) == 2
+
+
+@pytest.mark.parametrize("size", [1.0, 1e14, 1e17, 3e18])
+@pytest.mark.parametrize("start", ["zero", "previous"])
+def test_rows_far_beyond_the_radius_have_the_exact_result(start: Any, size: float) -> None:
+    rows, vector = some_rows("opposite", size)
+    single = np.vstack([rows, vector]).astype(np.float32)
+    rule = CenteredClipping(1e-2 * size, 3, start)
+    exact = single.astype(np.float64)
+    if start == "zero":
+        got, wanted = rule(single[:M]), reference(rule, exact[:M])
+    else:
+        got = rule(single[:M], reference=single[M])
+        wanted = reference(Referenced(rule), exact)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6 * size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_distances_from_one_row_have_the_bits_of_all_pairs(dtype: str, wide: bool) -> None:
+    rows = stored(np.vstack(some_rows("missing")), dtype)
+    matrix = open_rows(rows)
+    weights = np.eye(M + 1)[::-1] * 0.5
+    for origin in (0, 4, M):
+        for request in (
+            Distances(wide=wide),
+            Distances(scale=2.0**-300),
+            Distances(weights[:5], wide=wide),
+        ):
+            if request.weights is not None and origin >= len(request.weights):
+                continue
+            pairs = matrix.measure(request)[origin]
+            found = matrix.measure(replace(request, origin=origin))
+            others = np.arange(len(found)) != origin
+            assert found[others].tobytes() == pairs[others].tobytes()
+            assert found[origin] in (0.0, np.inf)
 
 
 @pytest.mark.parametrize("text", RULES)

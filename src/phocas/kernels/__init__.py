@@ -27,7 +27,14 @@ from phocas.kernels.memory import (
     row_table,
 )
 from phocas.kernels.mixes import SparseMix
-from phocas.kernels.sums import packed_sums, pair_matrix, pair_sums, sign_counts, square_sums
+from phocas.kernels.sums import (
+    origin_sums,
+    packed_sums,
+    pair_matrix,
+    pair_sums,
+    sign_counts,
+    square_sums,
+)
 from phocas.kernels.tails import tail_square_sums
 from phocas.kernels.target import instructions
 from phocas.kernels.threads import address, get_num_threads, set_num_threads
@@ -55,6 +62,7 @@ __all__ = [
     "instructions",
     "marks",
     "mix_reduce",
+    "origin_sums",
     "packed_sums",
     "pair_matrix",
     "pair_sums",

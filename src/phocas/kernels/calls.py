@@ -162,7 +162,8 @@ def combine(rows: Rows, mix: SparseMix, out: NDArray[np.floating]) -> None:
         mode=mix.mode,
         centres=address(centres),
     )
-    work = compiled("combine", rows.element, out.dtype == np.float64)
+    few = len(mix) == 1 and len(rows) <= mixing.FOLLOWED_ROWS
+    work = compiled("combine_few" if few else "combine", rows.element, out.dtype == np.float64)
     POOL.run(work, eight_words(*words), None, rows.columns, CHUNK_COLUMNS)
 
 

@@ -1,4 +1,6 @@
-"""Generators of kernels that sum (a - b)^2 for every pair of rows, one granule at a time.
+"""Generators of kernels that sum (a - b)^2 for pairs of rows, one granule at a time.
+
+The pairs are all pairs of rows, or one row with each other row.
 
 - Granule: a fixed number of columns, counted from column 0 of the whole matrix. The sums of a
   granule are computed in a fixed order. So servers that hold ranges of columns get the same granule
@@ -74,6 +76,7 @@ class DistanceArguments(NamedTuple):
     number: int = 1  # number of pairs of panels
     panel: int = 0  # rows per panel
     sampled: int = 0  # table of the rows that give the centre of products
+    origin: int = 0  # the row from which all rows are measured
 
 
 def pairs_module(target: Target, element: Element) -> str:
@@ -215,15 +218,28 @@ def open_panels(f: Function, args: Words, item: str, side: int) -> Panels:
 
 def norms_module(target: Target, element: Element) -> str:
     """Generate the LLVM IR of the kernel that sums the squares of each row in each granule."""
+    return _row_sums(target, element, from_origin=False)
+
+
+def origin_module(target: Target, element: Element) -> str:
+    """Generate the LLVM IR of the kernel that sums each row's squared differences from one row.
+
+    The sums of a granule have the same bits as those of :func:`pairs_module`.
+    """
+    return _row_sums(target, element, from_origin=True)
+
+
+def _row_sums(target: Target, element: Element, *, from_origin: bool) -> str:
     side = block_rows(target)
     f = Function(target, element, LANES[element.compute])
     args = f.named(DistanceArguments._fields)
     rows, blocks = args.pointer("rows"), args.integer("blocks")
+    origin = [args.pointer("origin")] if from_origin else []
     with f.loop("%start", "%stop") as granule:
         clear(f, blocks, side)
         with tiles(f, args, granule.index) as (begin, end), f.loop("0", blocks) as row:
             lefts = row_block(f, rows, row.index, side)
-            accumulate(f, lefts, [], begin, end, [(i, 0) for i in range(side)], row.index)
+            accumulate(f, lefts, origin, begin, end, [(i, 0) for i in range(side)], row.index)
         before = f.op(f"mul i64 {granule.index}, {blocks}")
         sums = sums_at(f, args.pointer("out"), before, side)
         with f.loop("0", blocks) as row:

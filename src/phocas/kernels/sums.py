@@ -1,4 +1,4 @@
-"""Squared distances of all pairs of rows, squared norms and signs, as sums over granules."""
+"""Squared distances of pairs of rows, squared norms and signs, as sums over granules."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ def pair_sums(rows: Rows, granule: int, wide: bool) -> NDArray[np.float64]:
     single = not wide and rows.element != "float64"
     name = "products" if single and len(rows) > PRODUCT_ROWS else "pairs"
     return _granule_sums(rows, granule, name, wide, width)
+
+
+def origin_sums(rows: Rows, granule: int, origin: int, wide: bool) -> NDArray[np.float64]:
+    """Return the sums of squared differences of each row from one row: (granules, padded rows)."""
+    width = _blocks(len(rows)) * distances.block_rows(host())
+    return _granule_sums(rows, granule, "origin", wide, width, origin)
 
 
 def square_sums(rows: Rows, granule: int) -> NDArray[np.float64]:
@@ -88,12 +94,13 @@ def _pair_places(padded: int) -> NDArray[np.intp]:
 
 
 def _granule_sums(
-    rows: Rows, granule: int, name: str, wide: bool, width: int
+    rows: Rows, granule: int, name: str, wide: bool, width: int, origin: int = 0
 ) -> NDArray[np.float64]:
     m = len(rows)
     masked = rows.mask is not None and granule == BLOCK_COLUMNS and name == "pairs"
     if rows.mask is not None and not masked:
-        parts = [_granule_sums(part, granule, name, wide, width) for _, part in clean_chunks(rows)]
+        chunks = (part for _, part in clean_chunks(rows))
+        parts = [_granule_sums(part, granule, name, wide, width, origin) for part in chunks]
         return np.concatenate(parts)
     blocks = _blocks(m)
     padded = blocks * distances.block_rows(host())
@@ -117,6 +124,7 @@ def _granule_sums(
         number=len(pairs) if name in ("pairs", "products") else 1,
         panel=panel,
         sampled=address(sampled),
+        origin=int(addresses[origin]),
     )
     size = products.SCRATCH_WORDS if by_products else distances.scratch_words(host(), m)
     local = SCRATCH.take((POOL.size(), size), np.dtype(np.uint64))

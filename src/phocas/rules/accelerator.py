@@ -27,6 +27,7 @@ from phocas.rules.algebra import (
     Request,
     Signs,
     needs_double,
+    of_pairs,
     wants_double,
 )
 from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
@@ -146,7 +147,7 @@ class DeviceMatrix(Matrix):
         """Measure squared distances, norms or signs of the rows on the device, by ranges."""
         if isinstance(request, Signs):
             return Matrix.measure(self, request)
-        pairs = isinstance(request, Distances)
+        pairs = of_pairs(request)
         k = self.m if request.weights is None else len(request.weights)
         result = np.zeros((k, k) if pairs else k)
         for block in self._all():
@@ -157,7 +158,7 @@ class DeviceMatrix(Matrix):
         """Measure a range of columns; each granule (group of columns) has a sum of its own."""
         if isinstance(request, Radii):
             raise TypeError(CUT_BLOCKS)
-        asked, pairs = _asked(rows, request), isinstance(request, Distances)
+        asked, pairs = _asked(rows, request), of_pairs(request)
         k = len(asked)
 
         def sums(begin: int, end: int) -> Floats:
@@ -390,10 +391,13 @@ def nearest(rows: torch.Tensor, window: Window) -> Nearest:
 
 
 def _asked(block: torch.Tensor, request: Request) -> torch.Tensor:
-    """Return the rows that a request measures, in its precision."""
+    """Return the rows that a request measures, in its precision, or their differences from one."""
     rows = _computed(block)
     rows = rows.double() if wants_double(request) and rows.device.type != "mps" else rows
-    return _mixed(rows, request.weights) * request.scale
+    rows = _mixed(rows, request.weights) * request.scale
+    if isinstance(request, Distances) and request.origin is not None:
+        return rows - rows[request.origin]
+    return rows
 
 
 def _squares(rows: torch.Tensor, *, pairs: bool) -> NDArray[np.float64]:

@@ -149,15 +149,18 @@ class Distances:
         wide: whether to compute in double precision, for squares outside the range of single.
         scale: a power of two by which the rows are multiplied first, in double precision, for
             squares outside the range of double precision.
+        origin: the index of a row: the answer has the m distances from this row, which take no
+            longer than m norms; None: the answer has the (m, m) distances of all pairs.
 
     >>> planning = measured_distances()
     >>> next(planning)
-    Distances(weights=None, wide=False, scale=1.0)
+    Distances(weights=None, wide=False, scale=1.0, origin=None)
     """
 
     weights: Floats | None = None
     wide: bool = False
     scale: float = 1.0
+    origin: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,11 @@ def wants_double(request: Request) -> bool:
     """Tell whether the squares of a request are added in double precision."""
     wide = isinstance(request, Norms) or (isinstance(request, Distances) and request.wide)
     return wide or request.scale != 1
+
+
+def of_pairs(request: object) -> bool:
+    """Tell whether the answer to a request is a matrix of all pairs of rows."""
+    return isinstance(request, Distances) and request.origin is None
 
 
 def _chosen(weights: Floats) -> NDArray[np.intp] | None:
@@ -342,13 +350,14 @@ def lost(m: int) -> Mix:
 
 
 def measured_distances(
-    typical: Callable[[Floats], float] | None = None,
+    typical: Callable[[Floats], float] | None = None, origin: int | None = None
 ) -> Generator[Request, Floats, tuple[Floats, Distances]]:
     """Request distances, and again in double precision if the typical square is out of range.
 
     Args:
         typical: a function that returns the square that matters, from the squared distances; None:
             a typical square between honest rows.
+        origin: the index of the row from which distances are measured; None: all pairs of rows.
 
     Returns:
         The squared distances, and the request that defines their scale.
@@ -358,13 +367,13 @@ def measured_distances(
     ...     return Mix.selection(m, np.argsort(squared.sum(axis=1))[: m - 1])
     >>> steps = planning(3)
     >>> next(steps)
-    Distances(weights=None, wide=False, scale=1.0)
+    Distances(weights=None, wide=False, scale=1.0, origin=None)
     """
     size = _typical if typical is None else typical
-    request = Distances()
+    request = Distances(origin=origin)
     squared = yield request
     if len(squared) > 1 and not 1e-24 < size(squared) < 1e36:
-        squared, request = yield from _in_range(Distances(wide=True), size)
+        squared, request = yield from _in_range(replace(request, wide=True), size)
     return squared, request
 
 
@@ -453,9 +462,10 @@ def fitting_norms(radius: float, weights: Floats | None = None) -> Norms:
     return Norms(weights, 2.0**-exponent if abs(exponent) > 400 else 1.0)
 
 
-def fitting_distances(radius: float) -> Distances:
+def fitting_distances(radius: float, origin: int | None = None) -> Distances:
     """Return a request for distances, with a precision and scale for the squared radius."""
-    return Distances(wide=not 1e-12 < radius < 1e16, scale=fitting_norms(radius).scale)
+    wide, scale = not 1e-12 < radius < 1e16, fitting_norms(radius).scale
+    return Distances(wide=wide, scale=scale, origin=origin)
 
 
 def clipped(squared: Floats, request: Norms, longest: float) -> Mix:
@@ -537,8 +547,8 @@ def through(first: Mix, planning: Planning) -> Planning:
         if request.weights is None and isinstance(request, Norms) and first.norms is not None:
             reply = first.norms(request)
         elif request.weights is None and isinstance(request, Distances) and convex and few:
-            squared = yield replace(request, weights=None)
-            reply = of_mixed(squared, weights)
+            reply = of_mixed((yield replace(request, origin=None)), weights)
+            reply = reply if request.origin is None else reply[request.origin]
         else:
             inner = weights if request.weights is None else request.weights @ weights
             asked = replace(request, weights=inner)
@@ -561,7 +571,7 @@ def beside(planning: Planning, m: int) -> Planning:
             padded = np.column_stack([request.weights, np.zeros(len(request.weights))])
             reply = yield replace(request, weights=padded)
         else:
-            reply = (yield request)[(slice(m),) * (1 + isinstance(request, Distances))]
+            reply = (yield request)[(slice(m),) * (1 + of_pairs(request))]
     if mix.weights is None:
         return mix
     weights = np.zeros((len(mix.weights) + 1, m + 1))

@@ -31,9 +31,11 @@ from phocas.specs import count, normalise, number, one_of, positive
 # Rows farther from the centre than this many typical distances are moved towards the centre before
 # Weiszfeld's iteration. Otherwise their distances would cancel those between near rows.
 FAR = 1e3
-# Rows farther from the start than this many radii are moved towards it in centered clipping, for
-# the same reason: their weight is small, and the product of both would hide near rows.
+# Rows farther from the start than this many radii, and than this many times the nearest row, are
+# moved towards the start in centered clipping, for the same reason: their weight is small, and the
+# product of weight and distance would hide near rows.
 FAR_RADII = 1e2
+LARGE = 1e16, 1e140  # distances whose squares may overflow, in single and double precision
 
 
 class WeighingRule(Rule):
@@ -314,39 +316,57 @@ class CenteredClipping(WeighingRule):
         radius = self._radius(squared, request.scale)
         if not np.isfinite(radius):
             return lost(m)
-        near, far = self._nearer(squared, radius)
+        if self.iterations == 1:
+            return Mix(shrinking(squared, radius)[None, :] / m, fair=1 / m)
+        between = fitting_distances(radius / request.scale)
+        large = LARGE[between.wide] * request.scale / between.scale
+        near, far = _nearer(squared, radius, large)
+        if far:
+            between = replace(between, weights=np.diag(near), wide=True)
         points = np.zeros((m + 1, m + 1))
-        if self.iterations > 1:
-            between = fitting_distances(radius / request.scale)
-            if far:
-                between = replace(between, weights=np.diag(near), wide=True)
-            points[:m, :m] = (yield between) * (request.scale / between.scale) ** 2
+        points[:m, :m] = (yield between) * (request.scale / between.scale) ** 2
         with np.errstate(invalid="ignore"):
             points[m, :m] = points[:m, m] = squared * near**2
         return Mix(self._moved(points, near, radius)[None, :], fair=1 / m)
 
     def referenced_planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Start from the reference: measure the distances between the rows and the reference."""
+        """Start from the reference: measure the distances of the rows from the reference.
+
+        More iterations use the distances of all pairs of rows. For 20 rows, measuring these once
+        takes 1.6 times as long as measuring the distances from one centre.
+        """
         del rng
+        one = self.iterations == 1
+
+        def from_start(found: Floats) -> Floats:
+            return found if one else found[m]
+
+        origin = m if one else None
         if isinstance(self.radius, str):
-            points, request = yield from measured_distances(lambda d: _lower_median(d[m, :m]))
+            points, request = yield from measured_distances(
+                lambda found: _lower_median(from_start(found)[:m]), origin
+            )
         else:
-            request = fitting_distances(self.radius)
+            request = fitting_distances(self.radius, origin)
             points = yield request
-        if np.isinf(points[m]).any() and not request.wide:
+        if np.isinf(from_start(points)).any() and not request.wide:
             present = np.isfinite((yield Norms()))
-            if np.isinf(points[m, present]).any():
+            if np.isinf(from_start(points)[present]).any():
                 request = replace(request, wide=True)
                 points = yield request
-        radius = self._radius(points[m, :m], request.scale)
+        squared = from_start(points)[:m]
+        radius = self._radius(squared, request.scale)
         if not np.isfinite(radius):
             return lost(m + 1)
-        near, far = self._nearer(points[m, :m], radius)
-        if far:
-            drawn = np.diag(np.append(near, 1.0))
-            drawn[:m, m] = 1 - near
-            points = yield replace(request, weights=drawn, wide=True)
-        weights = self._moved(points, near, radius)
+        if one:
+            weights = shrinking(squared, radius) / m
+        else:
+            near, far = _nearer(squared, radius, LARGE[request.wide])
+            if far:
+                drawn = np.diag(np.append(near, 1.0))
+                drawn[:m, m] = 1 - near
+                points = yield replace(request, weights=drawn, wide=True)
+            weights = self._moved(points, near, radius)
         return Mix(np.append(weights, 1 - weights.sum())[None, :], fair=1 / m)
 
     def _radius(self, squared: Floats, scale: float) -> float:
@@ -354,16 +374,6 @@ class CenteredClipping(WeighingRule):
         if isinstance(self.radius, str):
             return float(np.sqrt(_lower_median(squared)))
         return self.radius * scale
-
-    def _nearer(self, squared: Floats, radius: float) -> tuple[Floats, bool]:
-        """Return the factors that move far rows towards the start, and whether there are any.
-
-        A row at infinite distance gets the factor 0. One iteration needs no distances but those
-        from the start, so no row is moved.
-        """
-        limit = np.inf if self.iterations == 1 else FAR_RADII * radius
-        near = shrinking(squared, limit)
-        return near, bool(np.any(near[np.isfinite(squared)] < 1))
 
     def _moved(self, points: Floats, near: Floats, radius: float) -> Floats:
         """Return the weights of the rows in the centre; the start has the rest of the weight.
@@ -390,6 +400,24 @@ class CenteredClipping(WeighingRule):
             factor = present * shrinking(squared, radius)
             centre = centre * (1 - factor.sum() / m) + factor / m
         return centre
+
+
+def _nearer(squared: Floats, radius: float, large: float) -> tuple[Floats, bool]:
+    """Return the factors that move far rows towards the start, and whether there are any.
+
+    A row at infinite distance gets the factor 0. If all rows are far from the start, but none is
+    much farther than the nearest, then none can hide another, and no row is moved: measuring moved
+    rows takes several times as long.
+
+    Args:
+        squared: the squared distances of the rows from the start.
+        radius: the radius.
+        large: distances that are too large to be measured without moving the rows.
+    """
+    nearest = math.sqrt(squared.min())
+    unit = nearest if radius < nearest < large else radius
+    near = shrinking(squared, FAR_RADII * unit)
+    return near, bool(np.any(near[np.isfinite(squared)] < 1))
 
 
 def _lower_median(values: Floats) -> float:

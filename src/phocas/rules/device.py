@@ -35,6 +35,7 @@ from phocas.rules.algebra import (
     Request,
     Signs,
     needs_double,
+    of_pairs,
     wants_double,
 )
 from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
@@ -326,14 +327,21 @@ class _Question:
 
     @property
     def weights(self) -> Floats | None:
-        """Return the mix that is measured."""
-        scaled = self.request.weights is None and self.request.scale != 1
-        return np.eye(self.m) if scaled else self.request.weights
+        """Return the mix that is measured; None: the rows are measured where they are."""
+        request = self.request
+        if request.weights is None and (request.scale != 1 or self.origin is not None):
+            return np.eye(self.m)
+        return request.weights
+
+    @property
+    def origin(self) -> int | None:
+        """Return the row from which distances are measured, as norms of differences."""
+        return self.request.origin if isinstance(self.request, Distances) else None
 
     def sums(self, device: torch.device) -> calls.Sums:
         """Return sums that are zero, to which the squares of the rows are added."""
         k = self.m if self.weights is None else len(self.weights)
-        pairs = isinstance(self.request, Distances)
+        pairs = of_pairs(self.request)
         return calls.Sums(k, kernels.granule_columns(k), pairs=pairs, device=device)
 
     def seen(self, piece: Tensors) -> Iterator[DeviceRows]:
@@ -351,7 +359,8 @@ class _Question:
             kind = torch.float64 if self.wide else part.computed
             mixed = part.empty(k, part.columns, dtype=kind)
             calls.combine(part, self.weights, mixed, fused=False)
-            yield DeviceRows.of(mixed * self.request.scale)
+            mixed = mixed * self.request.scale
+            yield DeviceRows.of(mixed if self.origin is None else mixed - mixed[self.origin])
 
 
 def _computed(rows: DeviceRows) -> torch.Tensor:

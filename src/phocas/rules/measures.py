@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from phocas import kernels
 from phocas.kernels import Rows
 from phocas.rules.algebra import (
-    Distances,
     Floats,
     Mix,
     Norms,
@@ -29,6 +28,7 @@ from phocas.rules.algebra import (
     Signs,
     SquaredRadii,
     TailNorms,
+    of_pairs,
     wants_double,
 )
 
@@ -128,10 +128,10 @@ def total(
 ) -> Any:
     """Return the answer to a request from the partials of all columns.
 
-    The answer is the m x m squared distances or the m squared norms of whole rows, the numbers of
-    their signs, the scales of split blocks by block number, or the share of replaced cells of each
-    row. ``columns`` is the expected number of columns; without it, missing last columns are not
-    detected.
+    The answer is the m x m squared distances of whole rows, or m from one of them, the m squared
+    norms, the numbers of their signs, the scales of split blocks by block number, or the share of
+    replaced cells of each row. ``columns`` is the expected number of columns; without it, missing
+    last columns are not detected.
     """
     parts = _checked(partials)
     if isinstance(request, Radii):
@@ -149,15 +149,15 @@ def total(
     for number, values in _complete(edges, m, granule).items():
         whole[number] = _sums(request, rows_of(values), granule)
     if not whole:
-        widths = {Distances: (m, m), Signs: (3, m)}
-        return np.zeros(widths.get(type(request), (m,)))
+        rows = m if of_pairs(request) else 3 if isinstance(request, Signs) else None
+        return np.zeros(m if rows is None else (rows, m))
     added = _in_order([whole[number] for number in sorted(whole)])
     if isinstance(request, Signs):
         width = sum(len(sums) for _, sums in blocks) * granule
         width += sum(values.shape[1] for _, values in edges)
         positive, negative = added.reshape(2, -1)[:, :m]
         return np.stack([positive, width - positive - negative, negative])
-    return kernels.pair_matrix(added, m) if isinstance(request, Distances) else added[:m]
+    return kernels.pair_matrix(added, m) if of_pairs(request) else added[:m]
 
 
 def _edge_radii(request: Radii, start: int, rows: Rows) -> Partial:
@@ -311,6 +311,8 @@ def _sums(request: Request, rows: Rows, granule: int) -> Floats:
         return kernels.square_sums(rows, granule)
     if isinstance(request, Signs):
         return kernels.sign_counts(rows, granule)
+    if request.origin is not None:
+        return kernels.origin_sums(rows, granule, request.origin, request.wide)
     return kernels.pair_sums(rows, granule, request.wide)
 
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from phocas.kernels import Window
 from phocas.rules.algebra import (
-    Distances,
     Floats,
     Function,
     Mix,
@@ -25,6 +24,7 @@ from phocas.rules.algebra import (
     Request,
     Signs,
     by_function,
+    of_pairs,
 )
 from phocas.rules.base import Composite, Rule, plan_of
 from phocas.rules.execution import Plan
@@ -172,12 +172,12 @@ def _planning(planning: Planning | None, m: int) -> Planning:
             differences = np.column_stack([weights, -weights.sum(axis=1)])
             reply = yield replace(request, weights=differences)
         elif request.weights is None:
-            reply = (yield request)[: m - 1, : m - 1]
+            reply = (yield request)[(slice(m - 1),) * (1 + of_pairs(request))]
         else:
             completed = _completed(request.weights)
             # A base that stays in the rows is larger than they, and rounds them.
             wide = request.wide or bool(completed[:, -1].any())
-            reply = yield Distances(completed, wide=wide, scale=request.scale)
+            reply = yield replace(request, weights=completed, wide=wide)
     return _shifted(Mix(), m)
 
 

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phocas.rules.algebra import Mix, Norms, Planning, lost, measured_norms
+from phocas.rules.algebra import (
+    Distances,
+    Floats,
+    Mix,
+    Norms,
+    Planning,
+    Request,
+    lost,
+    measured_norms,
+)
 from phocas.rules.base import Needed
 from phocas.rules.centres import WeighingRule
+
+# If the length of a row is more than this many lengths of the reference, or less than its inverse,
+# the cosine would be less than the rounding of their squared distance. Then all rows are scaled to
+# the length one before they are measured, which takes three times as long.
+COMPARABLE = 1e4
 
 
 @dataclass(frozen=True)
@@ -58,19 +74,37 @@ class FLTrust(WeighingRule):
         )
 
     def referenced_planning(self, m: int, rng: np.random.Generator | None) -> Planning:
-        """Measure the norms, then the distances between rows and reference at length one."""
+        """Measure the norms and the distances from the reference, which give the cosines."""
         del rng
         squared, request = yield from measured_norms(lambda found: float(found[m]))
         lengths = np.sqrt(squared)
         if not np.isfinite(lengths[m]):
             return lost(m + 1)
-        present = np.isfinite(lengths) & (lengths > 0)
-        inverse = np.zeros(m + 1)
-        inverse[present] = request.scale / lengths[present]
-        unit = np.column_stack([np.diag(inverse[:m]), np.full(m, -inverse[m])])
-        trust = np.where(present[:m], np.maximum(0.0, 1 - (yield Norms(unit)) / 2), 0.0)
-        total = trust.sum()
+        used = np.flatnonzero(np.isfinite(lengths[:m]) & (lengths[:m] > 0) & (lengths[m] > 0))
         weights = np.zeros(m + 1)
-        if total > 0:
-            weights[:m] = trust / total * lengths[m] / request.scale * inverse[:m]
+        if len(used):
+            trust = np.maximum(0.0, (yield from _cosines(lengths, used, request.scale)))
+            shares = trust / (trust.sum() or 1.0)
+            weights[used] = shares * (lengths[m] / lengths[used])
         return Mix(weights[None, :], fair=1 / m)
+
+
+def _cosines(
+    lengths: Floats, used: NDArray[np.intp], scale: float
+) -> Generator[Request, Floats, Floats]:
+    """Return the cosines of the used rows with the reference, which is the last row.
+
+    Args:
+        lengths: the norms of all rows, times ``scale``.
+        used: the indices of rows that are finite and not zero.
+        scale: the factor of the norms, a power of two.
+    """
+    ratio = lengths[used] / lengths[-1]
+    m = len(lengths) - 1
+    if np.all((ratio > 1 / COMPARABLE) & (ratio < COMPARABLE)):
+        squared = (yield Distances(wide=True, scale=scale, origin=m))[used]
+        return np.asarray((ratio + 1 / ratio - squared / lengths[used] / lengths[-1]) / 2)
+    unit = np.zeros((m, m + 1))
+    unit[used, used] = scale / lengths[used]
+    unit[used, m] = -scale / lengths[-1]
+    return np.asarray(1 - (yield Norms(unit))[used] / 2)

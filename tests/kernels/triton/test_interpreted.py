@@ -261,6 +261,8 @@ def test_the_mean_of_nan_is_nan() -> None:
 REQUESTS = [
     Distances(),
     Distances(wide=True),
+    Distances(origin=3),
+    Distances(np.full((3, 5), 0.2) + np.eye(3, 5), wide=True, origin=1),
     Distances(scale=2.0**-300),
     Distances(np.full((3, 5), 0.2) + np.eye(3, 5), scale=2.0**400),
     Norms(),
