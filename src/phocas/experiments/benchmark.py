@@ -165,6 +165,8 @@ def default_cases() -> list[BenchmarkCase]:
         BenchmarkCase("multi-krum:b=6", 20, million, limit=3.0),
         BenchmarkCase("geometric-median", 20, million, limit=3.0),
         BenchmarkCase("nnm:b=6|phocas:b=6", 20, million, limit=6.0),
+        BenchmarkCase("cc:radius=median,start=previous", 20, large, limit=2.5),
+        BenchmarkCase("smea:b=4", 20, million, limit=9.0),  # three times NNM and the median
         *_heraclius(large, small, million),
         *(
             BenchmarkCase("phocas:b=8", 20, million, dtype)
