@@ -19,7 +19,7 @@ def test_a_flood_of_wrong_frames_costs_a_few_lines_and_no_row() -> None:
         room = inbox.room(honest, sent)
         assert room is not None
         room[:] = np.arange(4, dtype=np.float32).tobytes()
-        inbox.arrived(sent)
+        inbox.arrived(sent, room)
         delivery = inbox.deliver([0], patience=0.0)
         assert len(delivery.news) == 16
         assert delivery.news[0] == "worker 2 sent a row for worker 3: dropped"

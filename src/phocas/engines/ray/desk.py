@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from phocas.engines.ray.worker import WorkerReply
 
 _TEXT = 1024  # bytes of an error's text
 _EXCESS = 8  # times the due length: content that is longer is not read
+_EVENTS = 32  # unread events of a process; an honest one has one for each request or connection
+_NEWS = 16  # lines about rejected frames of a process between two of its answers
 
 
 @dataclass(eq=False)
@@ -29,7 +31,7 @@ class Host:
     first: int
     last: int
     node: str = ""
-    """The node on which it was started."""
+    """The node on which it runs."""
     asked: tuple[int, float, int] | None = None
     """The round, the time and the number of the request that is not answered yet."""
     late: int = -9
@@ -44,6 +46,10 @@ class Host:
     """Whether the process is connected to the trainer."""
     ready: bool = False
     """Whether the process has its job, as far as the trainer knows."""
+    moved: bool = False
+    """Whether it has connected since the trainer last looked up its node."""
+    rejections: int = 0
+    """The number of its connections that were closed for its frames since its last answer."""
     failure: str = ""
     """The kind of its failure, as long as it sends no row: ``dead``, ``late``, ``raised``."""
     reason: str = ""
@@ -64,6 +70,7 @@ class Host:
     def note_answer(self, news: list[str]) -> None:
         """Note that the process answered."""
         self.ready = True
+        self.rejections = 0
         if self.failure:
             self.failure = ""
             news.append(f"{self} is back")
@@ -72,12 +79,15 @@ class Host:
         """Note that the process connected, was lost, or failed."""
         if event.kind == "opened":
             self.connected, self.ready, self.asked = True, False, None
+            self.moved = True
         elif event.kind == "closed":
             if self.connected:
                 self.report_failure(news, "dead", "died, and is started again")
             self.connected, self.ready, self.asked = False, False, None
         elif event.kind == "rejected":
-            news.append(f"{self} {event.text}: connection closed")
+            self.rejections += 1
+            if self.rejections <= _NEWS:
+                news.append(f"{self} {event.text}: connection closed")
         elif event.kind == Kind.NO_JOB:
             self.ready = False
         elif event.kind == Kind.FAILURE:
@@ -104,6 +114,8 @@ class Event:
 class Desk:
     """The receiver of the trainer's mailbox: it makes events of frames.
 
+    If too many events of a process are not read, they are dropped and its connection is closed.
+
     Args:
         buffers: the types and shapes of the model's buffers, if workers change them.
         like: the parameters.
@@ -125,6 +137,7 @@ class Desk:
         ]
         self._heard: dict[Peer, float | None] = {}
         self._events: deque[Event] = deque()
+        self._unread: Counter[Host] = Counter()
         self._changed = threading.Condition()
 
     def register(self, peer: Peer, host: Host | None = None) -> None:
@@ -151,6 +164,7 @@ class Desk:
                 self._changed.wait(seconds)
             found = list(self._events)
             self._events.clear()
+            self._unread.clear()
             return found
 
     @contextmanager
@@ -162,25 +176,37 @@ class Desk:
         finally:
             self._rows = before
 
-    def _add(self, peer: Peer, kind: Any, **details: Any) -> None:
+    def _add(self, host: Host | None, kind: Any, **details: Any) -> None:
+        """Add an event of a worker process; events of server processes are not needed.
+
+        Raises:
+            FrameError: the process has sent too many frames that are not read yet.
+        """
         with self._changed:
-            if peer in self.hosts:
-                self._events.append(Event(self.hosts[peer], kind, **details))
+            if host is not None:
+                full = self._unread[host] >= _EVENTS
+                if full:
+                    self._events = deque(e for e in self._events if e.host is not host)
+                    self._unread[host] = 0
+                if full and isinstance(kind, Kind):
+                    raise FrameError(f"sent {_EVENTS} frames before the trainer read them")
+                self._events.append(Event(host, kind, **details))
+                self._unread[host] += 1
             self._changed.notify_all()
 
     def opened(self, peer: Peer) -> None:
         """Note that a process has connected."""
         self._heard[peer] = time.monotonic()
-        self._add(peer, "opened")
+        self._add(self.hosts.get(peer), "opened")
 
     def closed(self, peer: Peer) -> None:
         """Note that a process is gone."""
         self._heard[peer] = None
-        self._add(peer, "closed")
+        self._add(self.hosts.get(peer), "closed")
 
     def rejected(self, peer: Peer, reason: str) -> None:
         """Note that a process sent something that cannot be read."""
-        self._add(peer, "rejected", text=reason)
+        self._add(self.hosts.get(peer), "rejected", text=reason)
 
     def room(self, peer: Peer, header: Header) -> memoryview | None:
         """Return the memory for the content of a frame."""
@@ -210,8 +236,7 @@ class Desk:
             problem = f"sent shape ({length:g},) where {due.shape} was due"
         else:
             return memoryview(self._rows[worker]).cast("B")
-        with self._changed:
-            self._events.append(Event(host, header.kind, header, problem))
+        self._add(host, header.kind, header=header, text=problem)
         return None
 
     def _report_bytes(self, host: Host, header: Header) -> int:
@@ -231,7 +256,7 @@ class Desk:
             reply = self._reply(host, header, content)
         elif header.kind in {Kind.FAILURE, Kind.UNREACHED}:
             text = " ".join(bytes(content).decode("utf-8", "replace").split())
-        self._add(peer, header.kind, header=header, text=text, reply=reply)
+        self._add(host, header.kind, header=header, text=text, reply=reply)
         return []
 
     def _reply(self, host: Host, header: Header, content: memoryview) -> WorkerReply:

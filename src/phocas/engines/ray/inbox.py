@@ -11,7 +11,7 @@ import numpy as np
 
 from phocas.engines.ray.mailbox import Peer
 from phocas.engines.ray.shared import Offer, Place
-from phocas.engines.ray.values import Values, kind
+from phocas.engines.ray.values import Values, holds, kind
 from phocas.engines.ray.wire import FrameError, Header, Kind, dtype_name
 
 _SLOTS = 2  # versions of the parameters: a late worker may still read those of the round before
@@ -127,10 +127,10 @@ class Inbox:
             return True
         return False
 
-    def arrived(self, header: Header) -> None:
-        """Note that a slice is complete."""
+    def arrived(self, header: Header, content: memoryview) -> None:
+        """Note that a slice is complete, unless its content is not in the memory of this inbox."""
         with self._changed:
-            if header.round == self.round:
+            if header.round == self.round and holds(self._rows, content):
                 self._now.arrived.add(header.worker)
                 self._now.problems.pop(header.worker, None)
             self._changed.notify_all()

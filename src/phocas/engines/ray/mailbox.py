@@ -18,7 +18,9 @@ from phocas.engines.ray.wire import HEADER_BYTES, TOKEN_BYTES, FrameError, Heade
 _CHUNKS = 8  # reads of one connection before the others have their turn
 _STRANGERS = 64  # connections without a token that are kept open at a time
 _HELLO_SECONDS = 10.0
+_REASON = 200  # characters of the text of an error
 _BUFFER = 4 << 20  # bytes in the kernel for each connection
+_OUTGOING = 4096  # buffers of answers that a process has not read: two for each server it may ask
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class Receiver(Protocol):
         """
 
     def arrived(self, peer: Peer, header: Header, content: memoryview) -> list[Any]:
-        """Take a frame; return the buffers to answer with."""
+        """Take a frame; return the buffers to answer with.
+
+        Raise FrameError to close the connection.
+        """
 
     def rejected(self, peer: Peer, reason: str) -> None:
         """Called when a connection was closed because the process sent invalid bytes."""
@@ -65,6 +70,7 @@ class _Connection:
     room: memoryview | None = None  # the memory for the content; None if it is dropped
     got: int = 0  # bytes of the header, or of the content
     outgoing: deque[memoryview] = field(default_factory=deque)
+    writing: bool = False  # whether the selector reports when more can be sent
 
 
 class Mailbox:
@@ -72,6 +78,8 @@ class Mailbox:
 
     A connection begins with a token, which says which process sends. Without it nothing is read.
     A new connection of a process replaces its older one, unless several processes share the token.
+    A connection is closed if its frames are invalid, if the receiver raises an error, or if too
+    many answers to it are not read. The other connections are not affected.
 
     Args:
         host: the address of the interface to listen on.
@@ -139,11 +147,12 @@ class Mailbox:
         except BlockingIOError:
             pass
         except FrameError as error:
-            if connection.peer is not None:
-                self._receiver.rejected(connection.peer, str(error))
-            self._drop(connection)
+            self._reject(connection, str(error))
         except OSError:
             self._drop(connection)
+        except Exception as error:  # noqa: BLE001 - a frame must never end this thread
+            text = f"sent a frame that raised {type(error).__name__}: {error}"
+            self._reject(connection, text[:_REASON])
 
     def _read(self, connection: _Connection) -> bool:
         """Read the bytes of a header or content that have arrived; return False if none have."""
@@ -196,6 +205,8 @@ class Mailbox:
         elif room is not None:
             answer = self._receiver.arrived(connection.peer, header, room)
             connection.outgoing.extend(memoryview(each).cast("B") for each in answer)
+            if len(connection.outgoing) > _OUTGOING:
+                raise FrameError(f"did not read {_OUTGOING // 2} answers")
 
     def _peer(self, token: bytes) -> Peer | None:
         for known, peer in list(self.peers.items()):
@@ -212,8 +223,16 @@ class Mailbox:
                 if not waiting[0]:
                     waiting.popleft()
         finally:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
-            self._selector.modify(connection.socket, events)
+            if connection.writing != bool(waiting):
+                connection.writing = bool(waiting)
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
+                self._selector.modify(connection.socket, events)
+
+    def _reject(self, connection: _Connection, reason: str) -> None:
+        """Report why a connection is closed, and close it."""
+        if connection.peer is not None:
+            self._receiver.rejected(connection.peer, reason)
+        self._drop(connection)
 
     def _drop(self, connection: _Connection, *, silently: bool = False) -> None:
         self._selector.unregister(connection.socket)

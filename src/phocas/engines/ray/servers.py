@@ -50,8 +50,9 @@ class Process:
 class Servers:
     """The servers, each in a process of its own, and a copy of each in another process.
 
-    If a process is lost, the copies of its servers take over at once. A new process is started in
-    the background, and takes servers and copies when it is ready.
+    If a process is lost, the copies of its servers take over at once. A new process is started, and
+    takes servers and copies when it is ready. Rounds continue meanwhile if two processes are left.
+    If one is left, :meth:`tend` waits for the new process.
 
     Args:
         jobs: the job of each server.
@@ -174,8 +175,9 @@ class Servers:
                 return
 
     def load(self, states: Sequence[State]) -> None:
-        """Restore all servers and copies."""
-        for _ in range(len(self.processes) + 1):
+        """Restore all servers and copies; raise EngineError if servers move in every attempt."""
+        attempts = len(self.processes) + 1
+        for _ in range(attempts):
             pairs = [*enumerate(self.owners), *enumerate(self.copies)]
             try:
                 self._collect(
@@ -189,6 +191,10 @@ class Servers:
                 continue
             else:
                 return
+        raise EngineError(
+            f"server processes were lost in each of {attempts} attempts to restore the state of"
+            f" the servers; {_RESUME}"
+        )
 
     def copy_address(self, number: int) -> Address | None:
         """Return the address of the process with the copy of a server."""
@@ -283,11 +289,15 @@ class Servers:
         """Use processes that have started, and make the copies that are missing.
 
         If only one process is left, no other process can hold the copies, and its loss would end
-        the run. Then this method waits for a new process, at most for the deadline of a server.
+        the run. Then this method waits for a new process, at most for the deadline of a server, and
+        reports that it has waited.
         """
         if len(self.processes) < 2 and self._coming:
             starting = [process.starting[0] for process in self._coming]
+            begun = time.monotonic()
             self._ray.wait(starting, timeout=self._deadline)
+            waited = time.monotonic() - begun
+            self.news.append(f"waited {waited:.1f} s for a process that holds copies of servers")
         for process in list(self._coming):
             ready, _ = self._ray.wait(process.starting, timeout=0)
             if not ready:
@@ -310,8 +320,9 @@ class Servers:
         for number, owner in enumerate(self.owners):
             if self.owners.count(owner) > 1 and self._copy(number, process):
                 self.routes[number] = self._take_over(number, process)
-                if self.copies[number] is None:
-                    owner.actor.hand_over.remote(number)
+                keep = self.copies[number] is None
+                owner.actor.hand_over.remote(number, keep=keep)
+                if keep:
                     self.copies[number] = owner
                 self.owners[number] = process
                 self.news.append(f"server {number} has a process of its own again")

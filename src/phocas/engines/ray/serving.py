@@ -17,7 +17,7 @@ from phocas.engines.ray.mailbox import Mailbox, Peer
 from phocas.engines.ray.session import check_version, node_address, node_id, the_ray
 from phocas.engines.ray.shard import Answer, ComparedPart, Question, Shard, ShardJob, State
 from phocas.engines.ray.shared import Place
-from phocas.engines.ray.values import Values, array_of
+from phocas.engines.ray.values import Values, array_of, holds
 from phocas.engines.ray.wire import Address, FrameError, Header, Kind, Lifeline, Link, dtype_name
 from phocas.kernels import set_num_threads
 from phocas.rules.measures import Partial
@@ -88,13 +88,22 @@ class ServerProcess:
 
     def take_over(self, number: int) -> Route:
         """Become the server of which this process holds the copy."""
-        self._shards[number] = self._copies.pop(number)
+        shard = self._shards[number] = self._copies.pop(number)
+        # The lost process may have sent a part of an aggregate: its rest must change nothing.
+        shard.value = shard.value.copy()
         return self._open(number)
 
-    def hand_over(self, number: int) -> None:
-        """Turn a server of this process into a copy."""
-        self._copies[number] = self._shards.pop(number)
+    def hand_over(self, number: int, *, keep: bool) -> None:
+        """End a server of this process, which is in another process now.
+
+        Args:
+            number: the number of the server.
+            keep: whether to hold a copy of it.
+        """
+        shard = self._shards.pop(number)
         self._inboxes.pop(number).close()
+        if keep:
+            self._copies[number] = shard
 
     def state(self, number: int) -> State:
         """Return the state of a server."""
@@ -222,10 +231,7 @@ class ServerProcess:
     def room(self, peer: Peer, header: Header) -> memoryview | None:
         """Return the memory for a slice of a worker, or for the aggregate of a server."""
         if header.kind == Kind.VALUE and peer is _SERVER:
-            copy = self._copies.get(header.server)
-            if copy is None or header.length != copy.value.nbytes:
-                raise FrameError("sent the aggregate of a server that has no copy here")
-            return copy.value.data.cast("B")
+            return self._expecting(header).value.data.cast("B")
         inbox = self._inboxes.get(header.server)
         if inbox is None:  # of an earlier round, for a server that is elsewhere now
             return None
@@ -237,18 +243,34 @@ class ServerProcess:
 
     def arrived(self, peer: Peer, header: Header, content: memoryview) -> list[Any]:
         """Take a slice or an aggregate, or answer a pull of the parameters."""
-        del peer, content
+        del peer
         if header.kind == Kind.VALUE:
-            copy = self._copies.get(header.server)
-            if copy is not None:
-                copy.valued = header.round
+            copy = self._expecting(header)
+            if not holds(copy.value, content):
+                raise FrameError("sent the aggregate of a server whose copy was replaced meanwhile")
+            copy.valued = header.round
             return [Header(Kind.TAKEN).pack()]
-        inbox = self._inboxes[header.server]
+        inbox = self._inboxes.get(header.server)
+        if inbox is None:  # the server was handed over while the slice arrived
+            return []
         if header.kind == Kind.PULL:
             values = inbox.parameters(header.round)
             return [Header(Kind.PARAMETERS, header.round, length=values.nbytes).pack(), values]
-        inbox.arrived(header)
+        inbox.arrived(header, content)
         return []
+
+    def _expecting(self, header: Header) -> Shard:
+        """Return the copy for which an aggregate is; raise FrameError if it expects no such one.
+
+        A process that was cut off and has come back may send the aggregate of an earlier round.
+        """
+        copy = self._copies.get(header.server)
+        if copy is None or header.length != copy.value.nbytes:
+            raise FrameError("sent the aggregate of a server that has no copy here")
+        if header.round != copy.round:
+            due = f"where {copy.round + 1} was due"
+            raise FrameError(f"sent the aggregate of round {header.round + 1} {due}")
+        return copy
 
     def rejected(self, peer: Peer, reason: str) -> None:
         """Report that the connection of a process was closed because it sent invalid bytes."""

@@ -62,6 +62,16 @@ def absent(like: Values) -> Values:
     return stored(np.full(like.shape, np.nan, np.float32), like)
 
 
+def holds(array: Values, content: memoryview) -> bool:
+    """Return whether bytes are in the memory of an array; no bytes always are.
+
+    >>> array = np.zeros(4)
+    >>> holds(array, array[1:3].data), holds(array, np.zeros(2).data)
+    (True, False)
+    """
+    return not content or np.may_share_memory(array, np.asarray(content))
+
+
 def kind(array: Values) -> str:
     """Return the name of the type of the values."""
     return "bfloat16" if array.dtype == _WORDS else str(array.dtype)
