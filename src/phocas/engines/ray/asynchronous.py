@@ -8,6 +8,7 @@ the previous row.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -73,6 +74,8 @@ class AsynchronousRayCluster:
         _check(settings)
         self.task = task
         self.async_server = AsynchronousServer(task, policy, settings.max_staleness)
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self.async_server.close)
         self.kind = f"AsynchronousRayCluster {policy} {settings.max_staleness}"
         self.server = self.async_server.server
         self.gradients = self.async_server.gradients
@@ -98,15 +101,18 @@ class AsynchronousRayCluster:
             demand = Demand("worker", "worker_resources", settings.worker_resources)
             self._start(settings.processes or self.session.cores, demand)
         except BaseException:
-            self.session.close()
+            self.close()
             raise
 
     def _start(self, processes: int, demand: Demand) -> None:
         self._ray = self.session.ray
+        self._closing.callback(self.session.close)
         m = self.task.num_workers
         slots = _REQUESTS * min(m, processes) + 1
         self._offer = Offer.if_possible(array_of(self.server.vector), slots, m)
         self._copies = self._offer is None or self.task.attack is not None
+        if self._offer is not None:
+            self._closing.callback(self._offer.close)
         if self._offer is not None and not self._copies:
             # An attack reads the last rows of all workers. Without one, no row needs a copy.
             self.async_server.rows = tensor_of(self._offer.memory.rows)
@@ -126,11 +132,14 @@ class AsynchronousRayCluster:
         )
         self._desk = Desk([], array_of(self.server.vector), rows=self._rows)
         self.mailbox = Mailbox(node_address(), {}, self._desk)
+        self._closing.callback(self.mailbox.close)
         bounds = shard_bounds(m, min(m, processes))
         nodes = Domains("process").spread([1] * len(bounds), m, demand)
         self.hosts = start_hosts(
             bounds, nodes, self.process_class, self.mailbox, self._desk, demand
         )
+        for host in self.hosts:
+            self._closing.callback(self._kill, host.actor)
         await_start(self.hosts, self._desk, self.job)
         self._forget_requests()
 
@@ -341,14 +350,11 @@ class AsynchronousRayCluster:
 
     def close(self) -> None:
         """Kill the actors, and shut Ray down if this cluster started it."""
+        self._closing.close()
+
+    def _kill(self, actor: Any) -> None:
         if self._ray.is_initialized():
-            for host in self.hosts:
-                self._ray.kill(host.actor)
-        self.session.close()
-        self.mailbox.close()
-        self.async_server.close()
-        if self._offer is not None:
-            self._offer.close()
+            self._ray.kill(actor)
 
 
 def _check(settings: RaySettings) -> None:

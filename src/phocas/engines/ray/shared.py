@@ -1,11 +1,11 @@
 """Shared memory for parameters and rows, for processes of one machine.
 
-Ray copies every vector into its object store, notifies several processes, and frees the copy. This
-is half of the cost of a step of 2.4 million parameters, besides the gradient. Here, the trainer
-provides memory from which workers read the parameters, and into which each worker writes its row.
-The memory has no name in the file system and disappears with the processes that use it. Processes
-that cannot open the memory use Ray: processes on other machines, or without permission to open
-files of the trainer's process.
+A server process provides memory from which workers read the parameters of its columns, and into
+which each worker writes its slice of a row. In asynchronous training the trainer provides it. The
+memory has no name in the file system and disappears with the processes that use it. Processes on
+other machines, or without permission to open files of the process that provides the memory, cannot
+map it. They send and receive the values over TCP; in asynchronous training they get the parameters
+from Ray's object store.
 """
 
 from __future__ import annotations

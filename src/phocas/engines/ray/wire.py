@@ -62,10 +62,10 @@ class Kind(IntEnum):
     """The process was started again and needs its job."""
     VALUE = 12
     """The aggregate of a server, for the process that holds the copy of its columns."""
-    UNREACHED = 14
-    """The text of an error: a process could not reach a server."""
     TAKEN = 13
     """The confirmation that the aggregate of a server has arrived."""
+    UNREACHED = 14
+    """The text of an error: a process could not reach a server."""
 
 
 @dataclass(frozen=True)
