@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections import Counter
@@ -45,12 +46,14 @@ from phocas.engines import EngineError
 from phocas.engines.faults import Corrupt, FaultScript, NaN, Stale, random_script
 from phocas.engines.local import LocalSettings
 from phocas.engines.ray import RaySettings
+from phocas.engines.ray import cluster as cluster_module
 from phocas.engines.ray import session as ray_session
 from phocas.engines.ray import settings as settings_module
 from phocas.engines.ray.asynchronous import AsynchronousRayCluster
 from phocas.engines.ray.cluster import RayCluster
 from phocas.engines.ray.hosts import MissingRowsError
 from phocas.engines.ray.injection import FaultyAsynchronousRayCluster, FaultyRayCluster
+from phocas.engines.ray.placement import node_of
 from phocas.engines.ray.session import RayUnreachableError, check_version, reachable, the_ray
 from phocas.engines.ray.shared import Offer
 from phocas.engines.ray.wire import Address, Header, Kind, Link
@@ -245,6 +248,33 @@ def test_run_that_waits_for_all_rows_has_the_bits_of_a_run_without_faults(
     assert "server 0 has a process of its own again" in news
     assert "server 1 died: its copy takes over" in news_of(rounds, len(rounds))
     assert np.array_equal(found, local_bits(data, len(rounds), **options))
+
+
+def test_restart_that_breaks_the_guarantee_of_failure_domains_is_reported_once(
+    ray: Any, data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"num_workers": 6, "rule": "phocas:b=2", "failure_domain": "node"}
+    with make("ray", data, processes=3, deadline=20, **options) as trainer:
+        cluster = trainer.cluster
+        assert isinstance(cluster, RayCluster)
+        hosts = cluster.hosts.hosts
+        placed = [host.node for host in hosts]
+        rounds = list(trainer.rounds(2))
+        assert [node_of(host.actor) for host in hosts] == placed == [host.node for host in hosts]
+        assert not [line for done in rounds for line in done.news]
+        # As if its node were lost. The process itself starts again where it was.
+        monkeypatch.setattr(cluster_module, "node_of", lambda _: placed[0])
+        for host in hosts[1:]:
+            pid = ray.get(host.actor.pid.remote())
+            os.kill(pid, signal.SIGKILL)
+            pid_again(ray, host.actor, pid)
+            rounds += trainer.rounds(1)
+            while rounds[-1].missing and len(rounds) < 2000:
+                rounds += trainer.rounds(1)
+    news = [line for done in rounds for line in done.news]
+    cost = "the loss of one node would cost 4 of 6 rows, of which 2 may be missing"
+    expected = [f"failure_domain=node does not hold any more: {cost}"]
+    assert [line for line in news if line.startswith("failure_domain")] == expected
 
 
 def test_too_many_missing_rows_stop_the_run_before_a_step(ray: Any, data: Dataset) -> None:
@@ -753,6 +783,9 @@ def test_data_that_a_worker_cannot_load_and_another_version_are_reported(ray: An
     line = r"workers 4 to 7 raised DataError: on node 127.0.0.1, .*own_part cannot load the data of"
     with pytest.raises(EngineError, match=rf"{line} worker 5: FileNotFoundError: no file$"):
         make("ray", described, model="softmax", processes=2)
+    with pytest.raises(EngineError, match=line):
+        make("ray", described, model="softmax", processes=2, rule="mean", asynchronous="mean")
+    assert not [each for each in threading.enumerate() if each.name == "phocas-mailbox"]
     with pytest.raises(DataError, match="cannot load the data of worker 5"):
         make("local", described, model="softmax")
     with pytest.raises(EngineError, match=r"node 127.0.0.1 has phocas .*, and the trainer has 0:"):
@@ -1203,6 +1236,7 @@ def test_random_faults_on_mnist(
 LISTENERS = """
 import os, pathlib, sys
 from phocas.engines.ray import RaySettings
+from phocas.engines.ray import cluster as cluster_module
 from phocas.training import Trainer
 
 with Trainer("softmax", data="synthetic:train=100,test=20,side=8", num_workers=3, rule="median",

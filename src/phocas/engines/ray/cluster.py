@@ -23,7 +23,7 @@ from phocas.engines.ray.distributed import (
 )
 from phocas.engines.ray.hosts import Hosts, RoundResults
 from phocas.engines.ray.mailbox import Mailbox, Peer
-from phocas.engines.ray.placement import Demand, Domains, live_nodes
+from phocas.engines.ray.placement import Demand, Domains, live_nodes, node_of
 from phocas.engines.ray.servers import Servers, ServersMovedError
 from phocas.engines.ray.serving import ServerProcess
 from phocas.engines.ray.session import Session, node_address
@@ -90,6 +90,8 @@ class RayCluster:
         self._closing.callback(self.gradients.pool.close)
         self._buffers = self._copies() if changes_buffers(self.gradients) else None
         self._round, self._history = 0, 0
+        self._unmet = ""  # what the loss of one failure domain would cost beyond the guarantee
+        self._pairs: list[tuple[str, str] | None] = []  # the nodes of servers and their copies
         matrix = 8 * self._server.rows.numel()
         self.session = Session(
             settings.address,
@@ -268,6 +270,7 @@ class RayCluster:
         """Request the rows, wait for them until the deadline, and let the servers aggregate."""
         self._begin_round(round)
         gathered = self.hosts.begin(round)
+        gathered.news += self._placement_news()
         if self.trusted is not None:  # while the workers compute theirs
             self.trusted.provide(self.server, round)
         missing, answers = self._reduce(gathered, clock, wanted)
@@ -322,6 +325,30 @@ class RayCluster:
         if round != self._round:  # a checkpoint was restored
             self._round = round
             self.load({})
+
+    def _placement_news(self) -> list[str]:
+        """Return a line if processes that were started again break the guarantee of the domains.
+
+        The guarantee is checked when a process has moved, and a broken one is reported once.
+        """
+        servers, moved = self.servers, [host for host in self.hosts.hosts if host.moved]
+        copies = [
+            None if copy is None else (owner.node, copy.node)
+            for owner, copy in zip(servers.owners, servers.copies, strict=True)
+        ]
+        if self._domains.kind == "process" or (not moved and copies == self._pairs):
+            return []
+        self._pairs = copies
+        for host in moved:
+            host.node, host.moved = node_of(host.actor) or host.node, False
+        rows = [(host.node, len(host.workers)) for host in self.hosts.hosts]
+        known = self._unmet
+        self._unmet = self._domains.unmet(live_nodes(), rows, self.allowed, copies)
+        if known or not self._unmet:
+            return []
+        kind = self._domains.kind
+        cost = f"the loss of one {kind} would cost {self._unmet}"
+        return [f"failure_domain={kind} does not hold any more: {cost}"]
 
     def _reduce(
         self, gathered: RoundResults, clock: Clock, wanted: Wanted

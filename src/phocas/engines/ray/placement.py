@@ -45,6 +45,13 @@ def live_nodes() -> list[Node]:
     return sorted(found, key=lambda node: (node.id != here, node.id))
 
 
+def node_of(actor: Any) -> str | None:
+    """Return the id of the node on which an actor runs; None if it does not run."""
+    state = importlib.import_module("ray._private.state")  # the public one needs a dashboard
+    found = state.actors(actor._actor_id.hex())  # noqa: SLF001 - Ray has no other name for it
+    return str(found["Address"]["NodeID"]) if found.get("State") == "ALIVE" else None
+
+
 def check_resources(owner: str, name: str, value: object) -> dict[str, Any]:
     """Return resources by the names of Ray's options; raise an error if Ray has no such option."""
     if not isinstance(value, Mapping):
@@ -201,6 +208,45 @@ class Domains:
                 " tolerates more missing rows, or failure_domain=process"
             )
         return chosen
+
+    def unmet(
+        self,
+        nodes: Sequence[Node],
+        rows: Sequence[tuple[str, int]],
+        allowed: int,
+        copies: Sequence[tuple[str, str] | None],
+    ) -> str:
+        """Return what the loss of one part would cost beyond the guarantee; "" if nothing.
+
+        Args:
+            nodes: the nodes that are alive.
+            rows: the node and the number of rows of each worker process.
+            allowed: the number of rows that may be missing.
+            copies: the node of each server and the node of its copy; None if it has no copy.
+
+        >>> nodes = [Node(name, name, {}, {}) for name in "abc"]
+        >>> Domains("node").unmet(nodes, [("a", 2), ("b", 2)], 2, [("a", "b")])
+        ''
+        >>> Domains("node").unmet(nodes, [("a", 2), ("a", 2)], 2, [("c", "c")])
+        '4 of 4 rows, of which 2 may be missing, and 1 of 1 servers with their copies'
+        """
+        if self.kind == "process":
+            return ""
+        known = {node.id: self.part(node) for node in nodes}
+        lost = Counter[str]()
+        for node, count in rows:
+            if node in known:
+                lost[known[node]] += count
+        most = max(lost.values(), default=0)
+        costs = []
+        if most > allowed:
+            total = sum(count for _, count in rows)
+            costs.append(f"{most} of {total} rows, of which {allowed} may be missing")
+        pairs = [pair for pair in copies if pair is not None]
+        alone = sum(known.get(server, server) == known.get(copy, copy) for server, copy in pairs)
+        if alone:
+            costs.append(f"{alone} of {len(copies)} servers with their copies")
+        return ", and ".join(costs)
 
 
 def _no_room(nodes: Sequence[Node], demand: Demand, wanted: int, placed: int) -> NoRoomError:
