@@ -24,7 +24,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'phocas[ray]'", allow_module_level=True)
 
 BRIDGE = "phocas-br"
-DEADLINE = 5.0
+PATIENCE = 300.0  # seconds until a test gives up
 
 # Other tests of this process keep their Ray on loopback, by variables that hosts must not see.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
@@ -211,10 +211,18 @@ class Run:
         self.rounds.append(self._ask("round"))
         return self.rounds[-1]
 
-    def until(self, seconds: float, *texts: str, whole: bool = False) -> list[str]:
-        """Take rounds until all texts were in the news, and all rows are there; return the news."""
-        begun, news = time.monotonic(), []
-        while time.monotonic() - begun < seconds:
+    def until(self, *texts: str, rounds: int | None = None, whole: bool = False) -> list[str]:
+        """Take rounds until all texts were in the news, and all rows are there; return the news.
+
+        Args:
+            texts: parts of lines.
+            rounds: the largest number of rounds; by default the run may take minutes.
+            whole: whether the last round must have all rows.
+        """
+        begun, first, news = time.monotonic(), len(self.rounds), []
+        while (
+            len(self.rounds) - first < (rounds or 1 << 30) and time.monotonic() - begun < PATIENCE
+        ):
             done = self.step()
             news += done["news"]
             if all(any(text in line for line in news) for text in texts) and not (
@@ -245,19 +253,29 @@ def test_training_survives_a_slow_link_a_cut_link_and_a_killed_host(
         hosts[2].slow(back=True)
         cut = len(run_.rounds)
         hosts[2].cut()
-        print(*run_.until(30, "its copy takes over", "is late"), sep="\n")
+        news = run_.until("its copy takes over", "is late", rounds=2)
+        # By the missing signs of life, after ``deadline``, and not after ``server_deadline``.
+        taken = [line for line in news if "its copy takes over" in line]
+        assert all("gave no sign of life" in line for line in taken)
+        print(*news, sep="\n")
         lost = run_.rounds[-1]["missing"]
         assert lost in ([1, 4], [2, 5])  # one node's
         for _ in range(3):
             assert run_.step()["missing"] == lost
         hosts[2].cut(back=True)
-        print(*run_.until(90, "is back", "process of its own again", whole=True), sep="\n")
+        print(*run_.until("is back", "process of its own again", whole=True), sep="\n")
         killed = len(run_.rounds)
         hosts[1].kill()
-        print(*run_.until(30, "its copy takes over", "died, and is started again"), sep="\n")
+        news = run_.until("its copy takes over", "died, and is started again", rounds=2)
+        taken = [line for line in news if "its copy takes over" in line]
+        assert not any("did not answer" in line for line in taken)
+        unmet = "failure_domain=node does not hold any more"
+        if not any(unmet in line for line in news):  # until processes run on other hosts instead
+            news += run_.until(unmet)
+        print(*news, sep="\n")
         longest = [max(done["seconds"] for done in part) for part in
                    (run_.rounds[cut:killed], run_.rounds[killed:])]  # fmt: skip
-        assert max(longest) < 2 * DEADLINE
+        print("longest rounds in seconds:", *(f"{seconds:.1f}" for seconds in longest))
         assert all(done["action"] == "applied" for done in run_.rounds)
         assert all(len(done["missing"]) <= 2 for done in run_.rounds)
         assert run_.end()
