@@ -81,6 +81,31 @@ def test_columns_that_stay_where_they_are_get_the_bits_of_those_that_come(
                 assert got.expected == wanted.expected
 
 
+def test_prepared_columns_count_drops_with_any_number_of_threads() -> None:
+    before = phocas.get_num_threads()
+    held = torch.from_numpy(rows_of_shards(20_000))
+    evaluation = ShardedAggregation("phocas:b=3", M)
+    again = evaluation.prepare(held, 0)
+    wanted = evaluation.explain(held, 0)
+    try:
+        for threads in (1, 3, 3, 2):
+            phocas.set_num_threads(threads)
+            got = again()
+            assert bits(got.value) == bits(wanted.value)
+            np.testing.assert_array_equal(got.dropped, wanted.dropped)
+    finally:
+        phocas.set_num_threads(before)
+
+
+@pytest.mark.parametrize("m", [9, 193])  # above 192 rows, two kernels compute mean and counts
+def test_prepared_columns_of_a_monitor_get_the_bits_of_those_that_come(m: int) -> None:
+    rows = rows_of_shards(5000, m=m)
+    evaluation = ShardedAggregation("monitor:rule=(phocas:b=1)", m)
+    wanted, got = evaluation.explain(rows, 0), evaluation.prepare(rows, 0)()
+    assert bits(got.value) == bits(wanted.value)
+    np.testing.assert_array_equal(got.dropped, wanted.dropped)
+
+
 @pytest.mark.parametrize("rule", EVERY, ids=str)
 def test_shards_get_the_bits_of_one_server(rule: Rule) -> None:
     for d in (5, 5000):

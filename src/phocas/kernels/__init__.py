@@ -5,10 +5,12 @@ The kernels read rows of numbers in memory. The package does not depend on rules
 
 from phocas.kernels.blocks import BLOCK_COLUMNS, spread
 from phocas.kernels.calls import (
+    PreparedCall,
     combine,
     draw_normals,
     marks,
     mix_reduce,
+    prepare,
     radii,
     reduce,
     values,
@@ -25,6 +27,7 @@ from phocas.kernels.memory import (
     half_supported,
     row_steps,
     row_table,
+    tallies_of,
 )
 from phocas.kernels.mixes import SparseMix
 from phocas.kernels.sums import (
@@ -45,6 +48,7 @@ __all__ = [
     "PLAIN_MEAN",
     "Masses",
     "OutlierMask",
+    "PreparedCall",
     "Rows",
     "SparseMix",
     "Weighing",
@@ -66,6 +70,7 @@ __all__ = [
     "packed_sums",
     "pair_matrix",
     "pair_sums",
+    "prepare",
     "radii",
     "reduce",
     "row_steps",
@@ -78,5 +83,6 @@ __all__ = [
     "tail",
     "tail_square_sums",
     "tail_squares",
+    "tallies_of",
     "values",
 ]

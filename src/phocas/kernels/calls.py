@@ -6,6 +6,9 @@ The functions take addresses and element types, not arrays.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +79,31 @@ def reduce(
         over_columns(rows, kernel.work, words, local, BLOCK_COLUMNS)
     if counts is not None and local is not None and not alone:
         counts += local.sum(axis=0)
+
+
+class PreparedCall(NamedTuple):
+    """A call of :func:`reduce` for rows and a result at fixed addresses.
+
+    Call ``run(tallies)``. It adds the dropped values of each row to ``tallies``, which has one row
+    for each thread that may take part.
+    """
+
+    run: Callable[[NDArray[np.int64]], None]
+    threads: int | None
+    """The number of rows of ``tallies``; None: as many as the pool has threads."""
+    kernel: ColumnKernel
+    """The kernel, whose constants must stay in memory."""
+
+
+def prepare(rows: Rows, window: Window, out: int, *, mean: bool = False) -> PreparedCall | None:
+    """Return a prepared call of :func:`reduce` with counts; None if it takes several kernels."""
+    m = len(rows)
+    if rows.mask is not None or (mean and (window.plain or m > code.STRAIGHT_LINE_ROWS)):
+        return None
+    kernel = _kernel(m, rows.element, window, None, blame=True, gives="mean" if mean else "values")
+    words = EIGHT_WORDS(address(rows.addresses), out, *kernel.rest)
+    run = partial(POOL.run, kernel.work, words, total=rows.columns, chunk=CHUNK_COLUMNS)
+    return PreparedCall(run, 1 if rows.columns <= CHUNK_COLUMNS else None, kernel)
 
 
 def _kernel(

@@ -2,7 +2,7 @@
 
 from phocas.deprecation import former_names
 from phocas.rules.algebra import Distances, Mix, Norms, centred_gram, measured_distances
-from phocas.rules.base import Bounded, Chain, Explanation, Pipeline, PreAggregator, Rule
+from phocas.rules.base import Bounded, Chain, Pipeline, PreAggregator, Rule
 from phocas.rules.cell_filter import CellFilter
 from phocas.rules.centres import CenteredClipping, GeometricMedian
 from phocas.rules.columnwise import (
@@ -15,6 +15,7 @@ from phocas.rules.columnwise import (
     TrimmingRule,
 )
 from phocas.rules.directions import FLAME, FoolsGold
+from phocas.rules.explanation import Explanation
 from phocas.rules.function import FunctionRule
 from phocas.rules.guarantee import Tolerance
 from phocas.rules.heraclius import Heraclius

@@ -35,6 +35,7 @@ from phocas.rules.algebra import (
     by_function,
     select,
 )
+from phocas.rules.explanation import Explanation
 from phocas.rules.measures import Partial
 
 Counts = NDArray[np.int64]
@@ -217,9 +218,14 @@ class Matrix(ABC):
     def stored(self, piece: ColumnRange, values: Any) -> Any:
         """Return the result of a piece in the type of its values; None means no columns."""
 
-    def prepare(self, reduction: Reduction) -> Callable[[Counts], Any] | None:
-        """Return a faster :meth:`reduce` for rows at a fixed address; None if there is none."""
-        del reduction
+    def prepare(
+        self, reduction: Reduction, execution: Execution, expected: float
+    ) -> Callable[[], Explanation] | None:
+        """Return a faster reduction of rows at a fixed address; None if there is none.
+
+        See :meth:`Execution.prepare`.
+        """
+        del reduction, execution, expected
         return None
 
     def measure(self, request: Request) -> Floats:
@@ -477,24 +483,19 @@ class Execution:
             dropped += np.where(self._excluded, 1.0, replaced) * (1 - dropped)
         return value, dropped
 
-    def prepare(self, matrix: Matrix) -> Callable[[], tuple[Any, Floats]] | None:
+    def prepare(self, matrix: Matrix, expected: float) -> Callable[[], Explanation] | None:
         """Return a faster :meth:`explain` for rows at a fixed address, whose values may change.
 
         Return None if the back end has none. A call may overwrite the result of the previous call.
+
+        Args:
+            matrix: the rows.
+            expected: the share that is dropped of an honest worker, which the result contains.
         """
         if not self._in_one_pass or self._spreads is not None:
             return None
         reduction = replace(self._reduction(), mean=self.plan.monitored is not None)
-        reduce = matrix.prepare(reduction)
-        if reduce is None:
-            return None
-
-        def explain() -> tuple[Any, Floats]:
-            counts = np.zeros(self.m, np.int64)
-            reduction.squares = self.squares
-            return reduce(counts), self._shares(counts, matrix.d)
-
-        return explain
+        return matrix.prepare(reduction, self, expected)
 
     def _shares(self, counts: Counts, columns: int) -> Floats:
         """Return the dropped share of each worker, from the dropped values of each mixed row."""

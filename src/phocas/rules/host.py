@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from phocas import kernels
 from phocas.floats import to_bfloat16
-from phocas.kernels import Rows, SparseMix
+from phocas.kernels import PreparedCall, Rows, SparseMix
 from phocas.rules import measures
 from phocas.rules.algebra import (
     Allowance,
@@ -25,14 +25,15 @@ from phocas.rules.algebra import (
     TailNorms,
     needs_double,
 )
-from phocas.rules.execution import ColumnRange, Counts, Matrix, Reduction
+from phocas.rules.execution import ColumnRange, Counts, Execution, Matrix, Reduction
+from phocas.rules.explanation import Explanation
 from phocas.rules.masking import OutlierMasks
 from phocas.rules.measures import Partial, rows_of
 
 COPIED_COLUMNS = 1 << 15
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PreparedReduction:
     """A reduction of rows at a fixed address, whose values may change.
 
@@ -42,16 +43,29 @@ class PreparedReduction:
     matrix: HostMatrix
     rows: Rows
     reduction: Reduction
+    execution: Execution
+    """The execution, from which the smallest sum of squared radii is taken."""
     out: NDArray[Any]
     answer: Any
+    """The array ``out`` in the form of the rows."""
+    expected: float
+    call: PreparedCall
+    tallies: Counts
+    """The dropped values of each row, by thread."""
 
-    def __call__(self, counts: Counts) -> Any:
-        """Reduce the rows, and add the number of dropped values of each row to ``counts``."""
-        window, mean = self.reduction.window, self.reduction.mean
-        kernels.reduce(self.rows, window, kernels.address(self.out), counts, mean=mean)
+    def __call__(self) -> Explanation:
+        """Reduce the rows, and count the dropped values of each row."""
+        threads = self.call.threads or kernels.get_num_threads()
+        if len(self.tallies) == threads:
+            self.tallies.fill(0)
+        else:
+            self.tallies = kernels.tallies_of(threads, self.matrix.m)
+        self.call.run(self.tallies)
+        counts = self.tallies.sum(axis=0)
         if self.reduction.tail is not None and np.count_nonzero(counts):
+            self.reduction.squares = self.execution.squares
             self.matrix.keep_tail(self.reduction, None, [self.out], counts, 0)
-        return self.answer
+        return Explanation(self.answer, counts / max(1, self.rows.columns), self.expected)
 
 
 class HostMatrix(Matrix):
@@ -238,7 +252,9 @@ class HostMatrix(Matrix):
             return to_bfloat16(values) if values.dtype == np.float32 else values
         return values.astype(piece.element, copy=False)
 
-    def prepare(self, reduction: Reduction) -> PreparedReduction | None:
+    def prepare(
+        self, reduction: Reduction, execution: Execution, expected: float
+    ) -> PreparedReduction | None:
         """Return the reduction as a prepared kernel call; None if it takes several calls."""
         if len(self.pieces) != 1:
             return None
@@ -247,8 +263,13 @@ class HostMatrix(Matrix):
         if rows is None:
             return None
         out = np.empty(piece.columns, piece.arrays[0].dtype.newbyteorder("="))
+        call = kernels.prepare(rows, reduction.window, kernels.address(out), mean=reduction.mean)
+        if call is None:
+            return None
+        answer = self.rebuild([self.stored(piece, out)])
+        tallies = np.zeros((call.threads or 0, self.m), np.int64)
         return PreparedReduction(
-            self, rows, reduction, out, self.rebuild([self.stored(piece, out)])
+            self, rows, reduction, execution, out, answer, expected, call, tallies
         )
 
 

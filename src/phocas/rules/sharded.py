@@ -26,8 +26,9 @@ from typing import Any
 from phocas.deprecation import former_attributes
 from phocas.rules import measures
 from phocas.rules.algebra import SquaredRadii
-from phocas.rules.base import Explanation, Randomness, Rule, as_generator, plan_of
+from phocas.rules.base import Randomness, Rule, as_generator, plan_of
 from phocas.rules.execution import Execution, Matrix, Measurement
+from phocas.rules.explanation import Explanation
 from phocas.rules.inputs import open_rows
 from phocas.rules.measures import Partial
 from phocas.rules.table import RULES
@@ -135,11 +136,8 @@ class ShardedAggregation:
         The values of the columns may change between calls. Work that does not depend on the values
         is done once. The result of one call may be overwritten by the next call.
         """
-        prepared = self._run.prepare(self._all(columns, start))
-        if prepared is None:
-            return partial(self.explain, columns, start)
-        expected = self.rule.expected(self.m)
-        return lambda: Explanation(*prepared(), expected)
+        prepared = self._run.prepare(self._all(columns, start), self.rule.expected(self.m))
+        return partial(self.explain, columns, start) if prepared is None else prepared
 
     def _all(self, columns: Any, start: int | None) -> Matrix:
         """Return the matrix of the columns to finish; raise ValueError if the rule needs more."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from phocas.rules import Rule
-    from phocas.rules.base import Explanation
+    from phocas.rules.explanation import Explanation
     from phocas.training.optimizers import Optimizers
 
 Action = Literal["applied", "skipped", "stopped"]

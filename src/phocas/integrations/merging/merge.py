@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from phocas.integrations.merging.tensors import Tensor
 from phocas.rules import Rule, ShardedAggregation
-from phocas.rules.base import Explanation
 from phocas.rules.execution import ColumnRange
+from phocas.rules.explanation import Explanation
 from phocas.rules.host import HostMatrix
 from phocas.rules.inputs import lower_median
 
