@@ -12,8 +12,8 @@ import pytest
 import phocas
 from phocas.attacks import parse_attack
 from phocas.detection import FALSE_ALARM, Detector
+from phocas.detection.comparison import Sample
 from phocas.detection.evalues import EValueTest, distances, invested_by, products, tail_sizes
-from phocas.detection.sampling import Sample
 from phocas.sharding import shard_bounds
 
 M, B, COLUMNS = 20, 6, 200

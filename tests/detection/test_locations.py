@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phocas.detection.lengths import absurd, middle, plausible
 from phocas.detection.locations import TIMES, AddressMemory, Locations, ParameterFinding
+from phocas.detection.parameter_test import absurd, middle, plausible
 
 NAN, INF = np.nan, np.inf
 

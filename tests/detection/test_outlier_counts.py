@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from phocas.detection.outlier_counts import CUTOFFS, GROSS, OutlierCount, count_outliers
+from phocas.detection.comparison import CUTOFFS, GROSS, OutlierCount, count_outliers
 
 
 @np.errstate(all="ignore")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phocas.detection.outlier_counts import OutlierCount
+from phocas.detection.comparison import OutlierCount
 from phocas.experiments.config import make_config
 from phocas.experiments.results import SCHEMA_VERSION, Results
 from phocas.training.evaluation import Metrics

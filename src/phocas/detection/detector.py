@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.deprecation import former_attributes
-from phocas.detection.changes import DriftTest, Onset
-from phocas.detection.comparison import Comparison, compare, group_sizes
+from phocas.detection.comparison import AbsurdServers, Comparison, Sample, compare, group_sizes
 from phocas.detection.evalues import (
     MEASURES,
+    DriftTest,
     EValueTest,
+    Onset,
     distances,
 )
 from phocas.detection.flags import (
@@ -27,11 +28,9 @@ from phocas.detection.flags import (
     note_nonfinite,
     telling,
 )
-from phocas.detection.locations import Locations, ParameterFinding, findings_at, read_reports
+from phocas.detection.locations import Locations, ParameterFinding, findings_at, read_findings
 from phocas.detection.own_past import OwnPast, WorkerData, check_worker_data
 from phocas.detection.parameter_test import whole_scores, whole_test
-from phocas.detection.sampling import Sample
-from phocas.detection.servers import AbsurdServers
 from phocas.specs import count
 
 Floats = npt.NDArray[np.float64]
@@ -169,6 +168,7 @@ class Detector:
         self.lost = 0
         """The round since which no worker is finite, 0 if there is none."""
         self._last = b""
+        self._findings_at = findings_at(m)
 
     def wants(self) -> bool:
         """Return whether the next round should be observed; if not, call :meth:`rest`.
@@ -295,11 +295,11 @@ class Detector:
         if content == self._last:
             self.rest()
             return False
-        evidence, findings = read_reports(reports)
+        first = self._findings_at
+        told = reports[:, first:-1]
+        findings = [] if np.isnan(told).all() else read_findings(told)
         self._last = b"" if findings else content  # the same finding again is evidence
-        self.observe_holders(
-            evidence, findings, reports[:, m + 1 : findings_at(m)] if awake else None
-        )
+        self.observe_holders(reports[:, :m], findings, reports[:, m + 1 : first] if awake else None)
         growing = np.count_nonzero(reports[:, m] < 0)
         self.notable |= bool(growing >= (1 if self.locations.trusted else m / 2))
         return True

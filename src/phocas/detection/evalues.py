@@ -1,4 +1,7 @@
-"""E-values: tests by betting on distances between rows, valid whatever Byzantine workers send."""
+"""E-values: tests by betting on distances between rows, valid whatever Byzantine workers send.
+
+Beside the tests: since when a worker is faulty, and whether one drifts.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,12 @@ MEASURES = (0.9, 0.1)
 TOO_LONG = 1000.0
 """A row this many times as long as usual is no gradient: no loss scale or batch explains it."""
 
-_LASTING = np.array([[0.95], [0.95**2]])  # weight of earlier rounds in evidence on directions
-_LARGE = math.sqrt(np.finfo(np.float64).max)  # what overflows when squared
-_TINY = float(np.finfo(np.float64).tiny)
+
+_EARLY = 64  # rounds in which most wealth is new
+_GROWTH = 0.1  # log wealth per round: faster growth marks the onset
+_SCORES_PER_DOUBLING = 4  # resolution of the scores that a worker is compared to its past by
+_DOUBLINGS = 8
+_FIRST = 20  # rounds before a worker is compared to its past
 
 _MAX_BETS = 1 << 22  # bets held at once; with more than 400 workers fewer tail sizes are used
 
@@ -318,55 +324,111 @@ class EValueTest:
         return np.asarray(np.add.reduce(won[: m - 1 - self.b], axis=0) / (m - 1 - self.b))
 
 
-class Direction:
-    r"""Evidence on whether each worker's rows point as those of the others do.
+class Onset:
+    """The round in which the wealth of the bets on each worker began to grow.
 
-    Let p_ij be the product of rows i and j over the usual squared length of a row. The median of
-    p_ij over j is on average the same, s, for an honest worker, for one whose rows are noisier
-    (half the batch size), and c s for rows that are scaled by c. It is 0 for rows of noise and -s
-    for a flipped sign. So d_i = median_j p_ij - s / 2, with the median over workers for s, is
-    positive for the former and negative for the latter. Rows 1000 times as long as usual are wrong:
-    for them d is negative, wherever they point. :meth:`along` is the sum of d over rounds in units
-    of its root sum of squares, where later rounds weigh more. If d is symmetric about 0, it exceeds
-    z with probability at most exp(-z^2 / 2).
+    The wealth falls or stays while a worker is honest, and grows by a factor in every round in
+    which the worker is faulty. There are two estimates, of which the earlier one counts. The first
+    is the round after the last minimum of log(wealth) - 0.1 t over the observed rounds t. It is
+    late if new wealth has to grow beyond old wealth. The second is for faults that begin after
+    round 64, where there is old wealth: the first round of the present series of rounds in which
+    wealth grew by more than was put into play. Single rounds without growth do not end a long
+    series.
 
-    >>> direction = Direction(4)
-    >>> for _ in range(9):
-    ...     direction.observe(np.outer([1, 1, -1, 3], [1, 1, -1, 3]) + np.eye(4))
-    >>> direction.along().round(1).tolist()
-    [3.0, 3.0, -3.0, 3.0]
+    >>> onset = Onset(2)
+    >>> for round in range(1, 9):
+    ...     onset.observe(np.array([0.5, 0.5 * 2.0 ** max(0, round - 4)]), round)
+    >>> onset.rounds.tolist()
+    [9, 5]
     """
 
     def __init__(self, num_workers: int) -> None:
-        self.sums = np.zeros((2, num_workers))
+        self.lowest = np.full(num_workers, math.log(invested_by(1)))
+        self.after_lowest = np.ones(num_workers)
+        self.series = np.zeros((3, num_workers))
+        """The wealth before, the length of the present series, and its first round."""
+        self.observed = 0
 
-    def observe(self, products: Floats) -> None:
-        """Observe the inner products between the m rows of one round."""
-        m = len(products)
-        if m < 3:
-            return
-        with np.errstate(all="ignore"):
-            known = products / np.sort(products.diagonal())[(m - 1) // 2]
-        absurd = ~(known.diagonal() <= TOO_LONG**2)
-        known.reshape(-1)[:: m + 1] = np.inf  # sorted to the end, as NaN is
-        known.sort(axis=1)
-        found = known[:, (m - 2) // 2]
-        usual = np.sort(found)[(m - 1) // 2]
-        d = np.zeros(m)
-        if math.isfinite(usual):
-            np.subtract(found, usual / 2, out=d, where=np.isfinite(found) & (found < _LARGE))
-        d[absurd] = -1.0
-        self.sums *= _LASTING
-        self.sums[0] += d
-        self.sums[1] += d * d
+    @property
+    def rounds(self) -> npt.NDArray[np.int64]:
+        """Return the estimated onset of each worker."""
+        lengths, begun = self.series[1:]
+        first = np.where((lengths > 0) & (begun > _EARLY), begun, np.inf)
+        return np.minimum(self.after_lowest, first).astype(np.int64)
 
-    def along(self) -> Floats:
-        """Return the evidence on each worker's direction, in standard deviations.
+    def observe(
+        self, wealth: Floats, round: int, known: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Observe the wealth of each worker after a round (from 1).
 
-        The evidence is positive if the worker's rows point as those of the others do.
+        The estimates of ``known`` workers, which are flagged already, do not change.
         """
-        return np.asarray(self.sums[0] / np.sqrt(np.maximum(self.sums[1], _TINY)))
+        new = invested_by(self.observed + 1) - invested_by(self.observed)
+        self.observed += 1
+        unknown = np.ones(len(wealth), bool) if known is None else ~known
+        level = np.log(np.maximum(wealth, 1e-300)) - _GROWTH * self.observed
+        lower = unknown & (level <= self.lowest)
+        self.lowest[lower] = level[lower]
+        self.after_lowest[lower] = round + 1
+        before, lengths, first = self.series
+        grew = wealth - before > new
+        first[grew & unknown & (lengths == 0)] = round
+        np.copyto(lengths, np.where(grew, lengths + 1, lengths // 2), where=unknown)
+        before[:] = wealth
 
     def forget(self, worker: int) -> None:
-        """Discard the evidence on a worker."""
-        self.sums[:, worker] = 0.0
+        """Discard the observations of a worker."""
+        self.lowest[worker] = np.inf
+        self.series[:, worker] = 0.0
+
+    def state(self) -> Floats:
+        """Return the state for a checkpoint, (3, m), without the series."""
+        return np.stack([self.after_lowest, self.lowest, np.full_like(self.lowest, self.observed)])
+
+    def load_state(self, state: Floats) -> None:
+        """Restore the state of a checkpoint."""
+        self.after_lowest[:], self.lowest[:] = state[:2]
+        self.observed = int(state[2, 0])
+
+
+class DriftTest:
+    r"""A test by betting of whether a worker is farther from the others than it used to be.
+
+    The score of a worker is its median distance to the others over the median of these, in steps of
+    a quarter of a doubling. Let p be the share of rounds so far with a score at least as large as
+    the present one, this round included. If scores are exchangeable over the rounds, p is at most x
+    with probability at most x, whatever the earlier p were. So wealth that is multiplied by
+    1 / (2 sqrt(p)) in every round does not grow in expectation: it *ever* reaches m / alpha with
+    probability at most alpha / m. (A conformal test martingale.)
+
+    The test assumes nothing about the other workers' data, so it applies to workers that differ. It
+    assumes that nothing changes over time, which does not hold in training: scores drift while a
+    model learns, and Byzantine workers that move change the scores of the others. So it only warns.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.seen = np.zeros((num_workers, 2 * _DOUBLINGS * _SCORES_PER_DOUBLING + 1))
+        self.wealth = np.zeros(num_workers)
+        self.rounds = 0
+
+    def observe(self, distances: Floats) -> None:
+        """Observe the squared distances between the rows of one round."""
+        m = len(distances)
+        self.rounds += 1
+        if m < 3:
+            return
+        scores = np.sort(distances, axis=1)[:, m // 2]
+        middle = np.sort(scores)[m // 2]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.log2(scores / middle) / 2  # of distances, not of their squares
+        limit = _DOUBLINGS * _SCORES_PER_DOUBLING
+        steps = np.nan_to_num(ratio * _SCORES_PER_DOUBLING, nan=0.0, posinf=limit, neginf=-limit)
+        bins = limit + np.clip(np.rint(steps), -limit, limit).astype(np.int64)
+        workers = np.arange(m)
+        self.seen[workers, bins] += 1
+        if self.rounds > _FIRST:
+            as_far = np.arange(self.seen.shape[1]) >= bins[:, None]
+            p = (self.seen * as_far).sum(axis=1) / self.rounds
+            self.wealth += invested_by(self.rounds - _FIRST) - invested_by(self.rounds - _FIRST - 1)
+            self.wealth *= 0.5 / np.sqrt(p)
+            np.minimum(self.wealth, MAX_WEALTH, out=self.wealth)

@@ -101,17 +101,18 @@ def findings_at(m: int) -> int:
     return 4 * m + 2
 
 
-def read_reports(reports: Floats) -> tuple[Floats, list[tuple[int, ParameterFinding]]]:
-    """Decode the reports of m ranks: the e-values of each, and pairs of a rank and its finding."""
-    m, first = len(reports), findings_at(len(reports))
+def read_findings(numbers: Floats) -> list[tuple[int, ParameterFinding]]:
+    """Decode the findings in the reports of all ranks, as pairs of a rank and its finding.
+
+    ``numbers`` has a row for each rank, with NaN for findings that the rank does not have.
+    """
     width = ParameterFinding.NUMBERS
     findings = []
-    for holder, place in np.argwhere(~np.isnan(reports[:, first:-1:width])).tolist():
-        begin = first + place * width
-        finding = ParameterFinding.read(reports[holder, begin : begin + width])
+    for holder, place in np.argwhere(~np.isnan(numbers[:, ::width])).tolist():
+        finding = ParameterFinding.read(numbers[holder, place * width : (place + 1) * width])
         if finding is not None:
             findings.append((holder, finding))
-    return reports[:, :m], findings
+    return findings
 
 
 class AddressMemory:

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phocas.detection.comparison import Sample
 from phocas.detection.detector import Detector
-from phocas.detection.evalues import Direction, EValueTest, distances, products
+from phocas.detection.evalues import EValueTest, distances, products
 from phocas.detection.flags import Threat
-from phocas.detection.lengths import absurd, lengths_of, middle, plausible
 from phocas.detection.locations import AddressMemory, ParameterFinding, findings_at
-from phocas.detection.parameter_test import ParameterTest
+from phocas.detection.parameter_test import Direction, ParameterTest, absurd, middle, plausible
 from phocas.detection.rare_features import RareFeatures
-from phocas.detection.sampling import Sample
 from phocas.rules import Median
 from phocas.seeds import Stream, generator
 
@@ -125,6 +124,7 @@ class RankObserver:
         parameters: int = 0,
     ) -> None:
         self.m, self.b, self.seed, self.rare = m, b, seed, rare
+        self._findings_at = findings_at(m)
         self.pairs = EValueTest(m, b) if threat == "adversaries" else None
         self.scores = ParameterTest(m, b, parameters) if threat == "faults" else None
         self.usual: dict[int, float] = {}
@@ -145,7 +145,7 @@ class RankObserver:
         The state is 1 if no rank is finite, -1 if a rank has lately been the farthest more often
         than chance explains, and 0 otherwise.
         """
-        self.numbers[: findings_at(m)] = 0.0
+        self.numbers[: self._findings_at] = 0.0
         self._bytes = torch.from_numpy(self.numbers.view(np.uint8))
         self.step = 0
         self.turn = 0
@@ -307,7 +307,7 @@ class RankObserver:
                 self.numbers[: self.m] = self.pairs.observe(distances(self.products))
                 self.numbers[self.m] = -1.0 if self.pairs.growing(self.flagged) else 0.0
             if self.scores is not None:
-                self.numbers[self.m + 1 : findings_at(self.m)] = self.scores.totals()
+                self.numbers[self.m + 1 : self._findings_at] = self.scores.totals()
                 self.numbers[: self.m] = self.scores.observe()
                 self.numbers[self.m] = -1.0 if self.scores.each.growing(self.flagged) else 0.0
                 self._name_parameters(self.scores)
@@ -315,9 +315,7 @@ class RankObserver:
                 self.numbers[-1] = self.rare.found(self.b)
                 self.rare = None
         if self.findings:
-            rows = self.numbers[findings_at(self.m) : -1].reshape(
-                FINDINGS, ParameterFinding.NUMBERS
-            )
+            rows = self.numbers[self._findings_at : -1].reshape(FINDINGS, ParameterFinding.NUMBERS)
             for row, finding in zip(rows, self.findings, strict=False):
                 row[:] = finding.numbers()
 
@@ -396,7 +394,7 @@ class RankObserver:
         if self.awake and self.turn >= self.seen:
             self.turn = 0
         if self.awake or self.findings or self.nonfinite is not None:
-            self.numbers[findings_at(self.m) :] = np.nan
+            self.numbers[self._findings_at :] = np.nan
             self._begin()
 
 
@@ -420,6 +418,13 @@ def as_arrays(state: Mapping[str, Any], own: Mapping[str, Floats]) -> dict[str, 
 def _largest(shares: Floats, b: int) -> float:
     """Return the b-th largest share: those above it may be of other faulty ranks."""
     return float(np.sort(shares)[-min(max(1, b), len(shares))]) if len(shares) else 0.0
+
+
+def lengths_of(rows: torch.Tensor) -> Floats:
+    """Return the length of each row."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    lengths = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    return np.asarray(lengths.double().cpu().numpy())
 
 
 def total_of(rows: torch.Tensor) -> float:

@@ -1,7 +1,11 @@
-"""Tests of ranks in single parameters, for faults without adversaries."""
+"""Tests of ranks in single parameters: distances, directions and lengths of their rows.
+
+The tests by score are for faults without adversaries.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
+ABSURD = 16.0
+"""A row of a parameter this many times as long as usual is no gradient."""
+
 _COLUMNS = 8192  # sampled columns of all parameters, at most 512 and at least 32 of each
 _MOST, _LEAST = 512, 32
 _MEMORY = 0.9  # weight of earlier rounds in the direction of a parameter
@@ -29,8 +36,96 @@ _STRATEGIES = (
     Strategy(0.5, striking=False, prior=0.4),
 )
 _QUIET = 16  # rounds for each round in which honest ranks seem to be far by chance
-_LASTING = np.array([0.95, 0.95**2])[:, None, None]  # as in evidence on whole rows
+_LASTING = np.array([0.95, 0.95**2])  # weight of earlier rounds in evidence on directions
+_LARGE = math.sqrt(np.finfo(np.float64).max)  # what overflows when squared
 _TINY = float(np.finfo(np.float64).tiny)
+
+
+def middle(values: Floats) -> float:
+    """Return the lower median: with a minority of faulty workers it is between honest values."""
+    return float(np.sort(np.where(np.isnan(values), np.inf, values))[(len(values) - 1) // 2])
+
+
+def absurd(lengths: Floats, usual: float, b: int) -> NDArray[np.bool_]:
+    """Return which workers send absurd values, by the length of each worker's row of a parameter.
+
+    A row has absurd values if it is 16 times as long as the median row of the parameter and as
+    ``usual``, the usual length of a row of the whole unit. If this holds for more than b rows, no
+    worker is returned: they cannot all be faulty. If both lengths are zero, as when others do not
+    use the parameter, only a row that is not finite has absurd values.
+
+    >>> absurd(np.array([1.0, 2.0, np.nan, 1.0]), usual=1.0, b=1)
+    array([False, False,  True, False])
+    """
+    limit = ABSURD * max(middle(lengths), usual)
+    found = ~(lengths <= limit) if limit else ~np.isfinite(lengths)
+    return found if found.sum() <= b else np.zeros(len(lengths), bool)
+
+
+def plausible(lengths: Floats) -> bool:
+    """Return whether rows are so short that none can have absurd values in any parameter.
+
+    A row of a parameter is no longer than the whole row. (Lengths between 15 and 16 times the usual
+    are left to :func:`absurd`, since lengths are rounded.)
+
+    >>> plausible(np.array([1.0, 2.0, 14.0])), plausible(np.array([1.0, np.nan, 1.0]))
+    (True, False)
+    """
+    return bool((lengths <= 15 / 16 * ABSURD * middle(lengths)).all())
+
+
+class Direction:
+    r"""Evidence on whether each worker's rows point as those of the others do.
+
+    Let p_ij be the product of rows i and j over the usual squared length of a row. The median of
+    p_ij over j is on average the same, s, for an honest worker, for one whose rows are noisier
+    (half the batch size), and c s for rows that are scaled by c. It is 0 for rows of noise and -s
+    for a flipped sign. So d_i = median_j p_ij - s / 2, with the median over workers for s, is
+    positive for the former and negative for the latter. Rows 1000 times as long as usual are wrong:
+    for them d is negative, wherever they point. :meth:`along` is the sum of d over rounds in units
+    of its root sum of squares, where later rounds weigh more. If d is symmetric about 0, it exceeds
+    z with probability at most exp(-z^2 / 2).
+
+    >>> direction = Direction(4)
+    >>> for _ in range(9):
+    ...     direction.observe(np.outer([1, 1, -1, 3], [1, 1, -1, 3]) + np.eye(4))
+    >>> direction.along().round(1).tolist()
+    [3.0, 3.0, -3.0, 3.0]
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.sums = np.zeros((2, num_workers))
+
+    def observe(self, products: Floats) -> None:
+        """Observe the inner products between the m rows of one round."""
+        m = len(products)
+        if m < 3:
+            return
+        with np.errstate(all="ignore"):
+            known = products / np.sort(products.diagonal())[(m - 1) // 2]
+        absurd = ~(known.diagonal() <= TOO_LONG**2)
+        known.reshape(-1)[:: m + 1] = np.inf  # sorted to the end, as NaN is
+        known.sort(axis=1)
+        found = known[:, (m - 2) // 2]
+        usual = np.sort(found)[(m - 1) // 2]
+        d = np.zeros(m)
+        if math.isfinite(usual):
+            np.subtract(found, usual / 2, out=d, where=np.isfinite(found) & (found < _LARGE))
+        d[absurd] = -1.0
+        self.sums *= _LASTING[:, None]
+        self.sums[0] += d
+        self.sums[1] += d * d
+
+    def along(self) -> Floats:
+        """Return the evidence on each worker's direction, in standard deviations.
+
+        The evidence is positive if the worker's rows point as those of the others do.
+        """
+        return np.asarray(self.sums[0] / np.sqrt(np.maximum(self.sums[1], _TINY)))
+
+    def forget(self, worker: int) -> None:
+        """Discard the evidence on a worker."""
+        self.sums[:, worker] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +289,7 @@ class ParameterTest:
         usual = np.sort(cosines, axis=1)[:, middle, None]
         d = np.where(np.isfinite(cosines) & np.isfinite(usual), cosines - usual / 2, 0.0)
         d[~(squares <= TOO_LONG**2 * np.sort(squares, axis=1)[:, middle, None])] = -1.0
-        self.directions *= _LASTING
+        self.directions *= _LASTING[:, None, None]
         self.directions[0] += d
         self.directions[1] += d * d
 

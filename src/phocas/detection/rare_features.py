@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from phocas.detection.sampling import Sample
+from phocas.detection.comparison import Sample
 from phocas.rules import Rule
 from phocas.rules.base import plan_of
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from phocas.attacks import ATTACKS, RowAttack
 from phocas.attacks.machine import OneWorker
 from phocas.data.splits import IID, Partition
-from phocas.detection.outlier_counts import GROSS, OutlierCount
+from phocas.detection.comparison import GROSS, OutlierCount
 from phocas.detection.own_past import check_worker_data
 from phocas.experiments.locks import actual_status
 from phocas.experiments.recommendations import Recommendation, recommended

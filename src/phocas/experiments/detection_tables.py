@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phocas.detection import Evidence
-from phocas.detection.sampling import Sample
+from phocas.detection.comparison import Sample
 
 if TYPE_CHECKING:
     from phocas.training.trainer import Round

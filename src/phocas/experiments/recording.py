@@ -19,7 +19,6 @@ import torch
 
 from phocas.attacks import ATTACKS
 from phocas.data import SPLITS
-from phocas.detection.participation import ParticipationShares
 from phocas.experiments.config import RunConfig, key_of
 from phocas.experiments.locks import claim, state_path
 from phocas.experiments.results import ENDED, Results
@@ -29,6 +28,7 @@ from phocas.provenance import RESULTS_VERSION, describe_code, describe_error
 from phocas.rules import RULES
 from phocas.specs import Spec, Table, place_of
 from phocas.training.checkpoints import save_checkpoint
+from phocas.training.server import ParticipationShares
 from phocas.training.task import written
 
 if TYPE_CHECKING:

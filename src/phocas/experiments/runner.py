@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from phocas.data import Dataset
-    from phocas.detection.sampling import Sample
+    from phocas.detection.comparison import Sample
     from phocas.experiments.config import RunConfig
     from phocas.training.evaluation import Metrics
     from phocas.training.trainer import Round

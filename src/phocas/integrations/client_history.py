@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phocas.detection import Detector
+from phocas.detection.comparison import Sample
 from phocas.detection.exclusion import AfterEvidence, Exclusions, Name, Never, listed
 from phocas.detection.own_past import FIRST_VERDICT
-from phocas.detection.sampling import Sample
 from phocas.floats import from_bfloat16
 from phocas.integrations.merging.tensors import Tensor
 from phocas.seeds import Stream, generator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from phocas.detection.outlier_counts import GROSS
+from phocas.detection.comparison import GROSS
 from phocas.report.tables import WIDTH, comparison, listing, print_table
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from phocas.specs import unknown
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from phocas.detection.comparison import Comparison
-    from phocas.detection.sampling import Sample
+    from phocas.detection.comparison import Comparison, Sample
     from phocas.training.gradients.base import WorkerGradients
     from phocas.training.server import Action, Aggregate, ParameterServer
     from phocas.training.task import Task

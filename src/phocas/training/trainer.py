@@ -15,12 +15,9 @@ from torch.nn import functional
 
 from phocas.deprecation import former_attributes
 from phocas.detection import Detector
+from phocas.detection.comparison import OutlierCount, RecentDirection, Sample, count_outliers
 from phocas.detection.dropped_cells import dropped_cells
 from phocas.detection.exclusion import Exclusions, Never
-from phocas.detection.outlier_counts import OutlierCount, count_outliers
-from phocas.detection.participation import ParticipationShares
-from phocas.detection.recent_direction import RecentDirection
-from phocas.detection.sampling import Sample
 from phocas.notebook import html_table
 from phocas.provenance import code_of
 from phocas.seeds import Stream, generator
@@ -30,6 +27,7 @@ from phocas.training.cluster import Wanted, find_engine
 from phocas.training.evaluation import Metrics, evaluate
 from phocas.training.pool import one_torch_thread
 from phocas.training.running import TrainingRun, run
+from phocas.training.server import ParticipationShares
 from phocas.training.task import Task
 
 if TYPE_CHECKING:

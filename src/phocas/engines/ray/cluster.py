@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from phocas.detection.comparison import Comparison
-from phocas.detection.sampling import Sample
+from phocas.detection.comparison import Comparison, Sample
 from phocas.engines.ray.desk import Desk, Host
 from phocas.engines.ray.distributed import (
     DistributedAggregate,

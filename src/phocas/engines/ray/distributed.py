@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import torch
 
-from phocas.detection.recent_direction import RecentDirection
+from phocas.detection.comparison import RecentDirection
 from phocas.engines.ray.shard import Answer, check_optimizer
 from phocas.training.gradients import Looped
 from phocas.training.server import Aggregate, ParameterServer

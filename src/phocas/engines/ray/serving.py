@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from phocas.detection.comparison import Comparison, compare
-from phocas.detection.sampling import Sample
+from phocas.detection.comparison import Comparison, Sample, compare
 from phocas.engines.ray.inbox import Inbox
 from phocas.engines.ray.mailbox import Mailbox, Peer
 from phocas.engines.ray.session import check_version, node_address, node_id, the_ray

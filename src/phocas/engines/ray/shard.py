@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from phocas.detection.recent_direction import RecentDirection
-from phocas.detection.sampling import Sample
+from phocas.detection.comparison import RecentDirection, Sample
 from phocas.engines.ray.inbox import Delivery
 from phocas.engines.ray.values import (
     Values,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from phocas.detection import Detector
+from phocas.detection.comparison import Sample
 from phocas.detection.observer import as_arrays, as_tensors
 from phocas.detection.own_past import WorkerData, check_worker_data
-from phocas.detection.sampling import Sample
 from phocas.integrations.outer.compression import Row
 from phocas.rules import Rule
 from phocas.seeds import Stream, generator
