@@ -39,6 +39,7 @@ from phocas.integrations.reports import (
 from phocas.integrations.tail_scale import TailScale
 from phocas.integrations.wire import Wire
 from phocas.rules import Rule
+from phocas.rules.base import plan_of
 
 
 class DetectionState:
@@ -77,7 +78,8 @@ class DetectionState:
         self.rule, self.m, self.names, self.hosts = rule, m, names, hosts
         self.detector = Detector(m, rule.max_byzantine(m) or None, threat=threat)
         self.tolerated = rule.tolerates(m).rows
-        self.scale = TailScale(m, self.detector.b)
+        self.scale = TailScale(m, self.detector.b) if plan_of(rule, m).keeps_tail else None
+        """The scale of all columns, if the rule adds outliers to its result."""
         self.sizes = BatchSizes(trusted=threat == "faults")
         self.left_out: list[int] = []
         """The excluded rows, in the order of exclusion; a change of kind does not readmit them."""
@@ -179,7 +181,7 @@ class DetectionState:
             "firsts": self.firsts,
             "confirmations": list(self.confirmations.items()),
             "left_out": self.left_out,
-            "squares": self.scale.known,
+            "squares": 0.0 if self.scale is None else self.scale.known,
             "steps": 0 if self.job is None else self.job.steps,
             "logged": sorted(self.reactions.logged - drifted.keys()),
             "acted": sorted(self.reactions.acted - set(drifted.values())),
@@ -210,7 +212,8 @@ class DetectionState:
         self.detector.load_findings_state(told)
         self.firsts, self.left_out = told["firsts"], told["left_out"]
         self.confirmations = dict(told.get("confirmations", ()))
-        self.scale.known = told.get("squares", 0.0)
+        if self.scale is not None:
+            self.scale.known = told.get("squares", 0.0)
         self.reactions.logged, self.reactions.acted = set(told["logged"]), set(told["acted"])
         self.announced = set()
         self.public = {one["rank"]: FlaggedRank.read(one) for one in told["public"]}
@@ -285,7 +288,11 @@ class DetectionState:
 
     def compare_replicas(self) -> None:
         """Begin a step: compare the weights of the ranks if it is due, see :class:`Replicas`."""
-        if self.replicas is not None and self.replicas.step():
+        replicas = self.replicas
+        if replicas is None:
+            return
+        replicas.steps += 1
+        if replicas.steps >= replicas.due and replicas.step():
             self._note_drift()
 
     def _note_drift(self) -> None:

@@ -7,6 +7,7 @@ different weights are not implausible.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,17 +52,21 @@ class Replicas:
     ) -> None:
         self.wire, self.weights, self.every, self.optimizer = wire, weights, every, optimizer
         self.steps = 0
+        """The steps so far; the caller counts them."""
+        self.due: float = every or math.inf
+        """The next step in which to call :meth:`step`."""
         self.drift = Drift(tuple(names), wire.ranks, copies or [range(wire.m)])
         self._arrived: tuple[torch.Tensor, dist.Work, int] | None = None
 
     def step(self) -> bool:
         """Read the last comparison, and start one if it is due; return whether there is news.
 
-        All ranks must call this at the same point of the same step.
+        All ranks must call this at the same point of the same step, in the steps that are ``due``.
         """
         news = self.receive()
-        self.steps += 1
-        if self.every and self.steps % self.every == 0:
+        self.due = self.every * (self.steps // self.every + 1)
+        if self.steps % self.every == 0:
+            self.due = self.steps + 1  # to read the comparison
             own = torch.stack(self._digests()).to(self.wire.device)
             arrived = own.new_empty(self.wire.m * len(own))
             self._arrived = arrived, self.wire.gather_later(arrived, own), self.steps

@@ -33,15 +33,10 @@ class TailScale:
         """The sum of the squared radii, 0 if it is not known."""
         self._own = np.full(1, np.nan)
 
-    @property
-    def size(self) -> int:
-        """Return the number of bytes of a report."""
-        return self._own.nbytes
-
     def measure(self, step: int, aggregation: ShardedAggregation, columns: torch.Tensor) -> None:
         """Add the squared radii of some columns of this rank, in one step of 16."""
         aggregation.squares = self.known
-        if step % STEPS == 0 and aggregation.keeps_tail:
+        if step % STEPS == 0:
             self._own[0] = np.nansum(self._own) + aggregation.squared_radii(columns)
 
     def report(self) -> torch.Tensor:

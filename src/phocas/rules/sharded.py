@@ -83,11 +83,6 @@ class ShardedAggregation:
         self._run = Execution(plan, m, d=d, shared=whole_blocks or self.filters)
 
     @property
-    def keeps_tail(self) -> bool:
-        """Tell whether the rule adds outliers to its result, up to a limit."""
-        return self._run.plan.keeps_tail
-
-    @property
     def squares(self) -> float:
         """Return the smallest sum of squared radii from which the limit of the tail is computed.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phocas.detection.observer import IMPLAUSIBLE, Segment, report_bytes, total_of, within
+from phocas.detection.observer import IMPLAUSIBLE, Segment, total_of, within
 from phocas.integrations.ddp.replay import Replay
 from phocas.integrations.ddp.verify import agree
 from phocas.integrations.detection_state import DetectionState
@@ -59,14 +59,16 @@ class DDPAggregator:
         """For the first column of each bucket, the usual norm of this rank's values in it."""
         self.excluded: list[int] = []
         self.forms: dict[tuple[int, torch.dtype, int], _Form] = {}
-        self.evaluation = self._evaluation()
+        self._new_evaluation()
         self._begin()
 
-    def _evaluation(self) -> ShardedAggregation:
+    def _new_evaluation(self) -> None:
         rng = generator(Stream.RULE, self.seed, self.observer.step)
         # Blocks of columns start at each shard, so that nothing is exchanged for them (except by
         # a rule that filters cells).
-        return ShardedAggregation(self.rule, self.wire.m, rng, whole_blocks=False)
+        self.evaluation = ShardedAggregation(self.rule, self.wire.m, rng, whole_blocks=False)
+        self.measures = self.evaluation.request is not None
+        """Whether the rule measures whole rows before it can finish a bucket."""
 
     def _begin(self) -> None:
         self.waiting: list[Bucket] = []
@@ -102,7 +104,7 @@ class DDPAggregator:
         if self.averages and self.observer.awake:
             self._measure_usual(flat)
         if not self.columns and not self.rule.columnwise:  # column rules need no new state
-            self.evaluation = self._evaluation()
+            self._new_evaluation()
         bucket = self.wire.scatter(flat, self.columns, self.shifts, place=len(self.waiting))
         self._see(bucket, segments)
         for rows in bucket.columns.values():
@@ -110,7 +112,7 @@ class DDPAggregator:
         if last:
             self.observer.bet()
         self.columns += flat.numel()
-        if self.evaluation.request is None:
+        if not self.measures:
             self._finish(bucket, last=last)
             done = [flat]
         else:
@@ -166,11 +168,13 @@ class DDPAggregator:
     def _finish(self, bucket: Bucket, *, last: bool) -> None:
         """Aggregate the shard of this rank, and write the results of all ranks to the bucket."""
         m = self.wire.m
-        before = report_bytes(m) + self.state.scale.size if last else 0
+        own, scale = self.wire.rank, self.state.scale
+        aside = [self.observer.report()] if last else []
+        if scale is not None:
+            scale.measure(self.observer.step, self.evaluation, bucket.columns[own])
+            aside += [scale.report()] if last else []
+        before = sum(part.numel() for part in aside)
         form = self._form(bucket, before + 8 * m)
-        own = self.wire.rank
-        self.state.scale.measure(self.observer.step, self.evaluation, bucket.columns[own])
-        aside = [self.observer.report(), self.state.scale.report()] if last else []
         if len(self.shifts) == 1:
             result = self._result(bucket, form, own, [bucket.columns[own]])
             messages = self.wire.gather([*aside, *result], form.sizes)
@@ -182,8 +186,9 @@ class DDPAggregator:
         torch.cat(form.values, out=bucket.flat)
         self.lost += numbers[:, before // 8 :]
         if last:
-            self.state.scale.hear(numbers[:, before // 8 - 1])
-            reports = numbers[:, : before // 8 - 1]
+            if scale is not None:
+                scale.hear(numbers[:, before // 8 - 1])
+            reports = numbers[:, : aside[0].numel() // 8]
             self.state.hear(reports, self.lost, self.columns)
             self._end()
 

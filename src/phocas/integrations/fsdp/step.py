@@ -143,7 +143,8 @@ class FSDPAggregator:
     def _explain(self, unit: Unit, arrived: Arrived) -> Explanation:
         rows = arrived.rows
         if self.rule.columnwise:
-            self.state.scale.measure(self.step, self.aggregation, rows)
+            if self.state.scale is not None:
+                self.state.scale.measure(self.step, self.aggregation, rows)
             return self.aggregation.explain(rows, 0)
         rng = generator(Stream.RULE, self.seed, self.step, unit.number)
         aggregation = ShardedAggregation(self.rule, self.wire.m, rng, whole_blocks=False)
@@ -160,7 +161,8 @@ class FSDPAggregator:
         if self.columns:
             self.observer.bet()
         dropped = as_bytes(torch.from_numpy(self.dropped))
-        parts = [self.observer.report(), self.state.scale.report(), dropped]
+        scale = [] if self.state.scale is None else [self.state.scale.report()]
+        parts = [self.observer.report(), *scale, dropped]
         self.pending = _PendingReports.send(self.wire, parts, self.columns * self.shards)
         self.state.send()
         self.observer.end()
@@ -180,8 +182,9 @@ class FSDPAggregator:
         sent, self.pending = self.pending, None
         messages = sent.wait(self.wire.m)
         before = report_bytes(self.wire.m) // 8
-        self.state.scale.hear(messages[:, before])
-        self.state.hear(messages[:, :before], messages[:, before + 1 :], sent.columns)
+        if self.state.scale is not None:
+            self.state.scale.hear(messages[:, before])
+        self.state.hear(messages[:, :before], messages[:, -self.wire.m :], sent.columns)
         self.observer.follow(self.state.detector)
 
 
