@@ -69,24 +69,6 @@ def test_honest_ranks_are_not_flagged_and_most_quiet_steps_are_not_observed() ->
     assert observed <= 64 + 0.35 * 536
 
 
-@pytest.mark.parametrize(
-    ("rows_of_step", "found"), [([2], (2,)), ([2, 3], ()), ([0, 1, 2, 3], ()), ([], ())]
-)
-def test_row_far_longer_than_the_others_is_noted_for_one_step(
-    rows_of_step: list[int], found: tuple[int, ...]
-) -> None:
-    def change(rows: torch.Tensor, holder: int, step: int) -> None:
-        if step == 7:
-            rows[rows_of_step] *= 6
-
-    for step, detector in enumerate(run(change, 10)):
-        assert detector.too_long == (found if step == 7 else ())
-        again = Detector(M, 1, threat="faults")
-        again.load_findings_state(detector.findings_state())
-        assert again.too_long == detector.too_long
-        assert detector.flagged() == ()
-
-
 @pytest.mark.parametrize("begin", [0, 300])
 @pytest.mark.parametrize("value", [1e20, -1e30, 3e38])
 def test_one_implausible_value_is_enough_in_any_step(value: float, begin: int) -> None:

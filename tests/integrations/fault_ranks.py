@@ -210,12 +210,11 @@ def reversed_tenfold(grad: torch.Tensor) -> torch.Tensor:
     return -10 * grad
 
 
-def excluded(rank: int, engine: str, steps: int = 70) -> Any:
+def excluded(rank: int, engine: str) -> Any:
     """Train until rank 2, whose gradients are times -10, is flagged, and take one more step."""
     run = Run(engine, rank, {}, "heraclius:b=1")
     fault = Fault(reversed_tenfold)
-    run.train(steps, fault, until_flagged=True)
-    flagged = [one.rank for one in run.guard.flagged()]
+    run.train(70, fault, until_flagged=True)
     before = [_whole(each).clone() for each in run.model.parameters()]
     run.train(1, fault)
     after = [_whole(each) for each in run.model.parameters()]
@@ -231,7 +230,8 @@ def excluded(rank: int, engine: str, steps: int = 70) -> Any:
     grads = torch.autograd.grad(loss, list(alone.parameters()))
     own_step = torch.cat([RATE * each.flatten() for each in grads])
     flat = torch.cat([each.flatten() for each in moved])
-    return {"flagged": flagged, "moved": flat.tolist(), "own": own_step.tolist()}
+    (one,) = run.guard.flagged()
+    return {"flagged": one.rank, "moved": flat.tolist(), "own": own_step.tolist()}
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -344,9 +344,7 @@ SCENES |= {
     for name in ("nan_row", "bit_30")
 }
 SCENES |= {f"{engine}_late": partial(late, engine=engine) for engine in ("ddp", "fsdp")}
-for _engine in ("ddp", "fsdp"):
-    SCENES[f"{_engine}_excluded"] = partial(excluded, engine=_engine)
-    SCENES[f"{_engine}_long"] = partial(excluded, engine=_engine, steps=1)
+SCENES |= {f"{engine}_excluded": partial(excluded, engine=engine) for engine in ("ddp", "fsdp")}
 SCENES |= {
     f"{engine}_{name}": partial(small_batch, engine=engine, **options)
     for engine in ("ddp", "fsdp")

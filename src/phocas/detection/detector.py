@@ -46,7 +46,6 @@ _EVERY = 4  # later, one round in so many is observed while there is no evidence
 _NOTABLE = 0.5  # e-value of a worker that is not flagged, above which every round is observed
 _NEARLY = 20.0  # e-value at which a worker's columns are inspected, long before it is flagged
 _LATELY = 8  # rounds after a finding, all of which are observed
-_TOO_LONG = 4.0  # times the (b+1)-th longest row
 _BESIDE_DIRECTION, _DIRECTION = (0.6, 0.1), (0.3,)  # parts of the wealth, where there is one
 
 
@@ -155,12 +154,6 @@ class Detector:
         self.notable = False
         self.alert = 0
         """The round before which every round is observed."""
-        self.too_long: tuple[int, ...] = ()
-        """The workers whose rows were far too long in the last round, if it was observed.
-
-        This is no evidence, since an honest row may be long once. A guard excludes the row in the
-        next round only.
-        """
         self.attention: tuple[int, ...] = ()
         """The workers whose values the holders of columns should inspect."""
         self.nonfinite: list[tuple[int, int, list[int], int]] = []
@@ -194,7 +187,6 @@ class Detector:
     def rest(self) -> None:
         """Advance by a round that is not observed."""
         self.judged += 1
-        self.too_long = ()
 
     def skip(self) -> None:
         """Advance by a round in which no worker's row is finite; it gives no evidence."""
@@ -329,7 +321,6 @@ class Detector:
         else:
             if totals is not None:
                 self.whole.observe(whole_scores(totals))
-                self.too_long = self._too_long(totals)
             self._judge(kept.mean(axis=0) + self.whole.evidence())
             self.notable |= self.whole.growing(self.flagged())
         now = self.judged
@@ -340,24 +331,12 @@ class Detector:
             self.locations.flag(now)
             self.locations.add_values(now, (finding for _, finding in findings))
         flagged = self.flagged()
-        if not {*self.too_long, *(finding.worker for _, finding in findings)} <= set(flagged):
+        if not {finding.worker for _, finding in findings} <= set(flagged):
             self.alert = now + _LATELY
         elif not set(self.unusual()) <= set(flagged):
             self.alert = max(self.alert, now + 1)
         near = np.flatnonzero(self.e_values > _NEARLY)
         self.attention = tuple(sorted({*near.tolist(), *flagged}))
-
-    def _too_long(self, totals: Floats) -> tuple[int, ...]:
-        """Return the workers whose rows are far longer than the longest of the other rows.
-
-        At most b workers can be: b + 1 rows are never all longer than the (b+1)-th longest.
-        """
-        m = self.num_workers
-        squares = totals[:, 2 * m : 3 * m].sum(axis=0)
-        longest = np.sort(np.where(np.isnan(squares), np.inf, squares))[max(0, m - 1 - self.b)]
-        if not longest:
-            return ()
-        return tuple(np.flatnonzero(~(squares <= _TOO_LONG**2 * longest)).tolist())
 
     def _since(self, finding: ParameterFinding) -> int:
         """Return the first round of a finding: the worker's onset if it is by distances."""
@@ -537,7 +516,6 @@ class Detector:
         return {
             "alert": self.alert,
             "attention": self.attention,
-            "too_long": self.too_long,
             "traces": self.locations.state(),
             "nonfinite": self.nonfinite,
             "lost": self.lost,
@@ -546,7 +524,6 @@ class Detector:
     def load_findings_state(self, state: Mapping[str, Any]) -> None:
         """Restore the findings of a checkpoint."""
         self.alert, self.attention = state["alert"], tuple(state["attention"])
-        self.too_long = tuple(state.get("too_long", ()))
         self.locations.load_state(state["traces"])
         self.nonfinite = [tuple(first) for first in state["nonfinite"]]
         self.lost = state["lost"]

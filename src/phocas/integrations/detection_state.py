@@ -141,15 +141,14 @@ class DetectionState:
             rows[list(excluded)] = wide[others].mean(dim=0).to(rows.dtype)
 
     def excluded(self) -> list[int]:
-        """Return the rows that aggregation drops in the next step.
+        """Return the rows that aggregation drops: ranks that are flagged by distances.
 
-        These are ranks that are flagged by distances, in the order of their flags, and then ranks
-        whose rows were far too long in the last step. They are at most as many rows as the rule
-        tolerates. A rank of kind ``differs`` keeps its row. So does a rank that is flagged only by
-        addresses or values: the rule drops its wrong values.
+        These are at most as many rows as the rule tolerates, those flagged first. A rank of kind
+        ``differs`` keeps its row. So does a rank that is flagged only by addresses or values: the
+        rule drops its wrong values.
         """
-        step, long = self.detector.flagged_in, self.detector.too_long
-        if not step.any() and not long:
+        step = self.detector.flagged_in
+        if not step.any():
             self.left_out = []
             return []
         found = sorted(np.flatnonzero(step).tolist(), key=lambda row: (step[row], row))
@@ -158,7 +157,7 @@ class DetectionState:
             new = row not in self.left_out and len(self.left_out) < self.tolerated
             if new and self.detector.flag(row).kind != "differs":
                 self.left_out.append(row)
-        return [*self.left_out, *(row for row in long if row not in found)][: self.tolerated]
+        return list(self.left_out)
 
     def _writer(self) -> int:
         """Return the rank that prints for its group: the lowest that is not flagged."""
