@@ -78,7 +78,10 @@ class DetectionState:
         self.rule, self.m, self.names, self.hosts = rule, m, names, hosts
         self.detector = Detector(m, rule.max_byzantine(m) or None, threat=threat)
         self.tolerated = rule.tolerates(m).rows
-        self.scale = TailScale(m, self.detector.b) if plan_of(rule, m).keeps_tail else None
+        plan = plan_of(rule, m)
+        self.drop = (plan.window.drop or 0) if rule.columnwise else 0
+        """The number of values of each column, farthest from the centre, that the rule drops."""
+        self.scale = TailScale(m, self.detector.b) if plan.keeps_tail else None
         """The scale of all columns, if the rule adds outliers to its result."""
         self.sizes = BatchSizes(trusted=threat == "faults")
         self.left_out: list[int] = []
@@ -130,15 +133,21 @@ class DetectionState:
             )
 
     def exclude(self, rows: torch.Tensor, excluded: Sequence[int]) -> None:
-        """Replace excluded rows by the mean of the other rows, which biases no rule.
+        """Replace the values of excluded rows, so that the rule aggregates the other rows.
 
-        If one of the other rows is wrong, so are the replaced ones. Together these are still at
-        most b rows, if at most b ranks are faulty.
+        If the rule drops as many values of each column as there are excluded rows, they become NaN:
+        the rule then averages all other rows. Otherwise each becomes the mean of the other rows,
+        which biases no rule. If one of the other rows is wrong, so are these. Together they are
+        still at most b rows, if at most b ranks are faulty.
         """
-        if excluded:
-            others = [row for row in range(self.m) if row not in excluded]
-            wide = rows.double() if rows.dtype == torch.float64 else rows.float()
-            rows[list(excluded)] = wide[others].mean(dim=0).to(rows.dtype)
+        if not excluded:
+            return
+        if len(excluded) == self.drop:
+            rows[list(excluded)] = torch.nan
+            return
+        others = [row for row in range(self.m) if row not in excluded]
+        wide = rows.double() if rows.dtype == torch.float64 else rows.float()
+        rows[list(excluded)] = wide[others].mean(dim=0).to(rows.dtype)
 
     def excluded(self) -> list[int]:
         """Return the rows that aggregation drops: ranks that are flagged by distances.
