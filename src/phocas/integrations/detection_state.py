@@ -38,7 +38,7 @@ from phocas.integrations.reports import (
 )
 from phocas.integrations.tail_scale import TailScale
 from phocas.integrations.wire import Wire
-from phocas.rules import Rule
+from phocas.rules import Explanation, Mean, Rule
 from phocas.rules.base import plan_of
 
 
@@ -133,21 +133,29 @@ class DetectionState:
             )
 
     def exclude(self, rows: torch.Tensor, excluded: Sequence[int]) -> None:
-        """Replace the values of excluded rows, so that the rule aggregates the other rows.
+        """Replace excluded rows by the mean of the other rows, which biases no rule.
 
-        If the rule drops as many values of each column as there are excluded rows, they become NaN:
-        the rule then averages all other rows. Otherwise each becomes the mean of the other rows,
-        which biases no rule. If one of the other rows is wrong, so are these. Together they are
-        still at most b rows, if at most b ranks are faulty.
+        A wrong row among the others makes the replaced rows wrong, too. Together these are still at
+        most b rows, if at most b ranks are faulty. If :meth:`average` aggregates, rows stay.
         """
-        if not excluded:
-            return
-        if len(excluded) == self.drop:
-            rows[list(excluded)] = torch.nan
-            return
-        others = [row for row in range(self.m) if row not in excluded]
-        wide = rows.double() if rows.dtype == torch.float64 else rows.float()
-        rows[list(excluded)] = wide[others].mean(dim=0).to(rows.dtype)
+        if excluded and len(excluded) != self.drop:
+            wide = rows.double() if rows.dtype == torch.float64 else rows.float()
+            mean = wide[self._others(excluded)].mean(dim=0)
+            rows[list(excluded)] = mean.to(rows.dtype)
+
+    def average(self, rows: torch.Tensor, excluded: Sequence[int]) -> Explanation | None:
+        """Return the mean of the other rows if the rule would drop the excluded rows only.
+
+        That is so if as many rows are excluded as the rule drops values of each column. Otherwise,
+        return None.
+        """
+        if not excluded or len(excluded) != self.drop:
+            return None
+        mean = Mean()(rows[self._others(excluded)])
+        return Explanation(mean, np.zeros(self.m), self.rule.expected(self.m))
+
+    def _others(self, excluded: Sequence[int]) -> list[int]:
+        return [row for row in range(self.m) if row not in excluded]
 
     def excluded(self) -> list[int]:
         """Return the rows that aggregation drops: ranks that are flagged by distances.

@@ -232,9 +232,10 @@ class DDPAggregator:
         self, bucket: Bucket, form: _Form, shard: int, columns: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Aggregate a shard; return as bytes the dropped values of each rank, and the aggregate."""
-        if self.rule.columnwise:
+        result = self.state.average(columns[0], self.excluded)
+        if result is None and self.rule.columnwise:
             result = form.explain(self.evaluation, shard, columns[0])
-        else:
+        elif result is None:
             start = bucket.start + bucket.bounds[shard][0]
             result = self.evaluation.explain(self._held(columns[0]), start)
         result.dropped[self.excluded] = 1.0

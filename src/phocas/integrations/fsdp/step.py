@@ -134,7 +134,8 @@ class FSDPAggregator:
         segments = within(unit.segments, *arrived.own) if whole else ()
         self.observer.see(rows, segments, unit.number)
         self.state.exclude(rows, self.excluded)
-        result = self._explain(unit, arrived)
+        average = self.state.average(rows, self.excluded)
+        result = self._explain(unit, arrived) if average is None else average
         result.dropped[self.excluded] = 1.0
         self.dropped += result.dropped * rows.shape[1]
         self.columns += arrived.width
