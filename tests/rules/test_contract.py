@@ -115,12 +115,24 @@ def test_mda_does_not_see_the_order_of_rows_if_one_set_is_best(b: int, seed: int
 def test_rules_move_with_the_rows(rule: Rule, seed: int) -> None:
     rows = rows_with_byzantine(seed, rule)
     shift = np.random.default_rng(seed + 1).normal(size=rows.shape[1]) * 8
-    nudge = np.random.default_rng(seed + 2).normal(size=rows.shape) * 1e-9
     with np.errstate(invalid="ignore"):
-        moved, nudged = rule(rows + shift), rule(rows + nudge)
-    # NNM makes rows that tie exactly: any rounding then decides which of them bulyan takes.
-    assume(np.allclose(nudged, rule(rows), rtol=0, atol=1e-4, equal_nan=True))
-    np.testing.assert_allclose(moved, rule(rows) + shift, rtol=0, atol=2e-4)
+        moved, expected = rule(rows + shift), rule(rows) + shift
+    if not np.allclose(moved, expected, rtol=0, atol=2e-4):
+        assume(not rounding_decides(rule, rows))
+    np.testing.assert_allclose(moved, expected, rtol=0, atol=2e-4)
+
+
+def rounding_decides(rule: Rule, rows: Any) -> bool:
+    """Return whether the last digits of rows change the result much.
+
+    NNM makes rows that tie exactly: any rounding then decides which of them Bulyan or CAF takes.
+    """
+    rng, result = np.random.default_rng(0), rule(rows)
+    return any(
+        not np.allclose(rule(rows + nudge), result, rtol=0, atol=1e-4, equal_nan=True)
+        for scale in (1e-9, 1e-12, 1e-14)
+        for nudge in rng.normal(size=(16, *rows.shape)) * scale
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from tests.browser import browser_installed, launched
-from tools.site.maths import PAGES as WITH_FORMULAS
 
 if "BUILT_SITE" not in os.environ or not browser_installed():
     pytest.skip(
@@ -19,6 +18,7 @@ if "BUILT_SITE" not in os.environ or not browser_installed():
     )
 
 from playwright.sync_api import Page
+from tools.site.maths import PAGES as WITH_FORMULAS
 
 SITE = Path(os.environ["BUILT_SITE"]).resolve()
 LAPTOP = {"width": 1280, "height": 800}

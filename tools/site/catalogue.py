@@ -106,8 +106,10 @@ def passes(rule: Rule) -> str:
         weights = request.weights if isinstance(request, Distances | Norms) else None
         rows = np.arange(9 if weights is None else len(weights))
         if isinstance(request, Distances):
-            found.append("distances")
-            execution.reply(np.square(np.subtract.outer(rows, rows), dtype=np.float64))
+            squared = np.square(np.subtract.outer(rows, rows), dtype=np.float64)
+            alone = request.origin is not None
+            found.append("distances from one row" if alone else "distances")
+            execution.reply(squared[request.origin] if alone else squared)
         elif isinstance(request, Signs):
             found.append("signs")
             execution.reply(np.ones((3, 9)))

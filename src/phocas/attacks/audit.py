@@ -192,6 +192,10 @@ def usual_byzantine(rule: Rule, m: int) -> int:
 
     For a rule that tolerates none it is 6, or fewer where 6 of m workers are half or more.
 
+    Args:
+        rule: the rule.
+        m: the number of workers.
+
     >>> from phocas import Mean, TrimmedMean
     >>> usual_byzantine(TrimmedMean(b=2), 11)
     2
