@@ -51,7 +51,7 @@ test-gpu: $(VENV)/.installed
 
 # Debian's chromium, for the tests that open pages in it; pytest -rs says loudly where it is missing.
 chromium:
-	@command -v chromium chromium-browser || apt-get install -qq -y chromium || \
+	@command -v chromium || command -v chromium-browser || apt-get install -qq -y chromium || \
 		echo "chromium cannot be installed here: no page is tried in a browser"
 
 test-page: $(VENV)/.installed chromium

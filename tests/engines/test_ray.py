@@ -1236,7 +1236,6 @@ def test_random_faults_on_mnist(
 LISTENERS = """
 import os, pathlib, sys
 from phocas.engines.ray import RaySettings
-from phocas.engines.ray import cluster as cluster_module
 from phocas.training import Trainer
 
 with Trainer("softmax", data="synthetic:train=100,test=20,side=8", num_workers=3, rule="median",

@@ -10,12 +10,12 @@ import torch
 def take_median(buffer: torch.Tensor, sent: Sequence[torch.Tensor]) -> None:
     """Set a buffer of the server to the median of those that the workers sent.
 
-    NaN and inf are ignored: if fewer than half of the workers are Byzantine, the median of the
-    finite values is between two honest ones. A coordinate keeps its value unless more than half of
-    the workers sent a finite one, as for an attention mask of ``-inf``.
+    NaN and inf are ignored. If fewer than half of the finite values of a coordinate are of
+    Byzantine workers, their median is between two honest values. A coordinate keeps its value
+    unless more than half of the workers sent a finite one, as for an attention mask of ``-inf``.
 
     Args:
-        buffer: the server's buffer, of any real type; it is overwritten.
+        buffer: the buffer of the server, which is overwritten: bool, or a type that torch sorts.
         sent: the buffer of each worker.
     """
     values = torch.stack(tuple(sent))

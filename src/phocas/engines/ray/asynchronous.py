@@ -92,12 +92,13 @@ class AsynchronousRayCluster:
         cores = task.threads or available_cores()
         processes = min(task.num_workers, settings.processes or cores)
         vectors = (2 * _REQUESTS * processes + 2) * self.server.vector.nbytes
-        self.session = Session(
-            settings.address,
-            cores=cores,
-            store_bytes=max(LEAST_STORE, 2 * vectors + task.samples.nbytes),
-        )
         try:
+            self.session = Session(
+                settings.address,
+                cores=cores,
+                store_bytes=max(LEAST_STORE, 2 * vectors + task.samples.nbytes),
+            )
+            self._closing.callback(self.session.close)
             demand = Demand("worker", "worker_resources", settings.worker_resources)
             self._start(settings.processes or self.session.cores, demand)
         except BaseException:
@@ -106,7 +107,6 @@ class AsynchronousRayCluster:
 
     def _start(self, processes: int, demand: Demand) -> None:
         self._ray = self.session.ray
-        self._closing.callback(self.session.close)
         m = self.task.num_workers
         slots = _REQUESTS * min(m, processes) + 1
         self._offer = Offer.if_possible(array_of(self.server.vector), slots, m)

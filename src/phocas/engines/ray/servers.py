@@ -295,9 +295,12 @@ class Servers:
         if len(self.processes) < 2 and self._coming:
             starting = [process.starting[0] for process in self._coming]
             begun = time.monotonic()
-            self._ray.wait(starting, timeout=self._deadline)
+            came, _ = self._ray.wait(starting, timeout=self._deadline)
             waited = time.monotonic() - begun
-            self.news.append(f"waited {waited:.1f} s for a process that holds copies of servers")
+            found = "" if came else ", and none has started"
+            self.news.append(
+                f"waited {waited:.1f} s for a process that holds copies of servers{found}"
+            )
         for process in list(self._coming):
             ready, _ = self._ray.wait(process.starting, timeout=0)
             if not ready:
