@@ -313,13 +313,15 @@ class Servers:
                 self.news.append(f"a server process did not start: {first_line(error)}")
                 continue
             self.processes.append(process)
-            self._move_to(process)
+        for process in self.processes:
+            if process not in self.owners and self._answers(process):
+                self._move_to(process)
         with contextlib.suppress(NoRoomError):
             self._start_missing(self._unfit)
         self._copy_missing()
 
     def _move_to(self, process: Process) -> None:
-        """Move a server to a new process, if another process has several."""
+        """Move a server to a process without one, if another process has several."""
         for number, owner in enumerate(self.owners):
             if self.owners.count(owner) > 1 and self._copy(number, process):
                 self.routes[number] = self._take_over(number, process)
@@ -342,13 +344,13 @@ class Servers:
             raise ServerLostError(f"{told}; {_RESUME}", {f"server {number}": told}) from error
         return found
 
+    def _answers(self, process: Process) -> bool:
+        """Return whether a process has lately given a sign of life."""
+        return (self._silent(process.token) or 0.0) < 3 * BEAT_SECONDS
+
     def _copy_missing(self) -> None:
         for number, owner in enumerate(self.owners):
-            others = [
-                process
-                for process in self.processes
-                if process is not owner and (self._silent(process.token) or 0.0) < 3 * BEAT_SECONDS
-            ]
+            others = [each for each in self.processes if each is not owner and self._answers(each)]
             if self.copies[number] is None and others:
                 best = min(
                     others,
