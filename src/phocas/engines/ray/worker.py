@@ -339,7 +339,7 @@ class WorkerProcess:
             self._lifeline.send(Header(Kind.NO_JOB, worker=serial))
         except UnreachedError as error:
             self._lifeline.send(Header(Kind.UNREACHED, worker=serial), str(error).encode()[:1000])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
+        except Exception as error:  # noqa: BLE001 - the trainer gets any error
             text = (str(error).strip().splitlines() or [""])[0][:200]
             text = f"raised {type(error).__name__}: {text}"
             self._lifeline.send(Header(Kind.FAILURE, worker=serial), text.encode()[:1000])
